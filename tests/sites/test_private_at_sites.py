@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from fedstrata.sites.local_deployment import Processes
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.provision import ADMIN, provision
 from fedstrata.sites.site_server import SERVER
-from fedstrata.sites.submit import submit
 from fedstrata.sites.sums import Sums
 
 PRIVATE: dict[str, Any] = {
@@ -210,7 +211,9 @@ def test_two_real_sites_train_with_noise_until_their_budgets_are_spent(
         for name in (SERVER, "a", "b"):
             processes.start(name)
         until("the server to start", lambda: "Server started" in (fed / SERVER / "console.txt").read_text())
-        result = submit(fed / ADMIN, fed / "result", sites=2, wait=240.0, lost=240.0)
+        result = fed / "result"
+        command = [sys.executable, "-m", "fedstrata", "submit", str(fed / ADMIN), "--out", str(result)]
+        subprocess.run(command, check=True, timeout=480)
 
     history = fs.History.load(result)
     assert [record["clients_returned"] for record in history] == [2, 2, 0]
