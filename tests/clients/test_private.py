@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.client import Client
-from fedstrata.clients.training.private import CHUNK, NoisyGradient, poisson_draws
+from fedstrata.clients.training.private import CHUNK, NoisyGradient, poisson_draws, secret_noise
 from fedstrata.evaluation.summary import summary_lines
 from fedstrata.federation.settings import DPSGD, Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 from fedstrata.runs.accountant import Accountant
-from fedstrata.runs.dp_checks import check_privacy
 from fedstrata.runs.simulation import make_context
 
 TABLE: dict[str, Any] = {
@@ -47,8 +45,7 @@ def gradient_of(x: list[list[float]], y: list[int], clip: float, noise: float, e
     model = Model(nn.Linear(2, 2, bias=False))
     params = {"weight": torch.zeros(2, 2)}
     context = Context(params, torch.zeros(0), {}, None, 1.0)
-    generator = torch.Generator().manual_seed(0)
-    gradient = NoisyGradient(model, CrossEntropy(), context, DPSGD(clip=clip, noise=noise), expected, generator)
+    gradient = NoisyGradient(model, CrossEntropy(), context, DPSGD(clip=clip, noise=noise), expected, secret_noise)
     with model.loaded(params) as loaded:
         _, (found,) = gradient(loaded, ["weight"], Batch(torch.tensor(x).reshape(-1, 2), torch.tensor(y, dtype=int)))
     return found
@@ -69,9 +66,7 @@ def test_a_step_without_samples_is_noise_of_the_right_size():
     model = Model(nn.Linear(200, 100, bias=False))
     params = {"weight": torch.zeros(100, 200)}
     context = Context(params, torch.zeros(0), {}, None, 1.0)
-    gradient = NoisyGradient(
-        model, CrossEntropy(), context, DPSGD(clip=2.0, noise=3.0), 6, torch.Generator().manual_seed(1)
-    )
+    gradient = NoisyGradient(model, CrossEntropy(), context, DPSGD(clip=2.0, noise=3.0), 6, secret_noise)
     with model.loaded(params) as loaded:
         _, (noise,) = gradient(loaded, ["weight"], Batch(torch.zeros(0, 200), torch.zeros(0, dtype=torch.int64)))
     # z C / b = 3 · 2 / 6 = 1, from 20,000 numbers
@@ -221,13 +216,6 @@ def test_digits_are_learned_with_a_moderate_epsilon():
 def test_what_would_break_privacy_is_refused_before_the_first_round(changes: dict[str, Any], message: str):
     with pytest.raises(SpecError, match=message):
         fs.prepare(spec(**changes))
-
-
-def test_real_sites_refuse_noise_from_the_seed():
-    prepared = fs.prepare(spec())
-    at_sites = replace(prepared.config, sizes=None)
-    with pytest.raises(SpecError, match=r"privacy\.dp = .*: is only for simulations"):
-        check_privacy(prepared.spec.method, at_sites, prepared.data)
 
 
 class Recurrent(nn.Module):

@@ -34,6 +34,9 @@ MASKED = {"method": {"name": "stratify", "masking": "prf"}}
 UNIT = {"data": {"name": "digits", "normalize": "unit", "shape": [1, 8, 8], "classes": 10}}
 TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
 TWICE = {"training": {"accumulate": 2}}
+NOISY = {"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}}
+PRESET = NOISY | {"data": {"name": "digits", "limit": 60, "shift": [128.0], "scale": [0.01]}}
+TUNED = {"evaluation": {"client_test": 0.2, "fine_tune": 1}}
 SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "training": {"batch_size": 8}}
 
 
@@ -54,6 +57,12 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit discloses labels"),
         ({"ldp": True}, {}, "policy.ldp", "Fit discloses sizes, which this site does not allow. Use a method that"),
         ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport discloses sizes"),
+        ({"dp": 0.5}, {}, "policy.dp", "requires differential privacy of samples. Set privacy.dp with a noise of"),
+        ({"budget": 3.0}, {}, "policy.dp", "this site requires differential privacy of samples. Set privacy.dp."),
+        ({"dp": 2.0}, NOISY, "policy.dp", "privacy.dp.noise = 1 is too small for this site. Set privacy.dp with a noi"),
+        ({"dp": 1.0, "outside_dp": ["sizes"]}, NOISY, "policy.outside_dp", "('normalization'), but this site allows"),
+        ({"dp": 1.0, "outside_dp": []}, PRESET, "policy.outside_dp", "samples of each client would be sent without"),
+        ({"budget": 3.0}, PRESET | TUNED, "policy.outside_dp", "('evaluation'), but this site allows only: sizes"),
     ],
     ids=str,
 )  # fmt: skip
@@ -81,6 +90,9 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
         ({"min_samples": 128}, TWICE),
         ({"min_samples": 8}, SMALL),
         ({"min_samples": 33}, {"method": "stratify"}),
+        ({"dp": 1.0, "outside_dp": ["sizes", "normalization"]}, NOISY),
+        ({"dp": 1.0, "budget": 3.0}, PRESET),
+        ({"dp": 1.0, "outside_dp": ["sizes", "evaluation"]}, PRESET | TUNED),
     ],
     ids=str,
 )
@@ -188,7 +200,7 @@ def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
     for policy in (Policy(), Policy(methods=["sfl"], approved=["0" * 16], jobs="approved", ldp=True, megabytes=0.5)):
         (tmp_path / FILE).write_text(policy.to_toml())
         assert Policy.read(tmp_path) == policy
-        assert all(f"\n{key} = " in policy.to_toml() or key == "methods" for key in Policy.model_fields)
+        assert all(f"\n{key} = " in policy.to_toml() or key in ("methods", "budget") for key in Policy.model_fields)
     (tmp_path / FILE).unlink()
     assert Policy.read(tmp_path) == Policy(), "the cautious defaults, where there is no file"
 

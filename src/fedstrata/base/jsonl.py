@@ -211,6 +211,15 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         beside.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on the disk, so that a power cut does not undo ``replace_file``."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files of killed processes, only once per process and folder (because of the cache)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import is_not
@@ -55,6 +56,8 @@ class ClientContext:
             contribute to an answer.
         prepared: The results of ``cached``: a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
+        secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
+            server knows. Real sites need this for ``privacy.dp``.
     """
 
     config: FederationConfig
@@ -70,6 +73,7 @@ class ClientContext:
     privacy: Privacy = field(default_factory=Privacy)
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
+    secret: bool = False
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
         """Return ``factory(self)``, which is computed only at the first call. All clients share the result."""
@@ -106,6 +110,8 @@ class Client:
         self.model = model or context.config.model
         begin, end = context.assignment.offsets[number : number + 2]
         self.indices: NDArray[np.int64] = context.assignment.indices[begin:end]
+        self.seed = secrets.randbits(256) if context.secret else context.config.seed
+        """The seed of the client's random numbers: the spec's seed, or a new secret (see ``ClientContext.secret``)."""
         self.n_contributing = 0
         """Number of samples that contribute to the answer, for the site's audit log; ``authorize_release`` sets it."""
 
@@ -164,5 +170,5 @@ class Client:
         return self.context.data.inputs(indices), self.context.data.y_train[indices]
 
     def rng(self, purpose: str, round: int) -> np.random.Generator:
-        """Return a new random generator that depends only on the seed, the purpose, the round and the client."""
-        return rng(self.context.config.seed, purpose, round, self.number)
+        """Return a new random generator that depends only on ``seed``, the purpose, the round and the client."""
+        return rng(self.seed, purpose, round, self.number)

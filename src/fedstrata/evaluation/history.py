@@ -108,6 +108,8 @@ class History(Sequence[Record]):
         """The metrics of the saved model; empty if the record of its round contains them."""
         self.warning = ""
         """A reason why the results say nothing about the method, such as unusable replies; usually empty."""
+        self.privacy = ""
+        """A statement about the protection by noise (``privacy.dp``); empty without noise, and before the run ends."""
         self.confusion: dict[str, Confusion] = {}
         """The confusion matrices of the last evaluation (key ``last``) and of the best evaluation (key ``best``)."""
         self.clients: list[Record] = []
@@ -131,6 +133,7 @@ class History(Sequence[Record]):
         settings, ending = _about(folder)
         history = cls(records, path=folder, **settings)
         history.model_round, history.warning = ending.get("model_round"), ending.get("warning", "")
+        history.privacy = ending.get("privacy", "")
         history.kept, history.stopped = ending.get("model", {}), ending.get("stopped", "")
         _read_evaluations(history, folder)
         if (folder / WEIGHTS).is_file():
@@ -301,8 +304,8 @@ class History(Sequence[Record]):
         - ``rounds_to_target`` maps each target, as text, to the first round that reached it, or None. For a task
           without accuracy, it contains only targets of other metrics.
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
-        - ``stopped``, ``model_round`` and ``warning`` are present if they are set, and ``model`` is the content of
-          ``kept``.
+        - ``stopped``, ``model_round``, ``warning`` and ``privacy`` are present if they are set, and ``model`` is the
+          content of ``kept``.
         """
         accuracy = self.column("accuracy")[1][-20:]
         name, column = self.primary, column_of(self.primary)
@@ -326,7 +329,7 @@ class History(Sequence[Record]):
             "seconds": self.total("seconds"),
         }
         ending: Record = {"stopped": self.stopped, "model_round": self.model_round, "warning": self.warning}
-        ending["model"] = self.kept
+        ending |= {"model": self.kept, "privacy": self.privacy}
         return summary | {key: value for key, value in ending.items() if value not in (None, "", {})}
 
     @property

@@ -36,8 +36,10 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     up, down = (summary[key] * 1e-6 for key in ("bytes_up", "bytes_down"))
     lines.append(("sent", f"{up:,.1f} MB by clients, {down:,.1f} MB to clients"))
     if history and (epsilon := history[-1].get("epsilon")) is not None:
-        unit = history[-1].get("privacy", {}).get("unit", "sample")
-        lines.append(("privacy", f"ε = {epsilon:.2f} per {unit}, but anyone who knows the seed can remove the noise"))
+        statement = history[-1].get("privacy", {})
+        meaning = history.privacy or statement.get("noise", "")
+        text = f"ε = {epsilon:.2f} per {statement.get('unit', 'sample')}"
+        lines.append(("privacy", f"{text}; {meaning}" if meaning else text))
     if history.path is not None:
         lines.append(("folder", str(history.path)))
     return lines

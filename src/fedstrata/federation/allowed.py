@@ -118,6 +118,11 @@ class Allowed:
         """The name of the request in messages."""
         return f"{self.request.__name__} of {self.inside.label}" if self.inside else self.request.__name__
 
+    @property
+    def innermost(self) -> Allowed:
+        """The entry of the innermost request: the entry itself if the request is not an envelope."""
+        return self if self.inside is None else self.inside.innermost
+
     def wrong(self, request: Request, round: int) -> str:
         """Return a description of the first field whose value is not accepted; an empty string if there is none."""
         for name, accepted in self.where.items():

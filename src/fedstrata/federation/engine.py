@@ -114,6 +114,9 @@ class Engine(ABC):
     keeps_states: ClassVar[bool] = False
     """Whether clients store their states themselves, so that the server's checkpoints do not contain the states."""
 
+    secret = False
+    """Whether the noise of ``privacy.dp`` comes from the operating systems of real sites instead of the spec's seed."""
+
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Return the answers of the clients, in any order.

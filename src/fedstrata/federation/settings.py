@@ -48,15 +48,16 @@ class DPSGD(Setting):
 
     In each step, a client draws each of its samples with the same probability. The client scales down the gradient of
     each sample whose gradient norm is above ``clip``, and adds Gaussian noise to the sum of the gradients. Two data
-    sets are neighbours if they differ by one additional sample.
+    sets are neighbours if they differ by one additional sample. The noise of a simulation follows from the seed, so
+    only the noise of real sites protects data.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
         noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
         delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of samples of a client.
-        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
-            no limit.
+        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. At real
+            sites, the server learns the numbers of samples only in the first round. Default: no limit.
     """
 
     clip: PositiveFloat
@@ -105,8 +106,7 @@ class Privacy(Setting):
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
-        dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
-            Default: none.
+        dp: Clipping and noise in local training, for differential privacy of each sample. Default: none.
         clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
             Default: none.
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients

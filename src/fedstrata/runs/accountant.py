@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import ExtraMissingError
+from fedstrata.federation.federation import Listener
+from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import DPSGD, Training
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
 """The orders of the Rényi divergences. The orders are whole numbers, because the sum for other orders may not
 converge."""
+
+
+def dp_accounting() -> ModuleType:
+    """Return the library that computes privacy.
+
+    Raises:
+        ExtraMissingError: The extra ``dp`` is not installed.
+    """
+    try:
+        import dp_accounting
+        import dp_accounting.pld
+        import dp_accounting.rdp
+    except ImportError:
+        raise ExtraMissingError("privacy.dp", "dp") from None
+    library: ModuleType = dp_accounting
+    return library
+
+
+@cache
+def divergences(noise: float, rate: float) -> NDArray[np.float64]:
+    """Return the Rényi divergence of one step for each of ``ORDERS``.
+
+    Args:
+        noise: Standard deviation of the noise, as a multiple of the largest norm of a gradient.
+        rate: Probability with which each sample is in the step.
+    """
+    library = dp_accounting()
+    accountant = library.rdp.RdpAccountant(ORDERS)
+    accountant.compose(library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise)))
+    return np.asarray(accountant.rdp, dtype=np.float64)
 
 
 class Accountant:
@@ -25,28 +60,30 @@ class Accountant:
     Args:
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
-        sizes: Number of samples of each client, shape (N,). The numbers of samples are assumed to be public.
+        sizes: Number of samples of each client, shape (N,), or 0 until it is known. The numbers of samples are assumed
+            to be public.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
     """
 
     def __init__(self, dp: DPSGD, training: Training, sizes: Ints) -> None:
-        try:
-            from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp
-        except ImportError:
-            raise ExtraMissingError("privacy.dp", "dp") from None
-        self._delta, self._rdp = dp.delta, rdp
-        self._draws = [training.poisson(size) for size in sizes.tolist()]
+        self._library, self._dp, self._training, self.sizes = dp_accounting(), dp, training, sizes
 
-        @cache
-        def differences(rate: float) -> Any:
-            """Return the Rényi divergence of one step for each order."""
-            accountant = rdp.RdpAccountant(ORDERS)
-            accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(dp.noise)))
-            return accountant.rdp
+    def listening(self, listener: Listener | None) -> Listener:
+        """Return a listener that learns the sizes from clients' replies, and then calls another listener.
 
-        self._differences = differences
+        Args:
+            listener: The other listener, if there is one.
+        """
+
+        def listen(round: int, replies: Mapping[ClientId, Any]) -> None:
+            for client, reply in replies.items():
+                self.sizes[client] = min(reply.samples, np.iinfo(np.int64).max)  # a site may send any number
+            if listener is not None:
+                listener(round, replies)
+
+        return listen
 
     def largest(self, rounds: Ints) -> float:
         """Return the largest ε of all clients.
@@ -54,13 +91,13 @@ class Accountant:
         Args:
             rounds: Number of rounds in which each client trained, shape (N,).
         """
+        draws = map(self._training.poisson, self.sizes.tolist())
         spent = {
-            (rate, steps * times)
-            for (rate, steps), times in zip(self._draws, rounds.tolist(), strict=True)
-            if rate and times
+            (rate, steps * times) for (rate, steps), times in zip(draws, rounds.tolist(), strict=True) if rate and times
         }
         return max((self._epsilon(rate, steps) for rate, steps in spent), default=0.0)
 
     def _epsilon(self, rate: float, steps: int) -> float:
-        epsilon, _ = self._rdp.compute_epsilon(ORDERS, np.multiply(steps, self._differences(rate)), self._delta)
+        divergence = steps * divergences(self._dp.noise, rate)
+        epsilon, _ = self._library.rdp.compute_epsilon(ORDERS, divergence, self._dp.delta)
         return float(epsilon)

@@ -15,6 +15,7 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import ClientDP
+from fedstrata.runs.dp_record import SEEDED
 from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
@@ -100,7 +101,7 @@ class ClientAccountant:
             "sampling": f"Poisson with rate {self.rate:g}" if sampled else "not counted",
             "accountant": "privacy loss distributions" if sampled else "Gaussian",
             "against": "parties that see the models, but not the server",
-            "noise": "seeded: no privacy",
+            "noise": SEEDED,
         }
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": statement}
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.inputs import each
 from fedstrata.clients.training.private import NoisyGradient
 from fedstrata.data.dataset import Dataset
-from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import Fit, Request
+from fedstrata.federation.messages import Fit
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import Batch, Context, is_plain
+from fedstrata.runs.accountant import Accountant
 
 USE = "Use a method such as fedavg, fedprox or scaffold."
 
@@ -29,8 +32,6 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     def refuse(reason: str, key: str = "privacy.dp", value: object = dp.noise) -> None:
         raise SpecError(key, reason, value)
 
-    if config.sizes is None:
-        refuse("is only for simulations, because its noise comes from the spec's seed. Remove it for real sites.")
     if training.clip is not None:
         refuse("privacy.dp clips the gradient of each sample. Remove training.clip.", "training.clip", training.clip)
     if training.accumulate > 1:
@@ -47,25 +48,37 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     if not is_plain(objective, "displacement"):
         refuse(f"the objective of {method.name!r} moves the point of a gradient, which DP-SGD does not. {USE}")
     asked = method.declared(config)
-    unprotected = [each.label for each in asked or () if _innermost(each) is not Fit]
+    unprotected = [each.label for each in asked or () if each.innermost.request is not Fit]
     if asked is None or unprotected:
         replies = "replies that fedstrata does not know" if asked is None else f"replies to {', '.join(unprotected)}"
         refuse(f"the method {method.name!r} needs {replies}, which have no noise. {USE}")
+    if any(each.innermost.where.get("keep") != 1 for each in asked or ()):
+        refuse(f"the method {method.name!r} lets clients train on a part of their samples. {USE}")
     _try_gradient(method, config, data)
+    if dp.budget is not None and config.sizes is not None:
+        epsilon = Accountant(dp, training, config.sizes).largest(np.ones_like(config.sizes))
+        if epsilon > dp.budget:
+            problem = f"is too small, because the first round could spend ε = {epsilon:.3g}. "
+            problem += "Use a larger budget, more noise, or fewer local steps."
+            raise SpecError("privacy.dp.budget", problem, dp.budget)
 
 
-def _innermost(allowed: Allowed) -> type[Request]:
-    return allowed.request if allowed.inside is None else _innermost(allowed.inside)
+def _two_zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros((2, *tensor.shape[1:]))
 
 
 def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> None:
-    """Raise ``SpecError`` if the gradients of single samples cannot be computed together."""
+    """Raise ``SpecError`` if the gradients of single samples cannot be computed together.
+
+    The samples are zeros, because the server of real sites may have no samples.
+    """
     model, objective, dp = config.model, method.objective_in_use(), config.privacy.dp
     assert dp is not None
     params = model.params()
     context = Context(params, torch.zeros(0), objective.message(None), None, 1.0, task=config.task)
-    gradient = NoisyGradient(model, objective, context, dp, 2.0, torch.Generator())
-    batch = Batch(data.inputs(slice(0, 2)), data.targets(slice(0, 2)))
+    gradient = NoisyGradient(model, objective, context, dp, 2.0, torch.zeros)
+    inputs, targets = data.inputs(slice(0, 0)), data.targets(slice(0, 0))
+    batch = Batch(each(inputs, _two_zeros), _two_zeros(targets))
     names = [name for name in params if objective.trains(name, model)]
     try:
         with model.loaded(params, model.buffers(), train=True) as loaded:

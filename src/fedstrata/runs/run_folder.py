@@ -162,7 +162,8 @@ class RunFolder:
         done, notes = simulation.round, self._notes + self._other_environment()
         # Write the identity before the spec, so that a folder with a spec always has an identity, even if the process
         # is killed here.
-        write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
+        about = {"privacy": simulation.privacy} if simulation.privacy else {}
+        write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment(), **about})
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
@@ -266,6 +267,7 @@ class RunFolder:
         """Write the model, the last evaluations and the summary, and return the history that contains these."""
         history, loop_state = self.history, simulation.loop_state
         weights, history.model_round = loop_state.final_model or (simulation.evaluated(), None)
+        history.privacy = simulation.privacy.get("protection", "")
         history.kept, history.stopped = jsonable(simulation.evaluate_saved()), simulation.stopped
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
         history.params = final

@@ -32,6 +32,7 @@ from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.client_accountant import client_accountant
+from fedstrata.runs.dp_record import privacy_record
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import RunFolder
@@ -45,6 +46,9 @@ Watcher = Callable[[Mapping[str, Any]], None]
 
 PRIVACY = "privacy.dp"
 """The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
+
+SIZES = "privacy.dp sizes"
+"""The key in ``Simulation.memory`` under which the numbers of samples are stored that real sites have reported."""
 
 HANDLERS = Handlers(
     [
@@ -170,9 +174,12 @@ class Simulation:
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
             dp, sizes = self.spec.privacy.dp, prepared.config.sizes
-            training = self.spec.training
-            self._accountant = Accountant(dp, training, sizes) if dp is not None and sizes is not None else None
             self._client_accountant = client_accountant(self.spec, prepared.config)
+            self._accountant: Accountant | None = None
+            if dp is not None:
+                unknown = np.zeros(prepared.config.clients, dtype=np.int64)
+                self._accountant = Accountant(dp, self.spec.training, unknown if sizes is None else sizes)
+                self.federation.listener = self._accountant.listening(listener) if sizes is None else listener
             watched = prepared.held.own_test is not None
             self.loop_state = LoopState(np.zeros(prepared.config.clients if watched else 0, dtype=np.int64))
             if checkpoint is not None:
@@ -199,6 +206,11 @@ class Simulation:
     def identity(self) -> Mapping[str, Any]:
         """The identity of the run, such as its spec and checksums of its data; see ``fedstrata.runs.identity``."""
         return self.prepared.identity
+
+    @property
+    def privacy(self) -> dict[str, Any]:
+        """The description of the run's ε (see ``privacy_record``); empty without ``privacy.dp``."""
+        return privacy_record(self.spec, secret=self.engine.secret, evaluates=bool(self.prepared.held))
 
     @property
     def memory(self) -> dict[str, Tree]:
@@ -271,6 +283,8 @@ class Simulation:
         rounds = np.zeros(self.prepared.config.clients, dtype=np.int64) if rounds is None else rounds.copy()
         rounds[list(log.invited - log.dropped)] += 1
         self.memory[PRIVACY] = rounds
+        if self.prepared.config.sizes is None:
+            accountant.sizes = self.memory[SIZES] = np.maximum(accountant.sizes, self.memory.get(SIZES, 0))
         if dp is not None and dp.budget is not None and accountant.largest(rounds + 1) > dp.budget:
             self.stop(f"privacy budget: in another round, a client could spend more than ε = {dp.budget:g}")
         return accountant.largest(rounds)

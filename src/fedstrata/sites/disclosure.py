@@ -14,6 +14,7 @@ from fedstrata.federation.allowed import Agreed, Allowed, Terms, joined
 from fedstrata.federation.communication.allowed import encoded
 from fedstrata.federation.messages import PHASES, Fact, Phase
 from fedstrata.federation.settings import Privacy
+from fedstrata.runs.dp_record import OUTSIDE, outside_epsilon
 from fedstrata.runs.secure_checks import refuse_secure_sums
 from fedstrata.spec.experiment import Experiment
 
@@ -48,6 +49,7 @@ class Declaration:
         extremes: Whether the statistics contain the minimum and the maximum, which are values of single samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
         targets: Whether the statistics also describe the labels, because the task needs this.
+        outside: With ``privacy.dp``, the names of the values that have no noise; see ``outside_epsilon``.
     """
 
     job: str
@@ -60,6 +62,7 @@ class Declaration:
     extremes: bool = False
     privacy: Privacy = field(default_factory=Privacy)
     targets: bool = False
+    outside: tuple[str, ...] = ()
 
     @property
     def discloses(self) -> frozenset[Fact]:
@@ -79,6 +82,7 @@ class Declaration:
             "questions": None if self.allowed is None else [allowed.table() for allowed in self.allowed],
             "discloses": sorted(self.discloses),
             "conceals": sorted(self.conceals),
+            **({} if self.privacy.dp is None else {"outside_dp": list(self.outside)}),
         }
 
     def lines(self) -> Iterator[str]:
@@ -102,6 +106,10 @@ class Declaration:
         facts = " and ".join(_FACTS[fact] for fact in sorted(self.discloses))
         clear = f"The server can read in the answers {facts}."
         yield clear if facts else "The answers do not contain labels or numbers of samples in the clear."
+        if self.privacy.dp is not None:
+            outside = "; ".join(OUTSIDE[name] for name in self.outside)
+            yield f"Updates have noise (privacy.dp.noise = {self.privacy.dp.noise:g}). Values without noise: {outside}."
+            return
         yield "Models and gradients can reveal something about the samples from which they were computed."
 
 
@@ -154,8 +162,21 @@ def declaration_of(
     survey = ", ".join([*features, *targets])
     survey = survey and f"the number of its training samples; {survey}"
     extremes = bool(features) and data.normalize == "unit"
+    certain = spec.evaluation.client_test is not None or spec.evaluation.validation is not None
+    evaluates = certain and any(each.rule.phase == "evaluation" for each in allowed or ())
+    outside = () if spec.privacy.dp is None else outside_epsilon(spec, evaluates=evaluates)
     return Declaration(
-        hash_of(spec), method.name, rounds, allowed, survey, own, method.conceals, extremes, spec.privacy, bool(targets)
+        job=hash_of(spec),
+        method=method.name,
+        rounds=rounds,
+        allowed=allowed,
+        survey=survey,
+        own_data=own,
+        conceals=method.conceals,
+        extremes=extremes,
+        privacy=spec.privacy,
+        targets=bool(targets),
+        outside=outside,
     )
 
 

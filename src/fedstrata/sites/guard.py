@@ -319,6 +319,8 @@ class Guard:
             return None
         try:
             number, allowed, position = self._entry(request, relay, together)
+            if self.policy is not None and allowed.rule.phase == "evaluation":
+                self.policy.check_evaluation()
             digests = self._digests_of(allowed, request) if together else ()
             before = self._last_digests.get((client, number), ()) if position == self.position else ()
             match = Match(client, request, number, allowed, position, digests, together and digests[0] in before)

@@ -32,6 +32,7 @@ from fedstrata.sites.members import Members
 from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.nvflare_workarounds import JobEnd, bound_growth, survive_kill
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress, about_run
 from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
 from fedstrata.sites.site_server import SiteServer
@@ -148,6 +149,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         engine = NVFlareEngine(
             prepared.config, messenger, self._sums, spec=text, run=run_of(text), direct=direct, log_heads=heads
         )
+        engine.secret = not settings.simulated
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
         history = History(before, **about(spec))
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
@@ -243,14 +245,16 @@ class Site:
             # twice.
             return retry(fetch, data, settings.patience, beside=False)
 
+        policy = None if settings.simulated else Policy.read(root)
         return SiteServer(
             collab.site_name,
             (settings.states or root / "fedstrata") / collab.site_name,
             send,
             settings,
             keys=keys,
-            policy=None if settings.simulated else Policy.read(root),
+            policy=policy,
             ledger=None if settings.simulated else Ledger(root / PLACE),
+            budget=None if policy is None else PrivacyBudget(root / PLACE, policy),
         )
 
     @collab.publish  # type: ignore[untyped-decorator]

@@ -6,18 +6,22 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedstrata.base.config import Setting
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.federation.settings import Privacy
+from fedstrata.runs.dp_record import OUTSIDE
 from fedstrata.sites.disclosure import UNDECLARED, Declaration
 from fedstrata.sites.settings import read_setting
 from fedstrata.spec.experiment import line_of
+
+_EXAMPLES = {"methods": "[]", "budget": "8.0"}
+"""For each key without a default, the value in the comment of a new file."""
 
 FILE = Path("local") / "policy.toml"
 """The policy's file in a site's folder; it is never part of a job."""
@@ -68,6 +72,14 @@ class Policy(Setting):
             data, and for requests that fail, because an error also reveals something.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
+        dp: The smallest noise (``privacy.dp.noise``) of a job. 0: jobs do not need differential privacy, except if
+            ``budget`` is set.
+        outside_dp: Names of the values without noise that a job with differential privacy may compute from the site's
+            samples: ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect
+            if the site requires differential privacy.
+        budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
+            a round that would exceed it. Default: no limit.
+        delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
     """
@@ -84,6 +96,10 @@ class Policy(Setting):
     surveys: PositiveInt = 1
     masking: bool = False
     ldp: bool = False
+    dp: NonNegativeFloat = 0.0
+    outside_dp: list[Literal["sizes", "normalization", "imputation", "labels", "evaluation"]] = ["sizes"]
+    budget: PositiveFloat | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     relay: Literal["direct", "server"] = "direct"
 
     def check(self, asked: Declaration) -> None:
@@ -120,6 +136,8 @@ class Policy(Setting):
             problem = "data.normalize = 'unit' discloses the smallest and the largest value, each of a single sample"
             accepted = "Use 'standard' or 'none', or set data.shift and data.scale."
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
+        if self.requires_dp:
+            self._check_dp(asked)
         for rule, fact, accepted in (
             ("masking", "labels", "Use a job that masks labels and does not evaluate at the sites."),
             ("ldp", "sizes", "Use a method that reports numbers of samples with local differential privacy."),
@@ -130,6 +148,35 @@ class Policy(Setting):
                 raise RuleError(
                     f"policy.{rule}", f"{by[0]} discloses {fact}, which this site does not allow. {accepted}"
                 )
+
+    @property
+    def requires_dp(self) -> bool:
+        """Whether the site accepts only jobs with differential privacy of samples (``privacy.dp``)."""
+        return self.dp > 0 or self.budget is not None
+
+    def _check_dp(self, asked: Declaration) -> None:
+        """Refuse a job without differential privacy, with too little noise, or with other values from the samples."""
+        dp = asked.privacy.dp
+        accepted = f"Set privacy.dp with a noise of at least {self.dp:g}." if self.dp else "Set privacy.dp."
+        if dp is None:
+            raise RuleError("policy.dp", f"this site requires differential privacy of samples. {accepted}")
+        if dp.noise < self.dp:
+            raise RuleError("policy.dp", f"privacy.dp.noise = {dp.noise:g} is too small for this site. {accepted}")
+        if others := [name for name in asked.outside if name not in self.outside_dp]:
+            raise RuleError("policy.outside_dp", self._outside(others[0]))
+
+    def check_evaluation(self) -> None:
+        """Refuse to evaluate a model on the site's samples, if the site requires differential privacy.
+
+        Raises:
+            RuleError: ``outside_dp`` does not allow evaluations.
+        """
+        if self.requires_dp and "evaluation" not in self.outside_dp:
+            raise RuleError("policy.outside_dp", self._outside("evaluation"))
+
+    def _outside(self, name: str) -> str:
+        allowed = ", ".join(self.outside_dp) or "none"
+        return f"{OUTSIDE[name]} would be sent without noise ({name!r}), but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
         """Refuse an answer about the site's data if other jobs got as many different answers as ``surveys`` allows.
@@ -194,7 +241,7 @@ class Policy(Setting):
         lines = ["# The limits of this site on jobs. The site may change any line; the file is read when a job begins."]
         for key, value in self.model_dump().items():
             comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
-            setting = f"# {key} = []" if value is None else tomli_w.dumps({key: value}).strip()
+            setting = f"# {key} = {_EXAMPLES[key]}" if value is None else tomli_w.dumps({key: value}).strip()
             lines.append(f"{comment}\n{setting}")
         return "\n\n".join(lines) + "\n"
 

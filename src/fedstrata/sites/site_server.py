@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedstrata.base import records
-from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, WireError, WithheldError
 from fedstrata.base.loading import only_from
 from fedstrata.base.process import prepare_process
 from fedstrata.base.records import Message, Tree
@@ -25,9 +25,10 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.federation.engine import Failure
-from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, Fit, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
+from fedstrata.runs.accountant import dp_accounting
 from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.sites import wire
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
@@ -37,6 +38,7 @@ from fedstrata.sites.idempotency import LateError, RequestCache
 from fedstrata.sites.ledger import Entry, Ledger
 from fedstrata.sites.manifest import fingerprint
 from fedstrata.sites.policy import Policy, RuleError
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.sums import SiteGroup
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
@@ -78,6 +80,7 @@ class SiteServer:
         keys: The keys that all clients share to mask labels. Default: the keys that the environment variables name.
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
+        budget: The site's privacy budget, from which the steps of ``privacy.dp`` are taken; optional.
     """
 
     def __init__(
@@ -90,9 +93,10 @@ class SiteServer:
         keys: KeyRing | None = None,
         policy: Policy | None = None,
         ledger: Ledger | None = None,
+        budget: PrivacyBudget | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
-        self._keys, self.policy, self.ledger = keys, policy, ledger
+        self._keys, self.policy, self.ledger, self.budget = keys, policy, ledger, budget
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each with the id of the thread that added the entry."""
         self._noting = threading.Lock()
@@ -352,6 +356,10 @@ class SiteServer:
         with self._reading(job, begin) if begin.statistics is not None else nullcontext():
             keys = self._keys or KeyRing.of_site()
             context = context_of(begin, self.settings.data, keys, tells=self.settings.tells)
+        # The server knows the seed of the spec, so it could subtract noise that follows from the seed.
+        if context.privacy.dp is not None and not self.settings.simulated:
+            dp_accounting()
+            context = dataclasses.replace(context, secret=True)
         if self.policy is None:
             return context
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
@@ -491,6 +499,7 @@ class SiteRun:
         for client, request in requests.items():
             try:
                 self._matches[client] = match = self.guard.check(client, request, together=together)
+                self._spend(client, match)
                 self.guard.take(match)
                 allowed[client] = request
             except RuleError as error:
@@ -499,6 +508,23 @@ class SiteRun:
             void = wire.Failed("another client of its group was refused", bystander=True)
             return {}, {client: refused.get(client, void) for client in requests}
         return allowed, refused
+
+    def _spend(self, client: ClientId, match: Match | None) -> None:
+        """Take the steps of a client's training with ``privacy.dp`` from the site's privacy budget.
+
+        Raises:
+            RuleError: The steps would exceed the budget.
+        """
+        config, budget = self.context.config, self.site_server.budget
+        dp, samples = config.privacy.dp, int(self.context.assignment.sizes[client])
+        if budget is None or dp is None or match is None or match.allowed.innermost.request is not Fit:
+            return
+        # A client with too few samples takes no steps.
+        with suppress(WithheldError):
+            Client(client, self.context).authorize_update(samples)
+            rate, steps = config.training.poisson(samples)
+            if steps:
+                budget.spend(self.guard.declaration.job, client, noise=dp.noise, rate=rate, steps=steps)
 
     def _refusal(self, client: ClientId, request: Request, error: RuleError) -> wire.Failed:
         self.site_server.refused(error, type(request).__name__, SERVER, client)

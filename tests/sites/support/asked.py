@@ -7,10 +7,11 @@ from typing import Any
 
 import fedstrata as fs
 from fedstrata.base import records
-from fedstrata.federation.messages import Request, Weights
+from fedstrata.federation.messages import Fit, Request, Weights
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.wire import (
@@ -74,9 +75,9 @@ class Site:
 
     def start(self) -> None:
         """Start the site, also after a kill."""
-        self.site_server = SiteServer(
-            "a", self.folder, lambda target, data: b"", self.settings, policy=self.policy, ledger=self.ledger
-        )
+        budget = None if self.policy is None else PrivacyBudget(self.folder, self.policy)
+        options: dict[str, Any] = {"policy": self.policy, "ledger": self.ledger, "budget": budget}
+        self.site_server = SiteServer("a", self.folder, lambda target, data: b"", self.settings, **options)
 
     @property
     def weights(self) -> Weights:
@@ -115,3 +116,18 @@ class Site:
     def save(self, round: int, *acks: Any) -> Done | Refused:
         found: Done | Refused = self.call(Save(round), *acks)
         return found
+
+
+def fit(site: Site, round: int) -> Fit:
+    """Return a request for local training."""
+    return Fit(round, site.weights, {}, 1.0)
+
+
+def long_site(folder: Path) -> Site:
+    """Return a site whose job trains for hours with noise, and whose privacy budget is enough for one round."""
+    table = {
+        "data": {"name": "digits", "limit": 60, "shift": [128.0], "scale": [0.01]},
+        "training": {"local_steps": 1_000_000, "batch_size": 8},
+        "privacy": {"dp": {"clip": 1.0, "noise": 500.0}},
+    }
+    return Site(folder, table, policy=Policy(jobs="within-policy", min_samples=1, budget=3.0))

@@ -15,7 +15,9 @@ from fedstrata.objectives.base import Batch
 
 
 @torch.no_grad()
-def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, step: int) -> Any:
+def augmented(
+    context: ClientContext, x: Any, *, client: ClientId, round: int, step: int, seed: int | None = None
+) -> Any:
     """Return the inputs of a client's batch after augmentation; unchanged if ``data.augment`` is not set.
 
     The random numbers depend only on the seed, the client, the round and the step.
@@ -26,12 +28,14 @@ def augmented(context: ClientContext, x: Any, *, client: ClientId, round: int, s
         client: The client.
         round: The round, counted from 1.
         step: The number of the client's step in this round, from 0.
+        seed: The seed of the random numbers. Default: the spec's seed.
     """
     augment = context.config.augment
     if augment is None:
         return x
-    seed = int(rng(context.config.seed, f"augment/{step}", round, client).integers(2**63))
-    return augment(x, torch.Generator().manual_seed(seed))
+    seed = context.config.seed if seed is None else seed
+    number = int(rng(seed, f"augment/{step}", round, client).integers(2**63))
+    return augment(x, torch.Generator().manual_seed(number))
 
 
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
@@ -46,5 +50,5 @@ def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> I
         round: The round, counted from 1.
     """
     for step, batch in enumerate(batches):
-        x = augmented(client.context, batch.x, client=client.number, round=round, step=step)
+        x = augmented(client.context, batch.x, client=client.number, round=round, step=step, seed=client.seed)
         yield replace(batch, x=x)

@@ -260,7 +260,7 @@ def train(
         context = objective.client_init(model, context)
     with ExitStack() as stack:
         if setup.chain is None or setup.corrects or setup.finishes:
-            stack.enter_context(torch_seeded(config.seed, "layers", round, client.number, device))
+            stack.enter_context(torch_seeded(client.seed, "layers", round, client.number, device))
         if setup.chain is None:
             params = stack.enter_context(model.loaded(weights.params, weights.buffers, train=True))
         else:  # handwritten gradients need neither random numbers nor the module

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     """Yield, for each step of a round, the positions of its samples; a step may have no samples.
 
     Args:
-        client: The client, which draws with its own random numbers.
+        client: The client, which draws with its own random numbers. At real sites, their seed is a secret.
         training: The settings of local training, which give the probability of a sample and the number of steps.
         round: The round, counted from 1.
         samples: The client's number of samples.
@@ -38,6 +40,43 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     rate, steps = training.poisson(samples)
     for _ in range(steps):
         yield np.flatnonzero(generator.random(samples) < rate)
+
+
+Noise = Callable[[torch.Size], Tensor]
+"""A function that draws a tensor of standard normal numbers of the given shape, on the CPU."""
+
+
+def noise_of(client: Client, round: int) -> Noise:
+    """Return the source of a client's noise in a round.
+
+    In a simulation, the noise follows from the spec's seed. At a real site, it comes from the operating system.
+
+    Args:
+        client: The client.
+        round: The round, counted from 1.
+    """
+    if client.context.secret:
+        return secret_noise
+    seed = int(client.rng("noise", round).integers(2**63))
+    return partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+
+
+def secret_noise(shape: torch.Size) -> Tensor:
+    """Return standard normal numbers that nobody can repeat: from ChaCha20 with a new key from the operating system.
+
+    Each number is the quantile of a uniform number of 53 bits. The numbers are rounded to float32, so attacks on
+    floating-point noise (Mironov 2012) remain possible.
+
+    Args:
+        shape: The shape of the numbers.
+    """
+    from scipy.special import ndtri
+
+    from fedstrata.federation.secure.primitives import KEY_BYTES, mask
+
+    words = mask(secrets.token_bytes(KEY_BYTES), 2 * shape.numel()).view(np.uint64)
+    uniform = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
+    return torch.from_numpy(ndtri(uniform)).float().reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -53,7 +92,7 @@ class NoisyGradient:
         context: The further arguments of the objective's loss.
         dp: The settings C and z.
         expected: The expected number of samples in a step, b.
-        generator: The source of ξ, on the CPU, so that every device has the same noise.
+        noise: The source of ξ, on the CPU, so that every device has the same noise.
     """
 
     model: Model
@@ -61,7 +100,7 @@ class NoisyGradient:
     context: Context
     dp: DPSGD
     expected: float
-    generator: torch.Generator
+    noise: Noise
 
     @classmethod
     def of(
@@ -70,8 +109,8 @@ class NoisyGradient:
         """Return the gradient for a client's round, given its number of samples."""
         config = client.context.config
         assert config.privacy.dp is not None
-        generator = torch.Generator().manual_seed(int(client.rng("noise", round).integers(2**63)))
-        return cls(model, objective, context, config.privacy.dp, min(config.training.batch_size, samples), generator)
+        expected = min(config.training.batch_size, samples)
+        return cls(model, objective, context, config.privacy.dp, expected, noise_of(client, round))
 
     def __call__(self, params: Params, names: list[str], batch: Batch) -> tuple[Tensor, Tensors]:
         """Return the mean loss over a batch, which must not leave the client, and the noisy gradient.
@@ -99,7 +138,7 @@ class NoisyGradient:
             loss = loss + losses.sum() / samples
         scale = self.dp.noise * self.dp.clip
         for w in total.values():
-            w += scale * torch.randn(w.shape, generator=self.generator).to(w.device)
+            w += scale * self.noise(w.shape).to(w.device)
             w /= self.expected
         return loss, list(total.values())
 

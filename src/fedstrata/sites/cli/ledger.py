@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fedstrata.base.printable import csv_cell, print_lines
 from fedstrata.cli import common
@@ -38,11 +40,15 @@ def add_ledger(commands: common.Commands) -> None:
 
 def _ledger(options: argparse.Namespace) -> int:
     from fedstrata.sites.ledger import PLACE, check, heads_of, totals
+    from fedstrata.sites.policy import Policy
+    from fedstrata.sites.privacy_budget import PrivacyBudget
 
     log_heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
     checked = check(options.kit / PLACE, log_heads)
+    privacy = PrivacyBudget(options.kit / PLACE, Policy.read(options.kit)).report()
     if options.json:
-        whole = {"whole": not checked.problems, "problems": checked.problems, "notes": checked.notes}
+        whole: dict[str, Any] = {"whole": not checked.problems, "problems": checked.problems, "notes": checked.notes}
+        whole |= {"privacy": privacy} if privacy else {}
         common.print_json({"questions": totals(checked.entries), "entries": len(checked.entries), **whole})
         return int(bool(checked.problems))
     if options.csv:
@@ -57,6 +63,8 @@ def _ledger(options: argparse.Namespace) -> int:
             parts += [f"each from at least {fewest} samples"] if fewest is not None else []
             parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
             print_lines(", ".join(parts))
+        for line in _privacy(privacy) if privacy else ():
+            print_lines(line)
     for note in checked.notes:
         say(f"note: {note}")
     for problem in checked.problems:
@@ -66,6 +74,15 @@ def _ledger(options: argparse.Namespace) -> int:
             f"whole: {len(checked.entries)} entries" + (", which agree with the server's record" if log_heads else "")
         )
     return int(bool(checked.problems))
+
+
+def _privacy(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about the privacy that jobs with ``privacy.dp`` have spent."""
+    limit = "" if report["budget"] is None else f" of {report['budget']:g}"
+    order = "" if report["order"] is None else f", by the Rényi order {report['order']}"
+    yield f"privacy of samples: all jobs spent ε = {report['epsilon']:.3f}{limit} (δ = {report['delta']:g}{order})"
+    for job in report["jobs"]:
+        yield f"{job['job']}  privacy of samples: ε = {job['epsilon']:.3f} in {job['steps']} steps (PLD)"
 
 
 COMMANDS = (add_ledger,)

@@ -1,0 +1,123 @@
+"""Compare the accuracy of DP-SGD (``privacy.dp``) with the example of Opacus: one client that has all of MNIST.
+
+    python benchmarks/private_mnist.py run --out DIR
+    python benchmarks/private_mnist.py table [--page docs/privacy/samples.md]
+
+A cell is a setting and a seed. ``run`` skips the cells that are already in ``benchmarks/results``, and resumes the cell
+whose run folder is in DIR, so it can be stopped at any time. ``table`` writes the finished settings between the marks
+of the page.
+
+The network, the settings and the published accuracies are those of ``examples/mnist.py`` and ``examples/mnist.md`` of
+Opacus (Yousefpour et al. 2021). Each of the 60,000 samples is in a step with probability 0.004, a round is an epoch of
+250 steps, and δ is 1e-5. The noise of these runs comes from the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from marks import write
+from torch import nn
+
+import fedstrata as fs
+from fedstrata.base.jsonl import write_json
+
+RESULTS = Path(__file__).parent / "results" / "private_mnist.json"
+SEEDS = (0, 1, 2)
+SETTINGS: dict[str, dict[str, float]] = {
+    "noise 1.3, 15 epochs": {"noise": 1.3, "clip": 1.5, "lr": 0.25, "epochs": 15, "opacus": 94.6},
+    "noise 0.7, 45 epochs": {"noise": 0.7, "clip": 1.5, "lr": 0.25, "epochs": 45, "opacus": 97.1},
+    "noise 1.1, 60 epochs": {"noise": 1.1, "clip": 1.0, "lr": 0.15, "epochs": 60, "opacus": 96.8},
+}
+
+
+class SampleConvNet(nn.Sequential):
+    """The network of Opacus' example for MNIST, with 26,010 parameters."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        convolutions = [nn.Conv2d(shape[0], 16, 8, stride=2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1)]
+        convolutions += [nn.Conv2d(16, 32, 4, stride=2), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Flatten()]
+        super().__init__(*convolutions, nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, classes))
+
+
+def spec_of(setting: dict[str, float], seed: int) -> fs.Experiment:
+    """Return the spec of a cell. The normalisation is that of the example, so it does not depend on the samples."""
+    return fs.Experiment.from_table(
+        {
+            "seed": seed,
+            "data": {"name": "mnist", "shift": [255 * 0.1307], "scale": [1 / (255 * 0.3081)]},
+            "partition": {"name": "iid", "clients": 1},
+            "training": {
+                "rounds": int(setting["epochs"]),
+                "local_epochs": 1,
+                "batch_size": 240,
+                "lr": setting["lr"],
+                "workers": 1,
+            },
+            "privacy": {"dp": {"clip": setting["clip"], "noise": setting["noise"], "delta": 1e-5}},
+            "evaluation": {"every": 5, "checkpoint_every": 1},
+        }
+    )
+
+
+def run(out: Path) -> None:
+    """Run the cells that have no result yet."""
+    for name, setting in SETTINGS.items():
+        for seed in SEEDS:
+            cells = results()
+            if (key := f"{name}, seed {seed}") in cells:
+                continue
+            folder = out / key.replace(" ", "-").replace(",", "")
+            history = fs.run(spec_of(setting, seed), model=SampleConvNet, out=folder, resume=folder.exists())
+            last: dict[str, Any] = history[-1]
+            cells[key] = {"accuracy": last["accuracy"], "epsilon": last["epsilon"]}
+            write_json(RESULTS, cells)
+            print(key, cells[key], flush=True)
+
+
+def results() -> dict[str, Any]:
+    """Return the results of the finished cells."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def table(page: Path | None) -> None:
+    """Write the settings with at least one finished seed as a table."""
+    cells = results()
+    lines = [
+        "| noise, epochs | clip | learning rate | ε | accuracy | seeds | Opacus |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, setting in SETTINGS.items():
+        found = [cells[key] for seed in SEEDS if (key := f"{name}, seed {seed}") in cells]
+        if not found:
+            continue
+        accuracies = [100 * cell["accuracy"] for cell in found]
+        spread = f" ± {statistics.stdev(accuracies):.1f}" if len(found) > 1 else ""
+        columns = f"{setting['noise']:g}, {setting['epochs']:g} | {setting['clip']:g} | {setting['lr']:g}"
+        accuracy = f"{statistics.mean(accuracies):.1f}{spread} %"
+        columns = f"{columns} | {found[0]['epsilon']:.2f} | {accuracy} | {len(found)} of {len(SEEDS)}"
+        lines.append(f"| {columns} | {setting['opacus']:.1f} % |")
+    if page is None:
+        print("\n".join(lines))
+    else:
+        write(page, "opacus", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run").add_argument("--out", type=Path, required=True)
+    commands.add_parser("table").add_argument("--page", type=Path)
+    options = parser.parse_args()
+    if options.command == "run":
+        run(options.out)
+    else:
+        table(options.page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The record of a run with differential privacy of samples (``privacy.dp``): what ε means, and what it leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedstrata.spec.experiment import Experiment
+
+OUTSIDE = {
+    "sizes": "the number of training samples of each client",
+    "normalization": "the statistics by which features are normalised",
+    "imputation": "the statistics by which missing values are imputed",
+    "labels": "the statistics of the labels",
+    "evaluation": "the results of evaluations on the clients' samples",
+}
+"""The values that depend on clients' samples and have no noise, each with its name in ``policy.outside_dp``."""
+
+SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
+AT_SITES = "protects against everyone outside the site, also the server"
+"""The two statements about whom the noise protects against: in a simulation and at real sites."""
+
+
+def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:
+    """Return the names (see ``OUTSIDE``) of the values without noise that a run computes from clients' samples.
+
+    Args:
+        spec: The experiment.
+        evaluates: Whether clients evaluate models on their own samples.
+    """
+    data = spec.data
+    columns = [] if data.schema is None else data.schema.inputs.values()
+    holds = {
+        "sizes": True,
+        "normalization": data.normalize in ("standard", "unit") and data.shift is None,
+        "imputation": any(column.learnt for column in columns),
+        "labels": spec.task is not None and spec.task.fits,
+        "evaluation": evaluates,
+    }
+    return tuple(name for name in OUTSIDE if holds[name])
+
+
+def privacy_record(spec: Experiment, *, secret: bool, evaluates: bool) -> dict[str, Any]:
+    """Return the description of a run's privacy for its folder; empty without ``privacy.dp``.
+
+    Args:
+        spec: The experiment.
+        secret: Whether the noise comes from the operating systems of real sites.
+        evaluates: Whether clients evaluate models on their own samples.
+    """
+    dp = spec.privacy.dp
+    if dp is None:
+        return {}
+    return {
+        "unit": "one sample of one client",
+        "neighbours": "data sets that differ by one additional sample",
+        "delta": dp.delta,
+        "accountant": "Rényi differential privacy (dp-accounting)",
+        "noise": "the operating system of each site" if secret else "the seed of the spec",
+        "protection": AT_SITES if secret else SEEDED,
+        "outside": {name: OUTSIDE[name] for name in outside_epsilon(spec, evaluates=evaluates)},
+    }

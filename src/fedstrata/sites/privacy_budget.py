@@ -1,0 +1,178 @@
+"""A site's privacy budget: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
+
+The site adds up Rényi divergences of one order, which is fixed at the first step under a budget. The total therefore
+bounds ε even if jobs are chosen after earlier answers are known (Feldman and Zrnic 2021, Theorem 4.1). Each round is
+written to the disk before its first step. A job that is interrupted has spent the rounds that it began.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from fedstrata.base.jsonl import replace_file, sync_folder
+from fedstrata.base.locking import LOCK
+from fedstrata.federation.messages import ClientId
+from fedstrata.runs.accountant import ORDERS, divergences, dp_accounting
+from fedstrata.sites.policy import Policy, RuleError
+
+FILE = "privacy.json"
+
+Steps = tuple[str, ClientId, float, float]
+"""The steps that are counted together: the hash of the job, the client, the noise, and the probability of a sample."""
+
+
+@dataclass
+class Spending:
+    """The content of the file.
+
+    Args:
+        order: The order of the Rényi divergences that are added up; None before the first step under a budget.
+        steps: The number of steps of each kind.
+    """
+
+    order: int | None = None
+    steps: dict[Steps, int] = field(default_factory=dict)
+
+    def by_job(self) -> dict[str, NDArray[np.float64]]:
+        """Return the divergence of each job for each of ``ORDERS``: of its client with the largest divergence.
+
+        In a job, clients have different samples, so only the largest divergence counts. It is bounded for each order.
+        """
+        clients: dict[tuple[str, ClientId], NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
+        for (job, client, noise, rate), count in self.steps.items():
+            clients[job, client] += count * divergences(noise, rate)
+        jobs: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
+        for (job, _), divergence in clients.items():
+            jobs[job] = np.maximum(jobs[job], divergence)
+        return jobs
+
+    def total(self) -> NDArray[np.float64]:
+        """Return the divergence of all jobs for each of ``ORDERS``."""
+        total: NDArray[np.float64] = sum(self.by_job().values(), np.zeros(len(ORDERS)))
+        return total
+
+
+class PrivacyBudget:
+    """The privacy budget of one site. Several processes may use it.
+
+    Args:
+        folder: The folder of the file.
+        policy: The site's policy, which sets the largest ε (``budget``) and δ (``delta``).
+    """
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._path, self._most, self._delta = folder / FILE, policy.budget, policy.delta
+
+    def spend(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> None:
+        """Write the steps of a client's round to the disk, before the client takes them.
+
+        Args:
+            job: The hash of the job.
+            client: The client.
+            noise: The standard deviation of the noise, as a multiple of the largest norm of a gradient.
+            rate: The probability with which each sample is in a step.
+            steps: The number of steps.
+
+        Raises:
+            RuleError: The round would exceed the budget. Nothing is written.
+            ExtraMissingError: The extra ``dp`` is not installed.
+        """
+        with self._changing() as spending:
+            if spending.order is None and self._most is not None:
+                spending.order = self._order(spending, divergences(noise, rate), self._most)
+            key = job, client, noise, rate
+            spending.steps[key] = spending.steps.get(key, 0) + steps
+            if self._most is not None and self._epsilon(spending) > self._most:
+                problem = "another round would exceed the site's privacy budget over all jobs"
+                accepted = f"ε = {self._most:g} at δ = {self._delta:g}. Only the site can raise policy.budget"
+                raise RuleError("policy.budget", f"{problem}, {accepted}")
+
+    def report(self) -> dict[str, Any]:
+        """Return what was spent: ε of all jobs, and the ε of each job by privacy loss distributions (PLD).
+
+        The table is empty if no job with ``privacy.dp`` has trained.
+
+        Raises:
+            ExtraMissingError: The extra ``dp`` is not installed.
+        """
+        spending = self._read()
+        if not spending.steps:
+            return {}
+        jobs = [
+            {
+                "job": job,
+                "steps": sum(count for key, count in spending.steps.items() if key[0] == job),
+                "epsilon": self._epsilon_of_job(spending, job),
+            }
+            for job in spending.by_job()
+        ]
+        return {
+            "epsilon": self._epsilon(spending),
+            "budget": self._most,
+            "delta": self._delta,
+            "order": spending.order,
+            "jobs": jobs,
+        }
+
+    @contextmanager
+    def _changing(self) -> Iterator[Spending]:
+        """Read the file before the ``with`` block, and replace it after the block, if the block raises no error."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._path.with_suffix(LOCK)):
+            spending = self._read()
+            yield spending
+            rows = [[*key, count] for key, count in spending.steps.items()]
+            replace_file(self._path, json.dumps({"order": spending.order, "steps": rows}).encode(), mode=0o600)
+            sync_folder(self._path.parent)
+
+    def _read(self) -> Spending:
+        if not self._path.exists():
+            return Spending()
+        table = json.loads(self._path.read_text(encoding="utf-8"))
+        return Spending(table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]})
+
+    def _order(self, spending: Spending, step: NDArray[np.float64], most: float) -> int:
+        """Return the order with which the budget lasts for the most steps.
+
+        Args:
+            spending: The steps so far, which were taken before the site had a budget.
+            step: The divergence of one step for each of ``ORDERS``.
+            most: The largest ε.
+        """
+        orders = np.array(ORDERS)
+        # The ε of a divergence d of order α is d + log(1 − 1/α) − (log δ + log α) / (α − 1): Canonne et al. 2020.
+        added = np.log1p(-1 / orders) - (math.log(self._delta) + np.log(orders)) / (orders - 1)
+        return int(orders[np.argmax((most - added - spending.total()) / step)])
+
+    def _epsilon(self, spending: Spending) -> float:
+        """Return the ε of all jobs: of the fixed order or, without a budget, of the order that gives the smallest."""
+        orders = ORDERS if spending.order is None else [spending.order]
+        divergence = spending.total()[[ORDERS.index(order) for order in orders]]
+        epsilon, _ = dp_accounting().rdp.compute_epsilon(orders, divergence, self._delta)
+        return float(epsilon)
+
+    def _epsilon_of_job(self, spending: Spending, job: str) -> float:
+        """Return the largest ε of the clients of a job, by privacy loss distributions."""
+        library, clients = dp_accounting(), defaultdict[ClientId, list[Any]](list)
+        for (name, client, noise, rate), count in spending.steps.items():
+            if name == job:
+                step = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
+                clients[client].append(library.SelfComposedDpEvent(step, count))
+        epsilons = []
+        for events in clients.values():
+            accountant = library.pld.PLDAccountant()
+            for event in events:
+                accountant.compose(event)
+            epsilons.append(float(accountant.get_epsilon(self._delta)))
+        return max(epsilons)
