@@ -23,6 +23,7 @@ from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.communication.codecs import Communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import ClientId
+from fedstrata.federation.secure.fit import FitForm
 from fedstrata.federation.settings import Privacy
 from fedstrata.models.batchnorm import ReduceGroup
 from fedstrata.models.model import Model
@@ -53,6 +54,7 @@ class ClientContext:
             always contains sums, from which the server computes the metrics over all clients.
         privacy: The privacy settings of the spec. The clients' site may raise the smallest number of samples that may
             contribute to an answer.
+        form: A function that returns the form of replies in secure sums; None if the method has none.
         prepared: The results of ``cached``: a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
     """
@@ -68,6 +70,7 @@ class ClientContext:
     personal: Objective = field(default_factory=CrossEntropy)
     tells_values: bool = True
     privacy: Privacy = field(default_factory=Privacy)
+    form: Callable[[FederationConfig], FitForm] | None = None
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
 

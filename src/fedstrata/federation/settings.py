@@ -88,6 +88,9 @@ class Privacy(Setting):
             masks, and the run is faster. With masks, all clients run in one process.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
             scaled down as a whole, and the metric ``scaled`` counts such updates.
+        buffer_range: Largest absolute value of a change of BatchNorm's statistics in a secure sum.
+        message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
+            variates, and the prototypes of ReBaFL.
         largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
             Default: the size of the largest client.
         parties: Smallest number of clients in a secure sum, at least 3.
@@ -99,12 +102,15 @@ class Privacy(Setting):
     sums: Literal["plain", "secure"] = "plain"
     simulate_masks: bool = False
     range: PositiveFloat = 1.0
+    buffer_range: PositiveFloat = 100.0
+    message_range: PositiveFloat = 100.0
     largest: PositiveInt | None = None
     parties: Annotated[int, Field(ge=3)] = 3
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Privacy:
-        for key in ("simulate_masks", "range", "largest", "parties") if self.sums == "plain" else ():
+        secure = ("simulate_masks", "range", "buffer_range", "message_range", "largest", "parties")
+        for key in secure if self.sums == "plain" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise SpecError(key, "has an effect only with sums = 'secure'. Remove it.", getattr(self, key))
         return self

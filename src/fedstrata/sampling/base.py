@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.config import FromRegistry, Registry, Setting
@@ -120,6 +121,13 @@ class ClientSampler(Setting):
     tells_sizes: ClassVar[bool] = False
     """Whether the sampler asks clients for their exact numbers of samples."""
 
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+
+    def most_invited(self, config: FederationConfig) -> int:
+        """Return the largest number of clients that the sampler invites in a round."""
+        return config.training.invited(config.clients)
+
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
         m = config.training.invited(config.clients)
@@ -199,7 +207,16 @@ class Uniform(ClientSampler):
         replacement: Whether a client may be drawn more than once per round.
     """
 
+    needs_replies = ""
+
     replacement: bool = False
+
+    @override
+    def check(self, config: FederationConfig) -> None:
+        super().check(config)
+        if self.replacement and config.privacy.sums == "secure":
+            problem = "can draw a client twice, but a secure sum counts each client once. Use false, or 'plain' sums."
+            raise SpecError("method.client_sampler.replacement", problem, True)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler sends no requests."""
@@ -227,6 +244,9 @@ class DataSampler(Setting):
 
     fixed_share: ClassVar[float | None] = None
     """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
+
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
@@ -263,6 +283,7 @@ class AllData(DataSampler):
     """Each client uses all its samples."""
 
     fixed_share = 1.0
+    needs_replies = ""
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler sends no requests."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from pydantic import Field, PositiveInt
+from typing_extensions import override
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.records import Tree, record
@@ -20,6 +21,12 @@ from fedstrata.sampling.ldp import FedSTaSData
 
 class Everyone(ClientSampler):
     """Invites all available clients in every round and ignores ``training.clients_per_round``."""
+
+    needs_replies = ""
+
+    @override
+    def most_invited(self, config: FederationConfig) -> int:
+        return config.clients
 
     def check(self, config: FederationConfig) -> None:
         """Accept every federation, because ``training.clients_per_round`` is ignored."""

@@ -62,6 +62,8 @@ class FedSSARSampler(ClientSampler):
             cluster.
     """
 
+    needs_replies = "groups clients by their single models"
+
     min_samples: int = Field(default=2, ge=2)
     xi: float = Field(default=0.1, gt=0, lt=1)
     features: Features = "parameters"

@@ -89,6 +89,7 @@ class Stratify(Method):
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
+    needs_replies = "asks each client for the gradients of its samples"
     needs_sgd = (
         "Stratify's clients take plain SGD steps, each on one batch; in batch mode, method.server offers other "
         "optimisers"

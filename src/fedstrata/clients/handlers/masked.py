@@ -53,8 +53,9 @@ def step(client: Client, request: Step) -> StepReply:
 
 
 def form(context: ClientContext) -> FitForm:
-    """Return the linear form of replies to training requests."""
-    return FitForm(context.config)
+    """Return the form of replies to training requests."""
+    assert context.form is not None
+    return context.form(context.config)
 
 
 def _site(client: Client) -> SimulatedSite:
