@@ -79,6 +79,11 @@ Summands = dict[str, Numbers | Count]
 """What the server learns only as sums over the clients, by name."""
 
 
+def largest_size(config: FederationConfig) -> int:
+    """Return W, the largest number of samples of a client in a secure sum."""
+    return config.privacy.largest or (0 if config.sizes is None else int(config.sizes.max(initial=0)))
+
+
 @dataclass(frozen=True)
 class Bounds:
     """What is known about the clients' replies to training requests before the first round.
@@ -96,8 +101,7 @@ class Bounds:
     @property
     def largest(self) -> int:
         """W, the largest number of samples of a client."""
-        sizes = self.config.sizes
-        return self.config.privacy.largest or (0 if sizes is None else int(sizes.max(initial=0)))
+        return largest_size(self.config)
 
     @property
     def steps(self) -> int:
