@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -105,6 +104,86 @@ def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
         assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert other["bytes_up"] > one["bytes_up"]
+
+
+NEEDS_REPLIES = {
+    "fedsts": "groups clients by their single gradients",
+    "fedstas": "groups clients by their single gradients",
+    "fedssar": "groups clients by their single models",
+    "clustered": "groups clients by their numbers of samples or updates",
+    "power-of-choice": "compares the losses of single clients",
+    "fedentopt": "asks each client for its label counts",
+    "fedgs": "asks each client for its label counts",
+    "stratify": "asks each client for the gradients of its samples",
+    "sfl": "sends the model from client to client",
+    "fedtan": "adds up statistics between clients in the middle of a step",
+    "ccvr": "asks each client for the moments of its features",
+    **dict.fromkeys(("fedau", "mifa", "fedawe", "fedvarp"), "stores values of single clients"),
+}
+"""The methods that need single replies, and the reason in the error."""
+
+METHOD_SETTINGS: dict[str, dict[str, Any]] = {
+    "fedsampling": {"method": {"name": "fedsampling", "samples": 500, "reuse": False}},
+    "fedavg-ft": {"partition": {"name": "classes", "clients": 8, "per_client": 3, "size": 60}},
+}
+"""Sections with which a method has secure sums for eight clients."""
+
+
+METHOD_CASES = {name: METHOD_SETTINGS.get(name, {"method": name}) for name in METHODS if name not in NEEDS_REPLIES}
+"""The sections of the spec of each method that needs only sums."""
+
+FEW = ("scaffold", "rebafl", "fedsampling")
+"""Methods in quick tests: their clients have states, send messages, or answer two requests."""
+
+
+def methods(few: Collection[str] = FEW) -> list[Any]:
+    """Return the methods that need only sums as parameters; all except a few are in long tests."""
+    return [name if name in few else pytest.param(name, marks=pytest.mark.long) for name in METHOD_CASES]
+
+
+def of_method(name: str, **sections: Any) -> fs.Experiment:
+    """Return the spec of a method."""
+    return spec(**{"training": {"rounds": 2}} | METHOD_CASES[name] | sections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods())
+def test_masks_change_no_byte_of_a_method(name: str, tmp_path: Path) -> None:
+    """One or two of six clients are offline, or have more samples than ``largest`` and do not answer."""
+    results = []
+    for masks in (False, True):
+        privacy = {"sums": "secure", "simulate_masks": masks, "largest": 330}
+        made = of_method(name, privacy=privacy, availability={"name": "bernoulli", "p": 0.9})
+        results.append(written(made, tmp_path / str(masks)))
+    assert results[0] == results[1]
+    assert any(line["clients_trained"] for line in results[0]["records"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods())
+def test_a_method_differs_from_plain_sums_by_rounding(name: str) -> None:
+    histories = []
+    for sums in ("plain", "secure"):
+        with fs.Simulation(fs.prepare(of_method(name, privacy={"sums": sums}))) as simulation:
+            histories.append((list(simulation), simulation.evaluated().params))
+    (plain, expected), (secure, found) = histories
+    for one, other in zip(plain, secure, strict=True):
+        differing = {"train_loss", "loss", "seconds", "bytes_up", "bytes_down", "exchanges"}
+        for key in one.keys() - differing:
+            assert one[key] == other[key], key
+        assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
+        assert other["scaled"] == 0
+    assert all(torch.allclose(w, found[name], atol=2e-5) for name, w in expected.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", METHOD_CASES)
+def test_the_sums_of_a_method_are_equal_on_ray(name: str, on_ray: Callable[..., fs.History], tmp_path: Path) -> None:
+    made = of_method(name, availability={"name": "bernoulli", "p": 0.8})
+    on_ray(made, out=tmp_path / "ray")
+    fs.run(made, out=tmp_path / "local")
+    ray, local = (tmp_path / engine / "model.safetensors" for engine in ("ray", "local"))
+    assert ray.read_bytes() == local.read_bytes()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[[Mapping[int, Any], Mapping[int, Any]], None]) -> None:
@@ -208,17 +287,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"method": {"name": "fedavg", "aggregator": "median"}},
         "method.aggregator = 'median': compares single updates",
     ),
-    "equal weights": (
-        {"method": {"name": "fedavg", "aggregator": "mean"}},
-        "method.aggregator = 'mean': is not implemented yet",
-    ),
     "draws with replacement": (
         {"method": {"name": "fedavg", "client_sampler": {"name": "uniform", "replacement": True}}},
-        "method.client_sampler = 'uniform': draws clients",
+        "method.client_sampler.replacement = True: can draw a client twice",
     ),
-    "another data sampler": (
+    "a sampler by size": (
+        {"method": {"name": "fedavg", "client_sampler": "weighted"}},
+        "method.client_sampler = 'weighted': asks each client for its number of samples, but the server sees only sums",
+    ),
+    "sizes of single clients": (
         {"method": {"name": "fedavg", "data_sampler": "fedsampling"}},
-        "method.data_sampler = 'fedsampling': asks clients for more",
+        "method.data_sampler.reuse = True: would need each client's answer",
+    ),
+    "private sizes": (
+        {"method": {"name": "fedavg", "data_sampler": {"name": "fedstas", "epsilon": 3}}},
+        "method.data_sampler = 'fedstas': asks each client for its number of samples",
+    ),
+    "weights of strata": (
+        {"method": {"name": "fedavg", "aggregator": "stratum"}},
+        "method.aggregator = 'stratum': weights each client by its stratum",
+    ),
+    "all of many clients": (
+        {"method": {"name": "fedavg", "client_sampler": "all"}, "partition": {"clients": 70}},
+        "partition.clients = 70: a secure sum needs 3 to 64",
+    ),
+    "a range that is too large for counts": (
+        {"method": "rebafl", "privacy": {"largest": 10**9}},
+        "the sums do not fit into 32 bits",
     ),
 }
 
@@ -230,21 +325,36 @@ def test_settings_that_need_single_updates_are_refused_before_the_first_round(wh
         fs.prepare(spec(**sections))
 
 
-def test_a_model_with_buffers_is_refused() -> None:
-    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
-    with pytest.raises(SpecError, match=r"model.*: has buffers, which have no secure sum yet"):
-        fs.prepare(spec(), model=norm)
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "fedavg"])
-def test_other_methods_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(SpecError, match=r"^method\.\w+ = .*(secure sum|privacy\.sums).*Use method\.name = 'fedavg'"):
+@pytest.mark.parametrize("name", NEEDS_REPLIES)
+def test_methods_that_need_single_replies_are_refused_with_the_reason(name: str) -> None:
+    problem = rf"^method\.\w+ = .*: {NEEDS_REPLIES[name]}, but the server sees only sums .* Use another "
+    with pytest.raises(SpecError, match=problem):
         fs.prepare(spec(method={"name": name}))
 
 
-@pytest.mark.parametrize("key", ["simulate_masks", "range", "largest", "parties"])
+class Favourite(fs.MeanBySize):
+    """An aggregator that does not say whether sums are enough."""
+
+    def coefficients(self, selection: Any, returned: Any, samples: Any) -> Any:
+        return np.eye(len(returned))[0]
+
+
+class OwnRounds(fs.FedAvg):
+    """A method that does not say whether sums are enough."""
+
+    def run_round(self, federation: Any, state: Any) -> Any:
+        return super().run_round(federation, state)
+
+
+@pytest.mark.parametrize("method", [fs.FedAvg(aggregator=Favourite()), OwnRounds()])
+def test_classes_that_do_not_declare_what_they_need_are_refused(method: fs.Method) -> None:
+    with pytest.raises(SpecError, match=r"does not declare that sums over clients are enough \(needs_replies\)"):
+        fs.prepare(spec(method=method))
+
+
+@pytest.mark.parametrize("key", ["simulate_masks", "range", "buffer_range", "message_range", "largest", "parties"])
 def test_settings_without_effect_are_refused(key: str) -> None:
-    value: Any = {"simulate_masks": True, "range": 2.0, "largest": 9, "parties": 4}[key]
+    value: Any = {"simulate_masks": True, "largest": 9, "parties": 4}.get(key, 2.0)
     with pytest.raises(SpecError, match=rf"privacy\.{key} = .*has an effect only with sums = 'secure'"):
         spec("plain", privacy={key: value})
 
