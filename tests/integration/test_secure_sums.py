@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from task_cases import CASES as TASKS
+from task_cases import prepared_of
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -35,7 +37,8 @@ def spec(sums: str = "secure", **sections: Any) -> fs.Experiment:
         "privacy": {"sums": sums},
     }
     for name, section in sections.items():
-        settings[name] = settings.get(name, {}) | section if isinstance(section, dict) else section
+        changed = isinstance(section, dict) and "name" not in section
+        settings[name] = settings.get(name, {}) | section if changed else section
     return fs.Experiment(**settings)
 
 
@@ -174,6 +177,37 @@ def test_a_method_differs_from_plain_sums_by_rounding(name: str) -> None:
         assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
         assert other["scaled"] == 0
     assert all(torch.allclose(w, found[name], atol=2e-5) for name, w in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TASKS)
+def test_sums_of_each_task_with_batchnorm(case: str) -> None:
+    """The mean is weighted by tokens and pixels, and BatchNorm's statistics are averaged, but not its counters."""
+    models, lines = [], []
+    secure = {"sums": "secure", "range": 4.0}
+    for privacy in ({}, secure, secure | {"simulate_masks": True}):
+        with fs.Simulation(prepared_of(case, norm=True, privacy=privacy)) as simulation:
+            start = simulation.evaluated()
+            lines.append([(line["samples"], line["clients_trained"]) for line in simulation])
+            models.append(simulation.evaluated())
+    plain, summed, masked = models
+    assert lines[0] == lines[1] == lines[2]
+    for name, w in plain.params.items():
+        assert torch.allclose(w, summed.params[name], atol=1e-5)
+        assert torch.equal(summed.params[name], masked.params[name])
+    for name, b in summed.buffers.items():
+        assert torch.equal(b, masked.buffers[name])
+        assert torch.allclose(b, plain.buffers[name] if b.is_floating_point() else start.buffers[name], atol=1e-4)
+        assert torch.equal(b, start.buffers[name]) != b.is_floating_point()
+
+
+@pytest.mark.slow
+def test_a_client_with_too_few_samples_does_not_answer() -> None:
+    """Two of eight clients have fewer than 120 samples, and the sum needs six clients."""
+    training, few = {"rounds": 2, "clients_per_round": 8}, {"min_samples": 120}
+    for sums in ("plain", "secure"):
+        history = list(fs.run(spec(training=training, privacy={"sums": sums} | few)))
+        assert [(line["clients_failed"], line["clients_trained"]) for line in history] == [(2, 6), (2, 6)]
 
 
 @pytest.mark.long
@@ -390,20 +424,40 @@ def test_without_the_library_a_run_is_refused_before_it_starts() -> None:
     assert "'fedstrata[secure]'" in done.stdout
 
 
-def test_a_state_is_kept_only_if_the_sum_was_opened() -> None:
-    """A client above the largest size does not answer: no sum, so the momentum of the others stays empty."""
-    made = spec(
-        training={"rounds": 1, "clients_per_round": 3, "optimizer_state": "keep", "momentum": 0.9},
-        partition={"name": "dirichlet", "alpha": 0.3, "clients": 3},
-        privacy={"simulate_masks": True, "largest": 400},
-    )
-    with fs.Simulation(fs.prepare(made)) as simulation:
-        before = {name: w.clone() for name, w in simulation.state.weights.params.items()}
-        record = simulation.step()
-        assert record["clients_failed"] > 0
-        assert record["clients_trained"] == 0
-        assert simulation.store.clients == set()
-        assert all(torch.equal(w, before[name]) for name, w in simulation.state.weights.params.items())
-        last = simulation.events[-1]
-        assert last["kind"] == "secure sum failed"
-        assert re.fullmatch(r"[0-2] clients answered, but the sum needs 3\.", last["reason"])
+STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "momentum": ({"training": {"optimizer_state": "keep", "momentum": 0.9, "lr": 0.02}}, "optimizer"),
+    "scaffold": ({"method": "scaffold"}, "objective"),
+    "feddyn": ({"method": "feddyn"}, "objective"),
+    "moon": ({"method": "moon"}, "objective"),
+    "fedlesam": ({"method": "fedlesam"}, "objective"),
+    "rebafl": ({"method": "rebafl"}, "objective"),
+    "fedper": ({"method": "fedper"}, "layers"),
+}
+"""Specs whose clients keep a state between rounds, and the key of the state."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_state_is_kept_only_if_the_sum_was_opened(case: str, masks: bool) -> None:
+    """In round 1, a client above the largest size does not answer: no sum, so all states stay as they were."""
+    sections, key = STATES[case]
+    privacy = {"sums": "secure", "simulate_masks": masks}
+    partition = {"name": "dirichlet", "alpha": 0.3, "clients": 3}
+    training = {"rounds": 2, "clients_per_round": 3} | sections.get("training", {})
+    made = spec(**sections | {"training": training, "partition": partition, "privacy": privacy})
+    small = spec(**sections | {"training": training, "partition": partition, "privacy": privacy | {"largest": 400}})
+    for each, opened in ((small, False), (made, True)):
+        with fs.Simulation(fs.prepare(each)) as simulation:
+            before = records.encode(simulation.state)
+            record = simulation.step()
+            assert (records.encode(simulation.state) == before) != opened
+            assert record["clients_trained"] == 3 * opened
+            assert simulation.store.clients == ({0, 1, 2} if opened else set())
+            if opened:
+                assert all(key in simulation.store.get(client) for client in range(3))
+                continue
+            assert record["clients_failed"] > 0
+            last = simulation.events[-1]
+            assert last["kind"] == "secure sum failed"
+            assert re.fullmatch(r"[0-2] clients answered, but the sum needs 3\.", last["reason"])
