@@ -484,7 +484,7 @@ MUTANTS = [
     sizes(
         "LDP's α", "return -math.expm1(-epsilon) / (1 + (bound - 2)", "return -math.expm1(-epsilon) / (1 + (bound - 1)"
     ),
-    sizes("LDP's estimate", "(1 - alpha) * bound * clients / 2", "(1 - alpha) * (bound - 1) * m / 2"),
+    sizes("LDP's estimate", "(1 - alpha) * bound * clients / 2", "(1 - alpha) * (bound - 1) * clients / 2"),
     sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
     ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
     fedsampling("answers are kept", "strict=True)) if self.reuse else {}", "strict=True))"),
