@@ -76,7 +76,7 @@ class Count:
 
 
 Summands = dict[str, Numbers | Count]
-"""What the server learns only as sums over the clients, by name."""
+"""The numbers of which the server learns only the sums over the clients, by name."""
 
 
 def largest_size(config: FederationConfig) -> int:
@@ -86,7 +86,7 @@ def largest_size(config: FederationConfig) -> int:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known about the clients' replies to training requests before the first round.
+    """Bounds of the clients' replies to training requests, which are known before the first round.
 
     Args:
         config: The settings that server and clients share.
@@ -158,7 +158,7 @@ class Sums:
     """The sums over the clients that answered a training request.
 
     Args:
-        summands: What was summed.
+        summands: The numbers that were summed.
         clients: Number of clients.
         total: The sum, in which each weight is divided by its largest value.
     """
@@ -209,7 +209,7 @@ class FitForm:
     Args:
         config: The settings that server and clients share.
         clients: The largest number of clients in a sum.
-        summands: What is summed.
+        summands: The numbers that are summed.
 
     Raises:
         SpecError: A sum could be too large for the ring.
