@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from task_cases import CASES as TASKS
 from task_cases import prepared_of
@@ -117,7 +118,6 @@ NEEDS_REPLIES = {
     "power-of-choice": "compares the losses of single clients",
     "fedentopt": "asks each client for its label counts",
     "fedgs": "asks each client for its label counts",
-    "stratify": "asks each client for the gradients of its samples",
     "sfl": "sends the model from client to client",
     "fedtan": "adds up statistics between clients in the middle of a step",
     "ccvr": "asks each client for the moments of its features",
@@ -132,8 +132,10 @@ METHOD_SETTINGS: dict[str, dict[str, Any]] = {
 """Sections with which a method has secure sums for eight clients."""
 
 
-METHOD_CASES = {name: METHOD_SETTINGS.get(name, {"method": name}) for name in METHODS if name not in NEEDS_REPLIES}
-"""The sections of the spec of each method that needs only sums."""
+METHOD_CASES = {
+    name: METHOD_SETTINGS.get(name, {"method": name}) for name in METHODS if name not in (*NEEDS_REPLIES, "stratify")
+}
+"""The sections of the spec of each method that needs only the sums of a round."""
 
 FEW = ("scaffold", "rebafl", "fedsampling")
 """Methods in quick tests: their clients have states, send messages, or answer two requests."""
@@ -199,6 +201,52 @@ def test_sums_of_each_task_with_batchnorm(case: str) -> None:
         assert torch.equal(b, masked.buffers[name])
         assert torch.allclose(b, plain.buffers[name] if b.is_floating_point() else start.buffers[name], atol=1e-4)
         assert torch.equal(b, start.buffers[name]) != b.is_floating_point()
+
+
+STRATIFY: dict[str, dict[str, Any]] = {
+    "all answer": {},
+    "several steps": {"method": {"name": "stratify", "local_steps": 2}},
+    "dropouts": {"availability": {"name": "bernoulli", "p": 0.7}},
+    "few samples in a batch": {"privacy": {"min_samples": 5}},
+    "masked labels": {"method": {"name": "stratify", "masking": "tags"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STRATIFY)
+def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) -> None:
+    own = {"training": {"rounds": 2, "batch_size": 100, "execution": "per-client"}, "method": "stratify"}
+    least = STRATIFY[case].get("privacy", {})
+    results = []
+    for privacy in ({}, {"sums": "secure", "range": 16.0}, {"sums": "secure", "range": 16.0, "simulate_masks": True}):
+        made = spec("plain", **own | STRATIFY[case] | {"privacy": least | privacy})
+        results.append(written(made, tmp_path / str(len(results))))
+    plain, summed, masked = results
+    assert summed == masked
+    expected, found = (safetensors.torch.load(result["model"]) for result in (plain, summed))
+    assert all(torch.allclose(w, found[name], atol=2e-5) for name, w in expected.items())
+    for one, other in zip(plain["records"], summed["records"], strict=True):
+        assert one["samples"] == other["samples"] > 1000
+        assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
+        assert other["scaled"] == 0
+
+
+@pytest.mark.slow
+def test_stratify_skips_batches_of_too_few_clients() -> None:
+    """With batches of two samples, at most two clients have samples in a batch, but a sum needs three."""
+    training = {"rounds": 1, "batch_size": 2}
+    with fs.Simulation(fs.prepare(spec(training=training, method="stratify"))) as simulation:
+        before = records.encode(simulation.state.weights)
+        record = simulation.step()
+        assert records.encode(simulation.state.weights) == before
+        assert record["samples"] == 0
+        reasons = {event["reason"] for event in simulation.events}
+    assert "it has samples of 2 clients, but a secure sum needs 3" in reasons
+
+
+def test_batches_with_batchnorm_are_refused() -> None:
+    with pytest.raises(SpecError, match="model: BatchNorm adds up statistics between clients in each batch"):
+        prepared_of("classification", "stratify", norm=True, privacy={"sums": "secure"})
 
 
 @pytest.mark.slow
@@ -340,6 +388,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights of strata": (
         {"method": {"name": "fedavg", "aggregator": "stratum"}},
         "method.aggregator = 'stratum': weights each client by its stratum",
+    ),
+    "single samples": (
+        {"method": {"name": "stratify", "mode": "single"}},
+        "method.mode = 'single': sends the model from sample to sample",
     ),
     "all of many clients": (
         {"method": {"name": "fedavg", "client_sampler": "all"}, "partition": {"clients": 70}},

@@ -19,7 +19,7 @@ from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joine
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
-from fedstrata.federation.secure.fit import Bounds, FitForm
+from fedstrata.federation.secure.fit import Bounds, Forms, ModelForm
 from fedstrata.methods.secure import secure_round
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
@@ -71,6 +71,14 @@ class Method(Setting):
 
     needs_replies: ClassVar[str] = ""
     """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+
+    def most_summed(self, config: FederationConfig) -> int:
+        """Return the largest number of clients whose replies are in one secure sum (``privacy.sums``)."""
+        return config.clients
+
+    def forms(self, config: FederationConfig) -> Forms:
+        """Return the forms in which clients' replies are summed with secure sums (``privacy.sums``)."""
+        return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
@@ -353,13 +361,21 @@ class Recipe(Method):
             aggregator=aggregator.init(federation.config),
         )
 
-    def form(self, config: FederationConfig) -> FitForm:
+    def most_summed(self, config: FederationConfig) -> int:
+        """Return the largest number of clients that the client sampler invites."""
+        return self.client_sampler.most_invited(config)
+
+    def forms(self, config: FederationConfig) -> Forms:
+        """Return the forms of the replies to the requests of local training and of the data sampler."""
+        return {Fit: self.form(config), **self.data_sampler.forms(config)}
+
+    def form(self, config: FederationConfig) -> ModelForm:
         """Return the form of the replies to training requests with secure sums (``privacy.sums``)."""
         objective, frozen = self.objective, self.frozen(config)
         params = {name: w for name, w in config.model.params().items() if name not in frozen}
         bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))
         summands = self.aggregator.summands(bounds) | objective.summands(bounds) | bounds.progress()
-        return FitForm(config, self.client_sampler.most_invited(config), summands)
+        return ModelForm(config, self.most_summed(config), summands)
 
     def frozen(self, config: FederationConfig) -> frozenset[str]:
         """Return the names of the parameters that clients do not train, or do not send."""

@@ -14,6 +14,8 @@ from fedstrata.federation.settings import Privacy
 from fedstrata.methods.base import CHOICES, READING, Method, Recipe
 from fedstrata.spec.experiment import Experiment
 
+UNDECLARED = "does not declare that sums over clients are enough (needs_replies)"
+
 
 def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut) -> None:
     """Check the method, the model and the settings against ``privacy.sums = "secure"``.
@@ -27,7 +29,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     training, evaluation, privacy = config.training, spec.evaluation, config.privacy
     if config.sizes is None:
         refuse_secure_sums(spec)
-    method = _checked_method(spec.method)
+    check_replies(spec.method)
     single = "the server does not see single updates with privacy.sums = 'secure'"
     refusals: list[tuple[bool, str, Any, str]] = [
         (spec.attack is not None, "attack", getattr(spec.attack, "name", ""), f"{single}. Remove the section."),
@@ -44,31 +46,33 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     for refused, key, value, problem in refusals:
         if refused:
             raise SpecError(key, problem, value)
-    invited = method.client_sampler.most_invited(config)
+    invited = spec.method.most_summed(config)
     least = max(protocol.FEWEST, privacy.parties)
     if not least <= invited <= protocol.MOST_SITES or config.clients < least:
         problem = f"a secure sum needs {least} to {protocol.MOST_SITES} clients per round. Set it to such a number."
         everyone = invited != training.invited(config.clients)
         raise SpecError("partition.clients" if everyone else "training.clients_per_round", problem, invited)
-    method.form(config)
+    if not spec.method.forms(config):
+        raise SpecError("method.name", f"{UNDECLARED}. Use another method, or 'plain' sums.", spec.method.name)
 
 
-def _checked_method(method: Method) -> Recipe:
-    """Return a method of which the server needs only sums; refuse other methods, with the reason."""
+def check_replies(method: Method) -> None:
+    """Check that a method and its choices need only sums of replies.
+
+    Raises:
+        SpecError: The server needs single replies; the message gives the reason.
+    """
     parts: list[tuple[str, Setting]] = [("method", method)]
     if isinstance(method, Recipe):
         parts = [*zip(CHOICES, method.choices(), strict=True), *parts]
     for kind, part in parts:
         reason = part.needs_replies  # type: ignore[attr-defined]
-        known = declares(type(part), "needs_replies", *READING[kind])
-        if not reason and not (known and isinstance(method, Recipe)):
-            reason = "does not declare that sums over clients are enough (needs_replies)"
+        if not reason and not declares(type(part), "needs_replies", *READING[kind]):
+            reason = UNDECLARED
         if reason:
             key, other = ("method.name", "method") if part is method else (f"method.{kind}", kind.replace("_", " "))
             problem = f"{reason}, but the server sees only sums with privacy.sums = 'secure'."
             raise SpecError(key, f"{problem} Use another {other}, or 'plain' sums.", part.name)
-    assert isinstance(method, Recipe)
-    return method
 
 
 def refuse_secure_sums(spec: Experiment) -> None:

@@ -29,7 +29,6 @@ from fedstrata.federation.communication.compression import Compression
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
-from fedstrata.methods.base import Recipe
 from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
@@ -102,7 +101,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
         communication=prepared.spec.communication,
         personal=method.personal_objective(),
         privacy=prepared.config.privacy,
-        form=method.form if isinstance(method, Recipe) else None,
+        forms=method.forms,
         keys=keys,
     )
 

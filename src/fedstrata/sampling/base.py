@@ -18,6 +18,7 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.secure.fit import Forms
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,10 @@ class DataSampler(Setting):
     def init(self, federation: Federation) -> Tree:
         """Return the state before the first round."""
         return None
+
+    def forms(self, config: FederationConfig) -> Forms:
+        """Return the forms in which clients' replies to the sampler's requests are summed (``privacy.sums``)."""
+        return {}
 
     @property
     def private(self) -> bool:

@@ -15,10 +15,10 @@ from fedstrata.base.records import record
 from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Phase
+from fedstrata.federation.messages import ClientId, Phase
 from fedstrata.federation.secure.fit import largest_size
-from fedstrata.federation.secure.ring import Ring
-from fedstrata.sampling.messages import SizeReport
+from fedstrata.federation.secure.ring import Ring, Words, rounding
+from fedstrata.sampling.messages import SizeReply, SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
 """The privacy parameter ε of local differential privacy. Its minimum ensures that some answers are truthful."""
@@ -142,11 +142,17 @@ def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -
     return max(1.0, (total - (1 - alpha) * bound * clients / 2) / alpha)
 
 
-def size_ring(config: FederationConfig, bound: int) -> Ring:
-    """Return the layout of the clients' numbers of samples in a secure sum.
+class SizeForm:
+    """The form in which the clients' answers to ``SizeReport`` are summed.
 
     Args:
         config: The settings that server and clients share.
         bound: M, the public bound on the answers; 0 if clients report their true numbers.
     """
-    return Ring(config.clients, {}, {"samples": bound or largest_size(config)})
+
+    def __init__(self, config: FederationConfig, bound: int) -> None:
+        self.ring = Ring(config.clients, {}, {"samples": bound or largest_size(config)})
+
+    def encode(self, request: SizeReport, reply: SizeReply, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum."""
+        return self.ring.encode({}, {"samples": reply.samples}, rounding(0, request.round, client, 0))

@@ -15,17 +15,19 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.sampling.base import ClientSampler, DataSampler, KeepResult, Selection
 from fedstrata.sampling.client_sizes import (
     Epsilon,
+    SizeForm,
     allowed_sizes,
     ask_sizes,
     estimated_total,
     estimated_total_of_sum,
     size_report,
-    size_ring,
 )
 from fedstrata.sampling.ldp import FedSTaSData
+from fedstrata.sampling.messages import SizeReport
 
 
 class Everyone(ClientSampler):
@@ -98,6 +100,10 @@ class FedSamplingData(DataSampler):
         """Return the request for the participants' sizes, once or in every round."""
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
+    @override
+    def forms(self, config: FederationConfig) -> Forms:
+        return {SizeReport: SizeForm(config, 0 if self.epsilon is None else self.bound)}
+
     def init(self, federation: Federation) -> Tree:
         """Return a state without answers."""
         no_clients = np.empty(0, dtype=np.int64)
@@ -123,7 +129,7 @@ class FedSamplingData(DataSampler):
         from fedstrata.federation.secure.simulated import ask_sum
 
         request = size_report(federation, self.epsilon, self.bound)
-        summed = ask_sum(federation, clients, request, size_ring(federation.config, request.bound))
+        summed = ask_sum(federation, clients, request, SizeForm(federation.config, request.bound).ring)
         if summed is None:
             return 1.0, state, {}
         total, m = summed.total.counts["samples"], len(summed.clients)

@@ -16,7 +16,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import WithheldError
 from fedstrata.data.tasks.tokens import NextToken
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import Extra, FitReply, Params, WeightedFitReply, Weights
+from fedstrata.federation.messages import Extra, Fit, FitReply, Params, WeightedFitReply, Weights
 from fedstrata.federation.secure.fit import Sums
 from fedstrata.federation.secure.ring import add
 from fedstrata.methods.base import Recipe
@@ -69,7 +69,7 @@ def random_replies(config: FederationConfig, message: Mapping[str, Mapping[str, 
 def summed(method: Recipe, config: FederationConfig, sent: Weights, replies: Mapping[int, FitReply]) -> Sums:
     """Return the opened sum of replies."""
     form = method.form(config)
-    words = [form.encode(sent, reply, 1, client) for client, reply in replies.items()]
+    words = [form.encode(Fit(1, sent, {}, 1.0), reply, client) for client, reply in replies.items()]
     return Sums(form.summands, len(replies), form.ring.decode(add(words), len(replies)))
 
 

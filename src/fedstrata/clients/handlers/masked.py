@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
-from fedstrata.federation.messages import Fit, FitReply, Reply, Request
-from fedstrata.federation.secure.fit import FitForm
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.federation.secure.requests import Masked, MaskedReply, Step, StepReply
-from fedstrata.federation.secure.ring import Words, rounding
-from fedstrata.sampling.client_sizes import size_ring
-from fedstrata.sampling.messages import SizeReply, SizeReport
 
 if TYPE_CHECKING:
     from fedstrata.federation.secure.simulated import SimulatedSite
@@ -28,7 +24,10 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     from fedstrata.federation.secure.simulated import question_of, reply_of
 
     inner, before = request.request, dict(client.state)
-    words = vector_of(client, inner, client.context.handlers.alone[type(inner)](client, inner))
+    form = client.context.cached(forms).get(type(inner))
+    if form is None:
+        raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
+    words = form.encode(inner, client.context.handlers.alone[type(inner)](client, inner), client.number)
     if not isinstance(request.begin, Begin):
         return reply_of(words)
     simulated = _site(client)
@@ -51,20 +50,9 @@ def step(client: Client, request: Step) -> StepReply:
     return StepReply(simulated.answer(request.message))
 
 
-def vector_of(client: Client, request: Request, reply: Reply) -> Words:
-    """Return a client's reply as a vector of the ring."""
-    if isinstance(request, Fit) and isinstance(reply, FitReply):
-        return client.context.cached(form).encode(request.weights, reply, request.round, client.number)
-    if isinstance(request, SizeReport) and isinstance(reply, SizeReply):
-        ring = size_ring(client.context.config, request.bound)
-        return ring.encode({}, {"samples": reply.samples}, rounding(0, request.round, client.number, 0))
-    raise FedstrataError(f"secure sums: replies to {type(request).__name__} cannot be summed.")
-
-
-def form(context: ClientContext) -> FitForm:
-    """Return the form of replies to training requests."""
-    assert context.form is not None
-    return context.form(context.config)
+def forms(context: ClientContext) -> Forms:
+    """Return the forms in which the clients' replies are summed."""
+    return context.forms(context.config)
 
 
 def _site(client: Client) -> SimulatedSite:

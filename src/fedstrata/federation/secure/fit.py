@@ -1,4 +1,4 @@
-"""Local training in secure sums: the numbers that a client sends, and what the server computes from their sum."""
+"""Replies in secure sums: the numbers of a reply that are added up, and the sums that the server learns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import ClientId, FitReply, Params, Weights
+from fedstrata.federation.messages import ClientId, FitReply, Params, Request, Weights
 from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
@@ -32,7 +33,7 @@ class Weight:
     """
 
     name: str
-    of: Callable[[FitReply], float]
+    of: Callable[[Any], float]
     largest: float
 
 
@@ -45,13 +46,13 @@ class Numbers:
     """Real numbers that each client computes from its reply, and whose weighted sum the server learns.
 
     Args:
-        values: A function of the model that the client received and of its reply, which returns the numbers.
+        values: A function of the model that the client received and of its reply that returns the numbers.
         like: Tensors with the names, shapes and dtypes of the numbers.
         range: Largest absolute value of a number. Larger numbers are scaled down, see ``Ring.encode``.
         weight: The weight of each client in the sum.
     """
 
-    values: Callable[[Weights, FitReply], Params]
+    values: Callable[[Weights, Any], Params]
     like: Params
     range: float
     weight: Weight = EQUAL
@@ -71,7 +72,7 @@ class Count:
         most: The largest number. A client with a larger one does not answer.
     """
 
-    value: Callable[[FitReply], int]
+    value: Callable[[Any], int]
     most: int
 
 
@@ -82,6 +83,22 @@ Summands = dict[str, Numbers | Count]
 def largest_size(config: FederationConfig) -> int:
     """Return W, the largest number of samples of a client in a secure sum."""
     return config.privacy.largest or (0 if config.sizes is None else int(config.sizes.max(initial=0)))
+
+
+def weight_by_size(config: FederationConfig, largest: int) -> Weight:
+    """Return the weight of a client in proportion to its number of samples, or to the sum of its samples' weights.
+
+    Args:
+        config: The settings that server and clients share.
+        largest: The largest number of samples behind a reply.
+    """
+    return Weight("samples", lambda reply: reply.size, largest * config.places)
+
+
+def size_of_weights(weight: Weight) -> Summands:
+    """Return the sum of real weights, such as numbers of tokens."""
+    one = {"samples": torch.ones(1)}
+    return {weight.name: Numbers(lambda sent, reply: one, one, 1.0, weight)}
 
 
 @dataclass(frozen=True)
@@ -112,13 +129,12 @@ class Bounds:
     @property
     def by_size(self) -> Weight:
         """The weight of a client in proportion to its number of samples, or to the sum of its samples' weights."""
-        return Weight("samples", lambda reply: reply.size, self.largest * self.config.places)
+        return weight_by_size(self.config, self.largest)
 
     def size(self) -> Summands:
         """Return the sum of the weights ``by_size``: a whole number, unless samples have different weights."""
         if self.config.task.weighted:
-            one = {"samples": torch.ones(1)}
-            return {"samples": Numbers(lambda sent, reply: one, one, 1.0, self.by_size)}
+            return size_of_weights(self.by_size)
         return {"samples": Count(lambda reply: reply.samples, self.largest)}
 
     def updates(self, weight: Weight) -> Summands:
@@ -155,7 +171,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums over the clients that answered a training request.
+    """The sums over the clients that answered a request.
 
     Args:
         summands: The numbers that were summed.
@@ -203,8 +219,26 @@ class Sums:
         return zeros | self.of(f"updates by {weight}", by)
 
 
-class FitForm:
-    """The linear form of replies to training requests: which numbers of a reply are summed.
+class Form(Protocol):
+    """The form in which the replies to requests of one Python class are summed."""
+
+    ring: Ring
+    """The layout of the vectors that are summed."""
+
+    def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum.
+
+        Raises:
+            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+        """
+
+
+Forms = Mapping[type[Request], Form]
+"""A mapping from the Python classes of requests to the forms of their replies."""
+
+
+class ModelForm:
+    """The form of replies to requests that contain a model: which numbers of a reply are summed.
 
     Args:
         config: The settings that server and clients share.
@@ -231,22 +265,17 @@ class FitForm:
     def _numbers(self) -> Mapping[str, Numbers]:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
-    def encode(self, sent: Weights, reply: FitReply, round: int, client: ClientId) -> Words:
-        """Return the vector that a client adds to the sum.
+    def exchange(self, request: Any) -> int:
+        """Return the number of a request in its round, on which the rounding depends."""
+        return 0
 
-        Args:
-            sent: The model that the client received.
-            reply: The result of its training.
-            round: The round.
-            client: The client's id.
-
-        Raises:
-            WithheldError: A value is not finite, or a weight or a count is above its largest value.
-        """
+    def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum."""
+        sent = request.weights
         return self.ring.encode(
             {name: _row(each.values(sent, reply), each.like).numpy() for name, each in self._numbers.items()},
             {name: each.value(reply) for name, each in self.summands.items() if isinstance(each, Count)},
-            rounding(self.seed, round, client, 0),
+            rounding(self.seed, request.round, client, self.exchange(request)),
             weights={name: each.weight.of(reply) / (each.weight.largest or 1) for name, each in self._numbers.items()},
         )
 
