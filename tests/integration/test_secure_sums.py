@@ -182,7 +182,13 @@ def test_a_method_differs_from_plain_sums_by_rounding(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", TASKS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("classification", "next-token, domains") else pytest.param(case, marks=pytest.mark.long)
+        for case in TASKS
+    ],
+)
 def test_sums_of_each_task_with_batchnorm(case: str) -> None:
     """The mean is weighted by tokens and pixels, and BatchNorm's statistics are averaged, but not its counters."""
     models, lines = [], []
@@ -208,12 +214,14 @@ STRATIFY: dict[str, dict[str, Any]] = {
     "several steps": {"method": {"name": "stratify", "local_steps": 2}},
     "dropouts": {"availability": {"name": "bernoulli", "p": 0.7}},
     "few samples in a batch": {"privacy": {"min_samples": 5}},
-    "masked labels": {"method": {"name": "stratify", "masking": "tags"}},
+    "masked labels": {"method": {"name": "stratify", "masking": "prf"}},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", STRATIFY)
+@pytest.mark.parametrize(
+    "case", [case if case == "dropouts" else pytest.param(case, marks=pytest.mark.long) for case in STRATIFY]
+)
 def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) -> None:
     own = {"training": {"rounds": 2, "batch_size": 100, "execution": "per-client"}, "method": "stratify"}
     least = STRATIFY[case].get("privacy", {})
@@ -224,10 +232,11 @@ def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) ->
     plain, summed, masked = results
     assert summed == masked
     expected, found = (safetensors.torch.load(result["model"]) for result in (plain, summed))
-    assert all(torch.allclose(w, found[name], atol=2e-5) for name, w in expected.items())
+    # Each of the 30 steps starts at a rounded model, so the difference is larger than after one round of training.
+    assert all(torch.allclose(w, found[name], atol=1e-3) for name, w in expected.items())
     for one, other in zip(plain["records"], summed["records"], strict=True):
         assert one["samples"] == other["samples"] > 1000
-        assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
+        assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-4)
         assert other["scaled"] == 0
 
 

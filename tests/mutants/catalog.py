@@ -196,6 +196,8 @@ MUTANTS = [
         "question_of(inner), words, True",
         "question_of(inner)[:16], words, True",
     ),
+    batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
+    batch("a batch is asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
     secure_checks("every part", "        if reason:", "        if False:"),
     secure_checks("parts that declare nothing", "if not reason and not (known and", "if not reason and not (True and"),
     uniform("draws with replacement", 'if self.replacement and config.privacy.sums == "secure":', "if False:", SECURE),
