@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,9 @@ FEW = ("scaffold", "rebafl", "fedsampling")
 """Methods in quick tests: their clients have states, send messages, or answer two requests."""
 
 
-def methods(few: Collection[str] = FEW) -> list[Any]:
-    """Return the methods that need only sums as parameters; all except a few are in long tests."""
-    return [name if name in few else pytest.param(name, marks=pytest.mark.long) for name in METHOD_CASES]
+def methods() -> list[Any]:
+    """Return the methods that need only sums as parameters; all except ``FEW`` are in long tests."""
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in METHOD_CASES]
 
 
 def of_method(name: str, **sections: Any) -> fs.Experiment:

@@ -199,7 +199,11 @@ MUTANTS = [
     batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
     batch("a batch is asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
     secure_checks("every part", "        if reason:", "        if False:"),
-    secure_checks("parts that declare nothing", "if not reason and not (known and", "if not reason and not (True and"),
+    secure_checks(
+        "parts that declare nothing",
+        "if not reason and not declares(type(part)",
+        "if False and not declares(type(part)",
+    ),
     uniform("draws with replacement", 'if self.replacement and config.privacy.sums == "secure":', "if False:", SECURE),
     fedsampling("single answers", 'if self.reuse and config.privacy.sums == "secure":', "if False:", SECURE),
     secure_checks("listeners", "if listener is not None:", "if False:"),
