@@ -19,8 +19,8 @@ from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joine
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
-from fedstrata.federation.secure.fit import Bounds, Forms, ModelForm
-from fedstrata.methods.secure import secure_round
+from fedstrata.federation.secure.fit import Forms
+from fedstrata.methods.secure import fit_form, secure_round
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
@@ -367,15 +367,7 @@ class Recipe(Method):
 
     def forms(self, config: FederationConfig) -> Forms:
         """Return the forms of the replies to the requests of local training and of the data sampler."""
-        return {Fit: self.form(config), **self.data_sampler.forms(config)}
-
-    def form(self, config: FederationConfig) -> ModelForm:
-        """Return the form of the replies to training requests with secure sums (``privacy.sums``)."""
-        objective, frozen = self.objective, self.frozen(config)
-        params = {name: w for name, w in config.model.params().items() if name not in frozen}
-        bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))
-        summands = self.aggregator.summands(bounds) | objective.summands(bounds) | bounds.progress()
-        return ModelForm(config, self.most_summed(config), summands)
+        return {Fit: fit_form(self, config), **self.data_sampler.forms(config)}
 
     def frozen(self, config: FederationConfig) -> frozenset[str]:
         """Return the names of the parameters that clients do not train, or do not send."""

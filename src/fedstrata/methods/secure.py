@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit
-from fedstrata.federation.secure.fit import Sums
+from fedstrata.federation.secure.fit import Bounds, ModelForm, Sums
 
 if TYPE_CHECKING:
     from fedstrata.methods.base import Recipe, RecipeState
+
+
+def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
+    """Return the form in which the replies to a recipe's training requests are summed."""
+    objective, frozen = recipe.objective, recipe.frozen(config)
+    params = {name: w for name, w in config.model.params().items() if name not in frozen}
+    bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))
+    summands = recipe.aggregator.summands(bounds) | objective.summands(bounds) | bounds.progress()
+    return ModelForm(config, recipe.most_summed(config), summands)
 
 
 def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
@@ -28,7 +39,7 @@ def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> 
     keep, data_state, data_metrics = data.keep(federation, state.data, invited)
     state, metrics = replace(state, clients=clients_state, data=data_state), {**selection.metrics, **data_metrics}
 
-    form, request = recipe.form(config), Fit(federation.round, weights, objective.message(state.objective), keep)
+    form, request = fit_form(recipe, config), Fit(federation.round, weights, objective.message(state.objective), keep)
     summed = ask_sum(federation, invited, request, form.ring, work=recipe.work(config, keep))
     if summed is None:
         return state, {"clients_trained": 0, "samples": 0, "train_loss": None, "scaled": 0, **metrics}
