@@ -213,6 +213,7 @@ STRATIFY: dict[str, dict[str, Any]] = {
     "all answer": {},
     "several steps": {"method": {"name": "stratify", "local_steps": 2}},
     "dropouts": {"availability": {"name": "bernoulli", "p": 0.7}},
+    "late clients": {"availability": {"name": "always", "speed_spread": 1.0, "deadline": 0.035}},
     "few samples in a batch": {"privacy": {"min_samples": 5}},
     "masked labels": {"method": {"name": "stratify", "masking": "prf"}},
 }
@@ -220,7 +221,7 @@ STRATIFY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [case if case == "dropouts" else pytest.param(case, marks=pytest.mark.long) for case in STRATIFY]
+    "case", [case if case == "late clients" else pytest.param(case, marks=pytest.mark.long) for case in STRATIFY]
 )
 def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) -> None:
     own = {"training": {"rounds": 2, "batch_size": 100, "execution": "per-client"}, "method": "stratify"}

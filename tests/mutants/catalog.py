@@ -197,7 +197,7 @@ MUTANTS = [
         "question_of(inner)[:16], words, True",
     ),
     batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
-    batch("a batch is asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
+    batch("lost clients are asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
     secure_checks("every part", "        if reason:", "        if False:"),
     secure_checks(
         "parts that declare nothing",
