@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
-from torch import nn
+from task_cases import CASES as TASKS
+from task_cases import prepared_of
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -36,7 +38,8 @@ def spec(sums: str = "secure", **sections: Any) -> fs.Experiment:
         "privacy": {"sums": sums},
     }
     for name, section in sections.items():
-        settings[name] = settings.get(name, {}) | section if isinstance(section, dict) else section
+        changed = isinstance(section, dict) and "name" not in section
+        settings[name] = settings.get(name, {}) | section if changed else section
     return fs.Experiment(**settings)
 
 
@@ -105,6 +108,174 @@ def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
         assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert other["bytes_up"] > one["bytes_up"]
+
+
+NEEDS_REPLIES = {
+    "fedsts": "groups clients by their single gradients",
+    "fedstas": "groups clients by their single gradients",
+    "fedssar": "groups clients by their single models",
+    "clustered": "groups clients by their numbers of samples or updates",
+    "power-of-choice": "compares the losses of single clients",
+    "fedentopt": "asks each client for its label counts",
+    "fedgs": "asks each client for its label counts",
+    "sfl": "sends the model from client to client",
+    "fedtan": "adds up statistics between clients in the middle of a step",
+    "ccvr": "asks each client for the moments of its features",
+    **dict.fromkeys(("fedau", "mifa", "fedawe", "fedvarp"), "stores values of single clients"),
+}
+"""The methods that need single replies, and the reason in the error."""
+
+METHOD_SETTINGS: dict[str, dict[str, Any]] = {
+    "fedsampling": {"method": {"name": "fedsampling", "samples": 500, "reuse": False}},
+    "fedavg-ft": {"partition": {"name": "classes", "clients": 8, "per_client": 3, "size": 60}},
+}
+"""Sections with which a method has secure sums for eight clients."""
+
+
+METHOD_CASES = {
+    name: METHOD_SETTINGS.get(name, {"method": name}) for name in METHODS if name not in (*NEEDS_REPLIES, "stratify")
+}
+"""The sections of the spec of each method that needs only the sums of a round."""
+
+FEW = ("scaffold", "rebafl", "fedsampling")
+"""Methods in quick tests: their clients have states, send messages, or answer two requests."""
+
+
+def methods() -> list[Any]:
+    """Return the methods that need only sums as parameters; all except ``FEW`` are in long tests."""
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in METHOD_CASES]
+
+
+def of_method(name: str, **sections: Any) -> fs.Experiment:
+    """Return the spec of a method."""
+    return spec(**{"training": {"rounds": 2}} | METHOD_CASES[name] | sections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods())
+def test_masks_change_no_byte_of_a_method(name: str, tmp_path: Path) -> None:
+    """One or two of six clients are offline, or have more samples than ``largest`` and do not answer."""
+    results = []
+    for masks in (False, True):
+        privacy = {"sums": "secure", "simulate_masks": masks, "largest": 330}
+        made = of_method(name, privacy=privacy, availability={"name": "bernoulli", "p": 0.9})
+        results.append(written(made, tmp_path / str(masks)))
+    assert results[0] == results[1]
+    assert any(line["clients_trained"] for line in results[0]["records"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods())
+def test_a_method_differs_from_plain_sums_by_rounding(name: str) -> None:
+    histories = []
+    for sums in ("plain", "secure"):
+        with fs.Simulation(fs.prepare(of_method(name, privacy={"sums": sums}))) as simulation:
+            histories.append((list(simulation), simulation.evaluated().params))
+    (plain, expected), (secure, found) = histories
+    for one, other in zip(plain, secure, strict=True):
+        differing = {"train_loss", "loss", "seconds", "bytes_up", "bytes_down", "exchanges"}
+        for key in one.keys() - differing:
+            assert one[key] == other[key], key
+        assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
+        assert other["scaled"] == 0
+    assert all(torch.allclose(w, found[name], atol=2e-5) for name, w in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("classification", "next-token, domains") else pytest.param(case, marks=pytest.mark.long)
+        for case in TASKS
+    ],
+)
+def test_sums_of_each_task_with_batchnorm(case: str) -> None:
+    """The mean is weighted by tokens and pixels, and BatchNorm's statistics are averaged, but not its counters."""
+    models, lines = [], []
+    secure = {"sums": "secure", "range": 4.0}
+    for privacy in ({}, secure, secure | {"simulate_masks": True}):
+        with fs.Simulation(prepared_of(case, norm=True, privacy=privacy)) as simulation:
+            start = simulation.evaluated()
+            lines.append([(line["samples"], line["clients_trained"]) for line in simulation])
+            models.append(simulation.evaluated())
+    plain, summed, masked = models
+    assert lines[0] == lines[1] == lines[2]
+    for name, w in plain.params.items():
+        assert torch.allclose(w, summed.params[name], atol=1e-5)
+        assert torch.equal(summed.params[name], masked.params[name])
+    for name, b in summed.buffers.items():
+        assert torch.equal(b, masked.buffers[name])
+        assert torch.allclose(b, plain.buffers[name] if b.is_floating_point() else start.buffers[name], atol=1e-4)
+        assert torch.equal(b, start.buffers[name]) != b.is_floating_point()
+
+
+STRATIFY: dict[str, dict[str, Any]] = {
+    "all answer": {},
+    "several steps": {"method": {"name": "stratify", "local_steps": 2}},
+    "dropouts": {"availability": {"name": "bernoulli", "p": 0.7}},
+    "late clients": {"availability": {"name": "always", "speed_spread": 1.0, "deadline": 0.035}},
+    "few samples in a batch": {"privacy": {"min_samples": 5}},
+    "masked labels": {"method": {"name": "stratify", "masking": "prf"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case if case == "late clients" else pytest.param(case, marks=pytest.mark.long) for case in STRATIFY]
+)
+def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) -> None:
+    own = {"training": {"rounds": 2, "batch_size": 100, "execution": "per-client"}, "method": "stratify"}
+    least = STRATIFY[case].get("privacy", {})
+    results = []
+    for privacy in ({}, {"sums": "secure", "range": 16.0}, {"sums": "secure", "range": 16.0, "simulate_masks": True}):
+        made = spec("plain", **own | STRATIFY[case] | {"privacy": least | privacy})
+        results.append(written(made, tmp_path / str(len(results))))
+    plain, summed, masked = results
+    assert summed == masked
+    expected, found = (safetensors.torch.load(result["model"]) for result in (plain, summed))
+    # Each of the 30 steps starts at a rounded model, so the difference is larger than after one round of training.
+    assert all(torch.allclose(w, found[name], atol=1e-3) for name, w in expected.items())
+    for one, other in zip(plain["records"], summed["records"], strict=True):
+        assert one["samples"] == other["samples"] > 1000
+        assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-4)
+        assert other["scaled"] == 0
+
+
+@pytest.mark.slow
+def test_stratify_skips_batches_of_too_few_clients() -> None:
+    """With batches of two samples, at most two clients have samples in a batch, but a sum needs three."""
+    training = {"rounds": 1, "batch_size": 2}
+    with fs.Simulation(fs.prepare(spec(training=training, method="stratify"))) as simulation:
+        before = records.encode(simulation.state.weights)
+        record = simulation.step()
+        assert records.encode(simulation.state.weights) == before
+        assert record["samples"] == 0
+        reasons = {event["reason"] for event in simulation.events}
+    assert "it has samples of 2 clients, but a secure sum needs 3" in reasons
+
+
+def test_batches_with_batchnorm_are_refused() -> None:
+    with pytest.raises(SpecError, match="model: BatchNorm adds up statistics between clients in each batch"):
+        prepared_of("classification", "stratify", norm=True, privacy={"sums": "secure"})
+
+
+@pytest.mark.slow
+def test_a_client_with_too_few_samples_does_not_answer() -> None:
+    """Two of eight clients have fewer than 120 samples, and the sum needs six clients."""
+    training, few = {"rounds": 2, "clients_per_round": 8}, {"min_samples": 120}
+    for sums in ("plain", "secure"):
+        history = list(fs.run(spec(training=training, privacy={"sums": sums} | few)))
+        assert [(line["clients_failed"], line["clients_trained"]) for line in history] == [(2, 6), (2, 6)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", METHOD_CASES)
+def test_the_sums_of_a_method_are_equal_on_ray(name: str, on_ray: Callable[..., fs.History], tmp_path: Path) -> None:
+    made = of_method(name, availability={"name": "bernoulli", "p": 0.8})
+    on_ray(made, out=tmp_path / "ray")
+    fs.run(made, out=tmp_path / "local")
+    ray, local = (tmp_path / engine / "model.safetensors" for engine in ("ray", "local"))
+    assert ray.read_bytes() == local.read_bytes()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[[Mapping[int, Any], Mapping[int, Any]], None]) -> None:
@@ -208,17 +379,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"method": {"name": "fedavg", "aggregator": "median"}},
         "method.aggregator = 'median': compares single updates",
     ),
-    "equal weights": (
-        {"method": {"name": "fedavg", "aggregator": "mean"}},
-        "method.aggregator = 'mean': is not implemented yet",
-    ),
     "draws with replacement": (
         {"method": {"name": "fedavg", "client_sampler": {"name": "uniform", "replacement": True}}},
-        "method.client_sampler = 'uniform': draws clients",
+        "method.client_sampler.replacement = True: can draw a client twice",
     ),
-    "another data sampler": (
+    "a sampler by size": (
+        {"method": {"name": "fedavg", "client_sampler": "weighted"}},
+        "method.client_sampler = 'weighted': asks each client for its number of samples, but the server sees only sums",
+    ),
+    "sizes of single clients": (
         {"method": {"name": "fedavg", "data_sampler": "fedsampling"}},
-        "method.data_sampler = 'fedsampling': asks clients for more",
+        "method.data_sampler.reuse = True: would need each client's answer",
+    ),
+    "private sizes": (
+        {"method": {"name": "fedavg", "data_sampler": {"name": "fedstas", "epsilon": 3}}},
+        "method.data_sampler = 'fedstas': asks each client for its number of samples",
+    ),
+    "weights of strata": (
+        {"method": {"name": "fedavg", "aggregator": "stratum"}},
+        "method.aggregator = 'stratum': weights each client by its stratum",
+    ),
+    "single samples": (
+        {"method": {"name": "stratify", "mode": "single"}},
+        "method.mode = 'single': sends the model from sample to sample",
+    ),
+    "all of many clients": (
+        {"method": {"name": "fedavg", "client_sampler": "all"}, "partition": {"clients": 70}},
+        "partition.clients = 70: a secure sum needs 3 to 64",
+    ),
+    "a range that is too large for counts": (
+        {"method": "rebafl", "privacy": {"largest": 10**9}},
+        "the sums do not fit into 32 bits",
     ),
 }
 
@@ -230,21 +421,36 @@ def test_settings_that_need_single_updates_are_refused_before_the_first_round(wh
         fs.prepare(spec(**sections))
 
 
-def test_a_model_with_buffers_is_refused() -> None:
-    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
-    with pytest.raises(SpecError, match=r"model.*: has buffers, which have no secure sum yet"):
-        fs.prepare(spec(), model=norm)
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "fedavg"])
-def test_other_methods_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(SpecError, match=r"^method\.\w+ = .*(secure sum|privacy\.sums).*Use method\.name = 'fedavg'"):
+@pytest.mark.parametrize("name", NEEDS_REPLIES)
+def test_methods_that_need_single_replies_are_refused_with_the_reason(name: str) -> None:
+    problem = rf"^method\.\w+ = .*: {NEEDS_REPLIES[name]}, but the server sees only sums .* Use another "
+    with pytest.raises(SpecError, match=problem):
         fs.prepare(spec(method={"name": name}))
 
 
-@pytest.mark.parametrize("key", ["simulate_masks", "range", "largest", "parties"])
+class Favourite(fs.MeanBySize):
+    """An aggregator that does not say whether sums are enough."""
+
+    def coefficients(self, selection: Any, returned: Any, samples: Any) -> Any:
+        return np.eye(len(returned))[0]
+
+
+class OwnRounds(fs.FedAvg):
+    """A method that does not say whether sums are enough."""
+
+    def run_round(self, federation: Any, state: Any) -> Any:
+        return super().run_round(federation, state)
+
+
+@pytest.mark.parametrize("method", [fs.FedAvg(aggregator=Favourite()), OwnRounds()])
+def test_classes_that_do_not_declare_what_they_need_are_refused(method: fs.Method) -> None:
+    with pytest.raises(SpecError, match=r"does not declare that sums over clients are enough \(needs_replies\)"):
+        fs.prepare(spec(method=method))
+
+
+@pytest.mark.parametrize("key", ["simulate_masks", "range", "buffer_range", "message_range", "largest", "parties"])
 def test_settings_without_effect_are_refused(key: str) -> None:
-    value: Any = {"simulate_masks": True, "range": 2.0, "largest": 9, "parties": 4}[key]
+    value: Any = {"simulate_masks": True, "largest": 9, "parties": 4}.get(key, 2.0)
     with pytest.raises(SpecError, match=rf"privacy\.{key} = .*has an effect only with sums = 'secure'"):
         spec("plain", privacy={key: value})
 
@@ -280,20 +486,40 @@ def test_without_the_library_a_run_is_refused_before_it_starts() -> None:
     assert "'fedstrata[secure]'" in done.stdout
 
 
-def test_a_state_is_kept_only_if_the_sum_was_opened() -> None:
-    """A client above the largest size does not answer: no sum, so the momentum of the others stays empty."""
-    made = spec(
-        training={"rounds": 1, "clients_per_round": 3, "optimizer_state": "keep", "momentum": 0.9},
-        partition={"name": "dirichlet", "alpha": 0.3, "clients": 3},
-        privacy={"simulate_masks": True, "largest": 400},
-    )
-    with fs.Simulation(fs.prepare(made)) as simulation:
-        before = {name: w.clone() for name, w in simulation.state.weights.params.items()}
-        record = simulation.step()
-        assert record["clients_failed"] > 0
-        assert record["clients_trained"] == 0
-        assert simulation.store.clients == set()
-        assert all(torch.equal(w, before[name]) for name, w in simulation.state.weights.params.items())
-        last = simulation.events[-1]
-        assert last["kind"] == "secure sum failed"
-        assert re.fullmatch(r"[0-2] clients answered, but the sum needs 3\.", last["reason"])
+STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "momentum": ({"training": {"optimizer_state": "keep", "momentum": 0.9, "lr": 0.02}}, "optimizer"),
+    "scaffold": ({"method": "scaffold"}, "objective"),
+    "feddyn": ({"method": "feddyn"}, "objective"),
+    "moon": ({"method": "moon"}, "objective"),
+    "fedlesam": ({"method": "fedlesam"}, "objective"),
+    "rebafl": ({"method": "rebafl"}, "objective"),
+    "fedper": ({"method": "fedper"}, "layers"),
+}
+"""Specs whose clients keep a state between rounds, and the key of the state."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_state_is_kept_only_if_the_sum_was_opened(case: str, masks: bool) -> None:
+    """In round 1, a client above the largest size does not answer: no sum, so all states stay as they were."""
+    sections, key = STATES[case]
+    privacy = {"sums": "secure", "simulate_masks": masks}
+    partition = {"name": "dirichlet", "alpha": 0.3, "clients": 3}
+    training = {"rounds": 2, "clients_per_round": 3} | sections.get("training", {})
+    made = spec(**sections | {"training": training, "partition": partition, "privacy": privacy})
+    small = spec(**sections | {"training": training, "partition": partition, "privacy": privacy | {"largest": 400}})
+    for each, opened in ((small, False), (made, True)):
+        with fs.Simulation(fs.prepare(each)) as simulation:
+            before = records.encode(simulation.state)
+            record = simulation.step()
+            assert (records.encode(simulation.state) == before) != opened
+            assert record["clients_trained"] == 3 * opened
+            assert simulation.store.clients == ({0, 1, 2} if opened else set())
+            if opened:
+                assert all(key in simulation.store.get(client) for client in range(3))
+                continue
+            assert record["clients_failed"] > 0
+            last = simulation.events[-1]
+            assert last["kind"] == "secure sum failed"
+            assert re.fullmatch(r"[0-2] clients answered, but the sum needs 3\.", last["reason"])

@@ -43,7 +43,9 @@ primitives = _of("federation/secure/primitives.py", "federation/secure/test_prot
 protocol = _of("federation/secure/protocol.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
 trust = _of("federation/secure/certificates.py", "federation/secure/test_protocol.py")
 site = _of("federation/secure/site.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
-secure_fit = _of("federation/secure/fit.py", "integration/test_secure_sums.py")
+SECURE = "integration/test_secure_sums.py"
+FORMS = "federation/secure/test_fit.py"
+secure_fit = _of("federation/secure/fit.py", FORMS, "integration/test_secure_sums.py")
 simulated = _of("federation/secure/simulated.py", "integration/test_secure_sums.py")
 masked = _of("clients/handlers/masked.py", "integration/test_secure_sums.py")
 secure_checks = _of("runs/secure_checks.py", "integration/test_secure_sums.py")
@@ -169,9 +171,26 @@ once = _of("sites/idempotency.py", "sites/test_transport.py")
 site_sums = _of("sites/sums.py", "sites/test_sites.py", "sites/test_patience.py")
 
 MUTANTS = [
-    secure_fit("the sum instead of the mean", "(self.largest / max(samples, 1))", "1.0"),
-    secure_fit("equal weights", '"update": reply.samples / max(self.largest, 1)', '"update": 1.0'),
-    secure_fit("the loss of all clients alike", '"loss": reply.seen / max(self.most_seen, 1)', '"loss": 1.0'),
+    secure_fit("weights are divided by the largest", "(numbers.weight.largest / by)", "(1.0 / by)"),
+    secure_fit("equal weights", "each.weight.of(reply) / (each.weight.largest or 1)", "1.0"),
+    secure_fit("the loss of all clients alike", "lambda reply: reply.seen, most)\n\n", "lambda reply: most, most)\n\n"),
+    secure_fit(
+        "models instead of updates", "reply.weights.params[name] - sent.params[name]", "reply.weights.params[name]"
+    ),
+    secure_fit("tokens count as samples", "lambda reply: reply.size,", "lambda reply: reply.samples,"),
+    aggregation("the sum instead of the mean", "weights.params, sums.weight(self.share))", "weights.params)", FORMS),
+    aggregation("buffers of one client", 'sums.of("buffers", sums.weight(self.share))', 'sums.of("buffers")', FORMS),
+    scaffold("c by those in the sum", 'sums.of("delta_c", clients)', 'sums.of("delta_c", sums.clients)', FORMS),
+    feddyn("the sum without α", "value - self.alpha / clients * updates", "value - 1 / clients * updates", FORMS),
+    rebafl("means of all clients alike", 'table["means"] * table["samples"][:, None]', 'table["means"]', FORMS),
+    rebafl(
+        "forgotten prototypes",
+        'merged({"means": means, "samples": samples}, state), after',
+        '{"means": means, "samples": samples}, after',
+        FORMS,
+    ),
+    scaled("one step of each client", "total / length if length else math.inf", "total", FORMS),
+    scaled("the sum of the squares", 'sums.number("square") / sums.clients', 'sums.number("square")', FORMS),
     simulated("late clients are no members", "set(asked) - federation.log.dropped", "set(reached)"),
     simulated("one answer too few", "if len(answers) < needed:", "if len(answers) < needed - 1:"),
     simulated("lost states", "engine.commit(answers)", "engine.commit([])"),
@@ -184,10 +203,16 @@ MUTANTS = [
         "question_of(inner), words, True",
         "question_of(inner)[:16], words, True",
     ),
-    secure_checks("every aggregator", "if type(aggregator) is not MeanBySize:", "if False:"),
-    secure_checks("every objective", "if type(objective) is not CrossEntropy:", "if False:"),
-    secure_checks("every recipe", "if type(method) is not FedAvg:", "if False:"),
-    secure_checks("draws with replacement", "or sampler.replacement:", "or False:"),
+    batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
+    batch("lost clients are asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
+    secure_checks("every part", "        if reason:", "        if False:"),
+    secure_checks(
+        "parts that declare nothing",
+        "if not reason and not declares(type(part)",
+        "if False and not declares(type(part)",
+    ),
+    uniform("draws with replacement", 'if self.replacement and config.privacy.sums == "secure":', "if False:", SECURE),
+    fedsampling("single answers", 'if self.reuse and config.privacy.sums == "secure":', "if False:", SECURE),
     secure_checks("listeners", "if listener is not None:", "if False:"),
     ring("a sum wraps", "return LARGEST // self.sites", "return LARGEST // self.sites + 1"),
     ring("rounded to the nearest", "generator.random(len(exact)) < exact - below", "0.5 < exact - below"),
@@ -345,7 +370,7 @@ MUTANTS = [
     scaled("the plain mean of steps", "p * (p @ length) / np", "p * length.mean() / np"),
     scaled("momentum without its sum", "momentum**steps) / (1 - momentum)) /", "momentum**steps)) /"),
     scaled("the norm of the sum", "squared_norm(mean) + self.eps", "squared_norm(mean) * len(answers) + self.eps"),
-    scaled("a short step", "max(1.0, float", "max(0.0, float"),
+    scaled("a short step", "max(1.0, square", "max(0.0, square"),
     scaled("the first model counts", 'weights.params if state["updates"] else {}', "weights.params"),
     memory("an echo a round short", "(a * (t - last[clients]))", "(a * (t - last[clients] - 1))"),
     memory("a mean over models, not over clients", "counts / counts.sum()", "np.ones(len(counts)) / len(counts)"),
@@ -472,7 +497,7 @@ MUTANTS = [
     sizes(
         "LDP's α", "return -math.expm1(-epsilon) / (1 + (bound - 2)", "return -math.expm1(-epsilon) / (1 + (bound - 1)"
     ),
-    sizes("LDP's estimate", "(1 - alpha) * bound * m / 2", "(1 - alpha) * (bound - 1) * m / 2"),
+    sizes("LDP's estimate", "(1 - alpha) * bound * clients / 2", "(1 - alpha) * (bound - 1) * clients / 2"),
     sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
     ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
     fedsampling("answers are kept", "strict=True)) if self.reuse else {}", "strict=True))"),
@@ -653,8 +678,8 @@ MUTANTS = [
     division("offsets that fall", "(np.diff(ends) >= 0).all()", "True"),
     recipe(
         "frozen parameters move",
-        "combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined",
-        "pass",
+        "return Weights(after.params | frozen, after.buffers) if frozen else after",
+        "return after",
         "methods/test_fedbabu.py",
         "methods/test_recipe.py",
         "objectives/test_untrained.py",
@@ -1150,8 +1175,8 @@ MUTANTS = [
     client_round("the number of answers as divisor", "recipe.client_sampler.cohort(config)", "max(len(answers), 1)"),
     client_round(
         "personal and frozen parameters are in the sum",
-        "recipe.updated(weights.params, config.model)",
-        "weights.params",
+        "recipe.frozen(config)",
+        "frozenset()",
     ),
     client_accountant(
         "a limit with amplification", "if dp is None or dp.participations is not None or", "if dp is None or"

@@ -22,6 +22,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.federation.secure.fit import EQUAL, Bounds, Summands, Sums
 from fedstrata.sampling.base import ClientSampler, Selection, Uniform
 
 
@@ -38,6 +39,12 @@ class Aggregator(Setting):
 
     needs_counts: ClassVar[bool] = False
     """Whether the averaging weights depend on the number of samples that each client used."""
+
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs each client's reply, as the end of a sentence; empty if ``summands`` are enough.
+
+    A class that overrides a method that reads replies must declare this attribute.
+    """
 
     own_starts: ClassVar[bool] = False
     """Whether clients start training at different models, which ``starts`` returns, instead of the global model.
@@ -153,6 +160,37 @@ class Aggregator(Setting):
         buffers = weights.buffers and mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)
         return Weights(params, buffers), state
 
+    @property
+    def share(self) -> str:
+        """The name of the weights of the clients in sums: their numbers of samples, or equal weights."""
+        return "samples" if self.needs_counts else EQUAL.name
+
+    def summands(self, bounds: Bounds) -> Summands:
+        """Return the parts of a reply of which the server needs the sum (``privacy.sums``)."""
+        weight = bounds.by_size if self.needs_counts else EQUAL
+        return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
+
+    def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
+        """Return what ``combine`` returns, computed from the sums of ``summands``."""
+        if not sums.weight(self.share):
+            return weights, state
+        update = sums.updates(self.share, weights.params, sums.weight(self.share))
+        return self.step_sums(weights, update, state, selection, sums)
+
+    def step_sums(
+        self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
+    ) -> tuple[Weights, Tree]:
+        """Return what ``step`` returns, with the mean of the buffers computed from sums.
+
+        Integer buffers, such as counters, keep their values, because their largest value is not a sum.
+        """
+        params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
+        buffers = weights.buffers
+        if "buffers" in sums.summands:
+            changes = sums.of("buffers", sums.weight(self.share))
+            buffers = buffers | {name: buffers[name] + change for name, change in changes.items()}
+        return Weights(params, buffers), state
+
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
     """Return the combined update Σ_k a_k (w_k − w_t) of each parameter, summed in the order of ``models``."""
@@ -195,6 +233,7 @@ class MeanBySize(Aggregator):
     """
 
     needs_counts: ClassVar[bool] = True
+    needs_replies = ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to the number of samples that each client used.
@@ -212,6 +251,8 @@ class MeanBySize(Aggregator):
 
 class Mean(Aggregator):
     """Equal weights a_k = 1 / r for r replies; a client that was drawn twice has twice the weight."""
+
+    needs_replies = ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to each client's number of draws."""
@@ -232,6 +273,8 @@ class StratumMean(Aggregator):
     more often, and their weights are not reduced. Strata to which Neyman's allocation gives no draw are left out, as in
     the published code. ``HorvitzThompson`` is unbiased.
     """
+
+    needs_replies = "weights each client by its stratum"
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return weights in proportion to N_h / m_h for each client; the weights add up to 1.
@@ -257,6 +300,8 @@ class HorvitzThompson(Aggregator):
     replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
     1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
     """
+
+    needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Require known probabilities: draws with replacement, systematic draws, or uniform draws."""

@@ -31,6 +31,8 @@ class RobustAggregator(Aggregator):
     of an objective are not combined robustly: they are still averaged.
     """
 
+    needs_replies = "compares single updates"
+
     @property
     def least_replies(self) -> int:
         """The smallest number of replies for which the aggregation rule is defined."""
@@ -38,7 +40,7 @@ class RobustAggregator(Aggregator):
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Raise ``SpecError`` if a round invites fewer clients than ``least_replies``."""
-        invited = config.clients if sampler.name == "all" else config.training.invited(config.clients)
+        invited = sampler.most_invited(config)
         if invited < self.least_replies:
             problem = f"needs at least {self.least_replies} replies, but a round invites {invited} clients. "
             raise SpecError("method.aggregator", f"{problem}Invite more clients, or reduce attackers.", self.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from pydantic import PositiveFloat
 from typing_extensions import override
 
@@ -13,8 +15,12 @@ from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.federation.secure.fit import EQUAL, Bounds, Numbers, Summands, Sums, Weight
 from fedstrata.sampling.base import ClientSampler, Selection
+
+SQUARES = 4096.0
+"""Largest squared norm of an update in secure sums, in units of ``privacy.range`` squared."""
 
 
 class Normalised(MeanBySize):
@@ -25,6 +31,8 @@ class Normalised(MeanBySize):
     Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the authors' program,
     FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
     """
+
+    needs_replies = ""
 
     @override
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
@@ -58,6 +66,32 @@ class Normalised(MeanBySize):
         weights, server = self.step(weights, update, state["server"], selection, answers, p)
         return weights, {**state, "server": server}
 
+    @override
+    def summands(self, bounds: Bounds) -> Summands:
+        momentum, weight = bounds.config.training.momentum, bounds.by_size
+        longest = max(gradient_weights(np.array([bounds.steps]), momentum).item(), 1.0)
+
+        def length(reply: FitReply) -> float:
+            return gradient_weights(np.array([reply.steps]), momentum).item()
+
+        def lengths(sent: Weights, reply: FitReply) -> Params:
+            return {"length": torch.tensor([length(reply)], dtype=torch.float64)}
+
+        like = {"length": torch.zeros(1, dtype=torch.float64)}
+        per_step = Weight("samples", lambda reply: weight.of(reply) / max(length(reply), 1.0), weight.largest)
+        summed = bounds.updates(per_step) | {"length": Numbers(lengths, like, longest, weight)}
+        return super().summands(bounds) | summed
+
+    @override
+    def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
+        if not (total := sums.weight(self.share)):
+            return weights, state
+        # With n = Σ n_k, the update is τ_eff Σ (n_k / n) Δ_k / τ_k, where τ_eff = Σ (n_k / n) τ_k.
+        length = sums.number("length") / total
+        update = sums.updates(self.share, weights.params, total / length if length else math.inf)
+        weights, server = self.step_sums(weights, update, state["server"], selection, sums)
+        return weights, {**state, "server": server}
+
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
@@ -85,6 +119,8 @@ class Extrapolated(Mean):
         eps: Constant ε that limits η if Δ̄ is short. The authors' program uses 0.001 or 0.1.
     """
 
+    needs_replies = ""
+
     eps: PositiveFloat = 1e-3
 
     @override
@@ -103,11 +139,40 @@ class Extrapolated(Mean):
         models = [reply.weights.params for reply in answers]
         mean = weighted_update(weights.params, models, a)
         squares = [squared_norm({name: model[name] - w for name, w in weights.params.items()}) for model in models]
-        eta = max(1.0, float(a @ squares) / (2 * (squared_norm(mean) + self.eps)))
-        update = {name: change * eta for name, change in mean.items()}
+        update = self._extrapolated(mean, float(a @ squares))
         after, server = self.step(weights, update, state["server"], selection, answers, a)
+        return after, self._next_state(weights, state, server)
+
+    def _extrapolated(self, mean: Params, square: float) -> Params:
+        """Return η Δ̄.
+
+        Args:
+            mean: The mean update Δ̄.
+            square: The mean of ‖Δ_k‖².
+        """
+        eta = max(1.0, square / (2 * (squared_norm(mean) + self.eps)))
+        return {name: change * eta for name, change in mean.items()}
+
+    def _next_state(self, weights: Weights, state: Tree, server: Tree) -> Tree:
         before = weights.params if state["updates"] else {}
-        return after, {"server": server, "updates": state["updates"] + 1, "before": before}
+        return {"server": server, "updates": state["updates"] + 1, "before": before}
+
+    @override
+    def summands(self, bounds: Bounds) -> Summands:
+        (update,) = (each for each in bounds.updates(EQUAL).values() if isinstance(each, Numbers))
+
+        def square(sent: Weights, reply: FitReply) -> Params:
+            return {"square": torch.tensor([squared_norm(update.values(sent, reply))], dtype=torch.float64)}
+
+        like = {"square": torch.zeros(1, dtype=torch.float64)}
+        return super().summands(bounds) | {"square": Numbers(square, like, SQUARES * update.range**2)}
+
+    @override
+    def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
+        mean = sums.updates(self.share, weights.params, sums.clients)
+        update = self._extrapolated(mean, sums.number("square") / sums.clients)
+        after, server = self.step_sums(weights, update, state["server"], selection, sums)
+        return after, self._next_state(weights, state, server)
 
     @override
     def evaluated(self, weights: Weights, state: Tree) -> Weights:

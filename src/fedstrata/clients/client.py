@@ -24,6 +24,7 @@ from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.communication.codecs import Communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import ClientId
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.federation.settings import Privacy
 from fedstrata.models.batchnorm import ReduceGroup
 from fedstrata.models.model import Model
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     from fedstrata.clients.handling import Handlers
 
 T = TypeVar("T")
+
+
+def no_forms(config: FederationConfig) -> Forms:
+    """Return an empty mapping, because no reply is summed."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class ClientContext:
             always contains sums, from which the server computes the metrics over all clients.
         privacy: The privacy settings of the spec. The clients' site may raise the smallest number of samples that may
             contribute to an answer.
+        forms: A function that returns the forms in which replies are summed with secure sums (``privacy.sums``).
         prepared: The results of ``cached``: a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
@@ -71,6 +78,7 @@ class ClientContext:
     personal: Objective = field(default_factory=CrossEntropy)
     tells_values: bool = True
     privacy: Privacy = field(default_factory=Privacy)
+    forms: Callable[[FederationConfig], Forms] = no_forms
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
     secret: bool = False

@@ -43,10 +43,17 @@ class Relayed:
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum of several replies, and the clients that sent the replies."""
+    """The sum of several replies, and the clients that sent the replies.
+
+    Args:
+        reply: The sum.
+        clients: The clients.
+        scaled: In a secure sum, the number of vectors that were out of range.
+    """
 
     reply: Any
     clients: list[ClientId]
+    scaled: int = 0
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,15 @@ class Privacy(Setting):
         clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
             Default: none.
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
-            of a round (Bonawitz et al. 2017); only for fedavg, and only in simulations so far. It needs the extra
-            ``secure``.
+            of a round (Bonawitz et al. 2017); only for methods that need no single reply, and only in simulations so
+            far. It needs the extra ``secure``.
         simulate_masks: Whether clients of a simulation really mask their updates. Without masks, the results are the
             same, and the run is faster.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
             scaled down, and counted in the metric ``scaled``.
+        buffer_range: Largest absolute value of a change of BatchNorm's statistics in a secure sum.
+        message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
+            variates, and the prototypes of ReBaFL.
         largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
             Default: the size of the largest client.
         parties: Smallest number of clients in a secure sum.
@@ -128,12 +131,15 @@ class Privacy(Setting):
     sums: Literal["plain", "secure"] = "plain"
     simulate_masks: bool = False
     range: PositiveFloat = 1.0
+    buffer_range: PositiveFloat = 100.0
+    message_range: PositiveFloat = 100.0
     largest: PositiveInt | None = None
     parties: Annotated[int, Field(ge=3)] = 3
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Privacy:
-        for key in ("simulate_masks", "range", "largest", "parties") if self.sums == "plain" else ():
+        secure = ("simulate_masks", "range", "buffer_range", "message_range", "largest", "parties")
+        for key in secure if self.sums == "plain" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise SpecError(key, "has an effect only with sums = 'secure'. Remove it.", getattr(self, key))
         return self

@@ -19,10 +19,10 @@ from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joine
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.private import private_round
-from fedstrata.methods.secure import secure_round
+from fedstrata.methods.secure import fit_form, secure_round
 from fedstrata.models.batchnorm import has_batchnorm
-from fedstrata.models.model import Model
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
@@ -36,6 +36,19 @@ ASKING = {
 
 A subclass that overrides one of these attributes must also override its declaration of requests. The declaration is
 ``sends`` in an objective, and ``allowed`` in all other classes.
+"""
+
+
+READING = {
+    "method": ("run_round", "train_clients", "init"),
+    "client_sampler": ("select", "init", "observe"),
+    "data_sampler": ("keep", "init"),
+    "objective": ("server_update", "metrics", "expected"),
+    "aggregator": ("coefficients", "weigh", "combine"),
+}
+"""For each base class, the Python methods that read clients' replies.
+
+A subclass that overrides one of these methods must also declare ``needs_replies``.
 """
 
 
@@ -56,6 +69,17 @@ class Method(Setting):
     The text is empty if the method supports all optimisers of the spec's section ``training``. See also
     ``Objective.needs_sgd``.
     """
+
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+
+    def most_summed(self, config: FederationConfig) -> int:
+        """Return the largest number of clients whose replies are in one secure sum (``privacy.sums``)."""
+        return config.clients
+
+    def forms(self, config: FederationConfig) -> Forms:
+        """Return the forms in which clients' replies are summed with secure sums (``privacy.sums``)."""
+        return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
@@ -169,6 +193,8 @@ class Recipe(Method):
     >>> Pulled().objective, Pulled(mu=0.1).objective
     (Proximal(mu=0.5), Proximal(mu=0.1))
     """
+
+    needs_replies = ""
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """A mapping from a setting's name in the method to its different name in the sampler, objective or aggregator."""
@@ -336,6 +362,23 @@ class Recipe(Method):
             aggregator=aggregator.init(federation.config),
         )
 
+    def most_summed(self, config: FederationConfig) -> int:
+        """Return the largest number of clients that the client sampler invites."""
+        return self.client_sampler.most_invited(config)
+
+    def forms(self, config: FederationConfig) -> Forms:
+        """Return the forms of the replies to the requests of local training and of the data sampler."""
+        return {Fit: fit_form(self, config), **self.data_sampler.forms(config)}
+
+    def frozen(self, config: FederationConfig) -> frozenset[str]:
+        """Return the names of the parameters that clients do not train, or do not send."""
+        objective, model = self.objective, config.model
+        return frozenset(
+            name
+            for name in model.params()
+            if not objective.trains(name, model) or (objective.has_stages and objective.stays(name, model))
+        )
+
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select clients, train them, and combine their models."""
         if federation.config.privacy.sums == "secure":
@@ -356,10 +399,7 @@ class Recipe(Method):
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         if combined is weights and (reason := aggregator.shortage(len(replies))):
             federation.note("too few replies", replies, reason)
-        # Restore parameters that clients do not train or send: a server optimiser with weight decay would change them.
-        updated = self.updated(weights.params, config.model)
-        frozen = {n: w for n, w in weights.params.items() if n not in updated}
-        combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
+        combined = self.restored(config, weights, combined)
         answers = list(replies.values())
         objective_state, after = objective.server_update(state.objective, weights, combined, answers, config.clients)
         state = RecipeState(
@@ -378,11 +418,10 @@ class Recipe(Method):
             **(weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}),
         }
 
-    def updated(self, params: Params, model: Model) -> Params:
-        """Return the parameters that clients train and that are not personal, in the same order."""
-        objective = self.objective
-        personal = {name for name in params if objective.has_stages and objective.stays(name, model)}
-        return {name: w for name, w in params.items() if objective.trains(name, model) and name not in personal}
+    def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
+        """Return a new model in which frozen parameters are as before: an optimiser's weight decay changes them."""
+        frozen = {name: before.params[name] for name in self.frozen(config)}
+        return Weights(after.params | frozen, after.buffers) if frozen else after
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
         """Return the model that the aggregator chooses: the global model, or an average of several models."""
@@ -403,16 +442,25 @@ class Recipe(Method):
             request: The request, with the global model.
             starts: The model at which each client starts; None if all clients start at the global model.
         """
-        objective, training = self.objective, federation.config.training
-        expected = objective.expected(request.weights, federation.config)
-        computes_more = objective.has_stages or objective.gradients_per_step > 1
-        work = partial(objective.sample_gradients, training) if computes_more else training.sample_gradients
+        expected = self.objective.expected(request.weights, federation.config)
         return federation.ask(
             clients,
             request if starts is None else _starting_at(request, starts),
-            work=partial(work, keep=request.keep),
+            work=self.work(federation.config, request.keep),
             check=partial(check_message, expected=expected),
         )
+
+    def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
+        """Return a function from a client's number of samples to the number of sample-gradients of its training.
+
+        Args:
+            config: The settings that server and clients share.
+            keep: The fraction of the samples that is used.
+        """
+        objective, training = self.objective, config.training
+        computes_more = objective.has_stages or objective.gradients_per_step > 1
+        work = partial(objective.sample_gradients, training) if computes_more else training.sample_gradients
+        return partial(work, keep=keep)
 
 
 def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:

@@ -53,6 +53,7 @@ class CCVR(Recipe, HeadTuning):
     paper = "Luo et al. 2021, No Fear of Heterogeneity: Classifier Calibration for FL with Non-IID Data (NeurIPS)"
 
     handlers = (report_moments,)
+    needs_replies = "asks each client for the moments of its features"
 
     per_class: PositiveInt = 100
     every: PositiveInt | None = None

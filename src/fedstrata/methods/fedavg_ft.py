@@ -18,6 +18,7 @@ class FedAvgFT(Recipe, HeadTuning):
     The partition must leave enough samples of every class to the server.
     """
 
+    needs_replies = ""
     paper = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
 
     def check(self, config: FederationConfig) -> None:

@@ -30,6 +30,7 @@ class FedTAN(Recipe):
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
 
+    needs_replies = "adds up statistics between clients in the middle of a step"
     needs_sgd = "FedTAN's clients take the first SGD step together, and each of them uses one batch"
 
     paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"

@@ -24,7 +24,8 @@ def private_round(recipe: Recipe, federation: Federation, state: RecipeState) ->
     selection, clients_state = recipe.client_sampler.select(federation, state.clients, weights)
     request = Fit(federation.round, weights, recipe.objective.message(state.objective), 1.0)
     answers = list(recipe.train_clients(federation, selection.clients.tolist(), request).values())
-    before = recipe.updated(weights.params, config.model)
+    frozen = recipe.frozen(config)
+    before = {name: w for name, w in weights.params.items() if name not in frozen}
     total, scaled = clipped_sum(before, (reply.weights.params for reply in answers), dp.clip)
     normal = federation.rng("client-noise").standard_normal(len(total))
     cohort = recipe.client_sampler.cohort(config)

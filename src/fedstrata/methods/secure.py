@@ -1,4 +1,4 @@
-"""A round of FedAvg in which the server sees only the sum of the clients' updates (``privacy.sums``)."""
+"""A round of a recipe in which the server sees only sums over the clients (``privacy.sums``)."""
 
 from __future__ import annotations
 
@@ -6,39 +6,53 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, Weights
-from fedstrata.federation.secure.fit import FitForm
+from fedstrata.federation.messages import Fit
+from fedstrata.federation.secure.fit import Bounds, ModelForm, Sums
 
 if TYPE_CHECKING:
     from fedstrata.methods.base import Recipe, RecipeState
 
 
-def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-    """Select clients, train them, and add the mean of their updates to the model.
+def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
+    """Return the form in which the replies to a recipe's training requests are summed."""
+    objective, frozen = recipe.objective, recipe.frozen(config)
+    params = {name: w for name, w in config.model.params().items() if name not in frozen}
+    bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))
+    summands = recipe.aggregator.summands(bounds) | objective.summands(bounds) | bounds.progress()
+    return ModelForm(config, recipe.most_summed(config), summands)
 
-    If too few clients answer, the state stays as it is.
+
+def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
+    """Select clients, train them, and change the model by the sums of what they send.
+
+    If too few clients answer, only the states of the samplers change.
     """
     from fedstrata.federation.secure.simulated import ask_sum
 
     config, weights = federation.config, state.weights
-    form, training = FitForm(config), config.training
-    selection, clients_state = recipe.client_sampler.select(federation, state.clients, weights)
-    request = Fit(federation.round, weights, {}, 1.0)
-    work = partial(training.sample_gradients, keep=1.0)
-    summed = ask_sum(federation, selection.clients.tolist(), request, form.ring, work=work)
-    state = replace(state, clients=clients_state)
+    sampler, data, objective, aggregator = recipe.choices()
+    selection, clients_state = sampler.select(federation, state.clients, weights)
+    selection = replace(selection, round=federation.round, rounds=config.training.rounds)
+    invited = selection.clients.tolist()
+    keep, data_state, data_metrics = data.keep(federation, state.data, invited)
+    state, metrics = replace(state, clients=clients_state, data=data_state), {**selection.metrics, **data_metrics}
+
+    form, request = fit_form(recipe, config), Fit(federation.round, weights, objective.message(state.objective), keep)
+    summed = ask_sum(federation, invited, request, form.ring, work=recipe.work(config, keep))
     if summed is None:
-        return state, {"clients_trained": 0, "samples": 0, "train_loss": None, "scaled": 0, **selection.metrics}
-    result = form.decode(summed.total, weights.params)
-    if result.samples:
-        server, rounds = recipe.aggregator.server, training.rounds
-        params, aggregator = server.apply(weights.params, result.update, state.aggregator, federation.round, rounds)
-        state = replace(state, weights=Weights(params, weights.buffers), aggregator=aggregator)
-    return state, {
-        "clients_trained": len(summed.clients),
-        "samples": result.seen,
-        "train_loss": result.loss,
-        "scaled": result.scaled,
-        **selection.metrics,
+        return state, {"clients_trained": 0, "samples": 0, "train_loss": None, "scaled": 0, **metrics}
+    sums = Sums(form.summands, len(summed.clients), summed.total)
+    combined, aggregator_state = aggregator.combine_sums(weights, state.aggregator, selection, sums)
+    combined = recipe.restored(config, weights, combined)
+    objective_state, after = objective.server_update_sums(state.objective, weights, combined, sums, config.clients)
+    seen = sums.count("seen")
+    return replace(state, weights=after, objective=objective_state, aggregator=aggregator_state), {
+        "clients_trained": sums.clients,
+        "samples": seen,
+        "train_loss": sums.number("loss") / seen if seen else None,
+        "scaled": summed.total.scaled,
+        **metrics,
+        **objective.metrics_of_sums(sums),
     }

@@ -34,6 +34,7 @@ class SFL(Method):
         client_sampler: Client sampler, which chooses the clients that the model visits.
     """
 
+    needs_replies = "sends the model from client to client"
     paper = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"
 
     client_sampler: AnyClientSampler = Uniform()

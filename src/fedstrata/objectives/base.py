@@ -22,6 +22,7 @@ from fedstrata.data.tasks.base import Task
 from fedstrata.data.tasks.classification import Classification
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
+from fedstrata.federation.secure.fit import Bounds, Summands, Sums
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 
@@ -133,6 +134,12 @@ class Objective(Setting):
     needs_sgd: ClassVar[str] = ""
     """The reason why clients must use SGD, as a sentence without a full stop; empty if they may use any optimiser."""
 
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs each client's reply, as the end of a sentence; empty if ``summands`` are enough.
+
+    A class that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
+    """
+
     @property
     def sends(self) -> str:
         """A description of the message from ``client_final`` for ``fedstrata asks``; empty if clients send none.
@@ -200,6 +207,22 @@ class Objective(Setting):
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
         """Return the objective's own metrics of a round."""
+        return {}
+
+    # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
+
+    def summands(self, bounds: Bounds) -> Summands:
+        """Return the parts of a reply of which the objective needs the sum, in addition to the aggregator's."""
+        return {}
+
+    def server_update_sums(
+        self, state: Tree, before: Weights, after: Weights, sums: Sums, clients: int
+    ) -> tuple[Tree, Weights]:
+        """Return what ``server_update`` returns, computed from the sums of ``summands``."""
+        return state, after
+
+    def metrics_of_sums(self, sums: Sums) -> dict[str, Any]:
+        """Return what ``metrics`` returns, computed from the sums of ``summands``."""
         return {}
 
     # The following hooks run on a client.

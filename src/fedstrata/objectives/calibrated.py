@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
+from typing_extensions import override
 
 from fedstrata.federation.messages import FitReply, Params
+from fedstrata.federation.secure.fit import Bounds, Count, Summands, Sums
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, PerSample
 
@@ -57,7 +59,34 @@ def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
     corrections change the models of these clients. Clients that took no step are not counted.
     """
     trained = [reply for reply in replies if reply.trained]
-    return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
+    return {"idle_clients": sum(map(_idle, trained))} if trained else {}
+
+
+def _idle(reply: FitReply) -> bool:
+    return reply.trained and reply.loss == 0
+
+
+class CountsIdle(PerSample):
+    """An objective with which clients can learn nothing; see ``idle_clients``."""
+
+    needs_replies = ""
+
+    @property
+    def counts_idle(self) -> bool:
+        """Whether idle clients are counted."""
+        return True
+
+    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
+        """Return the number of clients that learn nothing; see ``idle_clients``."""
+        return idle_clients(replies) if self.counts_idle else {}
+
+    @override
+    def summands(self, bounds: Bounds) -> Summands:
+        return {"idle": Count(_idle, 1)} if self.counts_idle else {}
+
+    @override
+    def metrics_of_sums(self, sums: Sums) -> dict[str, Any]:
+        return {"idle_clients": sums.count("idle")} if self.counts_idle and sums.count("seen") else {}
 
 
 Missing = Literal["excluded", "one"]
@@ -105,7 +134,7 @@ class Restricted(Calibrated):
         return torch.where(counts > 0, 1.0, self.alpha), None
 
 
-class LogitMargins(Calibrated):
+class LogitMargins(CountsIdle, Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
     In the formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
@@ -126,12 +155,8 @@ class LogitMargins(Calibrated):
         margins = self.tau * counts.clamp(min=1) ** -0.25
         return None, torch.where(counts > 0, -margins, EXCLUDED) if self.missing == "excluded" else -margins
 
-    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the number of clients that learn nothing; see ``idle_clients``."""
-        return idle_clients(replies)
 
-
-class Balanced(Calibrated):
+class Balanced(CountsIdle, Calibrated):
     """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
 
     The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax. A
@@ -141,7 +166,3 @@ class Balanced(Calibrated):
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return None as the scale, and the logarithm of the prior as the shift."""
         return None, log_prior(counts)
-
-    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the number of clients that learn nothing; see ``idle_clients``."""
-        return idle_clients(replies)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from pydantic import PositiveFloat
+from typing_extensions import override
 
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.federation.secure.fit import EQUAL, Bounds, Summands, Sums
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Context, CrossEntropy, Trained
 
@@ -28,6 +30,7 @@ class Dynamic(CrossEntropy):
     """
 
     single_samples = True
+    needs_replies = ""
     needs_sgd = "FedDyn treats the update of a client as a sum of gradients, which is true only for the optimiser SGD"
 
     alpha: PositiveFloat = 0.01
@@ -51,8 +54,22 @@ class Dynamic(CrossEntropy):
         for reply in replies:
             for name, w in reply.weights.params.items():
                 h[name] = h[name] - self.alpha / clients * (w - before.params[name])
-        shifted = {name: w - h[name] / self.alpha for name, w in after.params.items()}
-        return h, Weights(shifted, after.buffers)
+        return h, self._shifted(h, after)
+
+    def _shifted(self, h: Params, after: Weights) -> Weights:
+        return Weights({name: w - h[name] / self.alpha for name, w in after.params.items()}, after.buffers)
+
+    @override
+    def summands(self, bounds: Bounds) -> Summands:
+        return bounds.updates(EQUAL)
+
+    @override
+    def server_update_sums(
+        self, state: Tree, before: Weights, after: Weights, sums: Sums, clients: int
+    ) -> tuple[Tree, Weights]:
+        updates = sums.updates(EQUAL.name, before.params)
+        h = {name: value - self.alpha / clients * updates[name] for name, value in state.items()}
+        return h, self._shifted(h, after)
 
     def client_init(self, model: Model, context: Context) -> Context:
         """Put the client's state λ_k into ``derived``; it is 0 in the client's first round."""

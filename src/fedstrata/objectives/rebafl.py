@@ -16,7 +16,7 @@ With μ = 0, no prototype is computed or sent, and the states of the server and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,14 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
+from fedstrata.federation.secure.fit import Bounds, Count, Numbers, Summands, Sums
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
-from fedstrata.objectives.calibrated import idle_clients, log_prior
+from fedstrata.objectives.base import Batch, Batches, Context, Trained
+from fedstrata.objectives.calibrated import CountsIdle, log_prior
 from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, of_enough
 
 
-class Rebalanced(PerSample):
+class Rebalanced(CountsIdle):
     """ReBaFL's loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16) on samples x and augmented features h̃, which train only the head φ.
 
     Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε
@@ -59,6 +60,8 @@ class Rebalanced(PerSample):
         keep_prototypes: Whether a client stores the prototypes that it sent most recently, which ``fedstrata audit
             prototypes`` needs.
     """
+
+    needs_replies = ""
 
     epsilon: float = Field(default=0.01, ge=0, le=1)
     mu: NonNegativeFloat = 0.1
@@ -110,9 +113,30 @@ class Rebalanced(PerSample):
         """Average the clients' prototypes (Eq. 23)."""
         return averaged(state, [reply.message["prototypes"] for reply in replies]) if self.mu else None, after
 
-    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the number of clients that learn nothing (``idle_clients``), which can happen only if ε = 0."""
-        return idle_clients(replies) if self.relaxed and self.epsilon == 0 else {}
+    @property
+    def counts_idle(self) -> bool:
+        """Whether idle clients are counted: clients can learn nothing only if ε = 0."""
+        return self.relaxed and self.epsilon == 0
+
+    @override
+    def summands(self, bounds: Bounds) -> Summands:
+        config, summed = bounds.config, super().summands(bounds)
+        if not self.mu:
+            return summed
+        table = no_prototypes(config.strata, feature_size(config.model))
+        # Σ n_k(c) · mean: a client's share of a row is at most W times its mean.
+        summed["means"] = Numbers(_totals, {"means": table["means"]}, config.privacy.message_range * bounds.largest)
+        return summed | {f"class {c}": Count(partial(_samples, c), bounds.largest) for c in range(config.strata)}
+
+    @override
+    def server_update_sums(
+        self, state: Tree, before: Weights, after: Weights, sums: Sums, clients: int
+    ) -> tuple[Tree, Weights]:
+        if not self.mu:
+            return None, after
+        samples = torch.tensor([sums.count(f"class {c}") for c in range(len(state["samples"]))], dtype=torch.float32)
+        means = sums.of("means")["means"] / samples.clamp(min=1)[:, None]
+        return merged({"means": means, "samples": samples}, state), after
 
     # The following hooks run on a client.
 
@@ -168,3 +192,14 @@ class Rebalanced(PerSample):
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
         table = of_enough(table, trained.least)
         return {"prototypes": table}, table if self.keep_prototypes else None
+
+
+def _totals(sent: Weights, reply: FitReply) -> Params:
+    """Return the sum of the features of each class, n_k(c) times the client's prototype."""
+    table = reply.message["prototypes"]
+    return {"means": table["means"] * table["samples"][:, None]}
+
+
+def _samples(label: int, reply: FitReply) -> int:
+    """Return n_k(c), the number of samples of the prototype of class c."""
+    return int(reply.message["prototypes"]["samples"][label])

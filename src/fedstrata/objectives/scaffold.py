@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.federation.secure.fit import Bounds, Numbers, Summands, Sums
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
 
@@ -26,6 +28,7 @@ class Scaffold(Objective):
     single_samples = True
     needs_sgd = "SCAFFOLD's control variates are mean gradients only if every step is a plain SGD step"
     additive = frozenset({"delta_c"})
+    needs_replies = ""
 
     def check(self, config: FederationConfig) -> None:
         """Refuse momentum and clipping, because the formula for c_k⁺ would be wrong."""
@@ -75,6 +78,17 @@ class Scaffold(Objective):
                 c[name] = c[name] + delta / clients
         return c, after
 
+    @override
+    def summands(self, bounds: Bounds) -> Summands:
+        return {"delta_c": Numbers(_change, bounds.params, bounds.config.privacy.message_range)}
+
+    @override
+    def server_update_sums(
+        self, state: Tree, before: Weights, after: Weights, sums: Sums, clients: int
+    ) -> tuple[Tree, Weights]:
+        changes = sums.of("delta_c", clients)
+        return {name: c + changes[name] if name in changes else c for name, c in state.items()}, after
+
     def client_init(self, model: Model, context: Context) -> Context:
         """Put the client's control variate c_k and the correction c − c_k into ``derived``."""
         c = context.received["c"]
@@ -95,3 +109,7 @@ class Scaffold(Objective):
         correction: Params = context.derived["correction"]
         new = {n: (context.start[n] - w) * scale - correction[n] for n, w in trained.params.items()}
         return {"delta_c": {name: new[name] - c_k[name] for name in new}}, new
+
+
+def _change(sent: Weights, reply: FitReply) -> Params:
+    return reply.message["delta_c"]

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedstrata.aggregation.base import MeanBySize
-from fedstrata.aggregation.robust import RobustAggregator
+from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.holdouts import HeldOut
+from fedstrata.federation.allowed import declares
 from fedstrata.federation.engine import Engine, FederationConfig
 from fedstrata.federation.federation import Listener
-from fedstrata.federation.secure.fit import FitForm
 from fedstrata.federation.settings import Privacy
-from fedstrata.methods.base import Method, Recipe
-from fedstrata.methods.fedavg import FedAvg
-from fedstrata.objectives.base import CrossEntropy
-from fedstrata.sampling.base import AllData, Uniform
+from fedstrata.methods.base import CHOICES, READING, Method, Recipe
 from fedstrata.spec.experiment import Experiment
 
-PLAIN = "Use method.name = 'fedavg' with its defaults, or privacy.sums = 'plain'."
+UNDECLARED = "does not declare that sums over clients are enough (needs_replies)"
 
 
 def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut) -> None:
@@ -33,7 +29,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     training, evaluation, privacy = config.training, spec.evaluation, config.privacy
     if config.sizes is None:
         refuse_secure_sums(spec)
-    _check_method(spec.method)
+    check_replies(spec.method)
     single = "the server does not see single updates with privacy.sums = 'secure'"
     refusals: list[tuple[bool, str, Any, str]] = [
         (spec.attack is not None, "attack", getattr(spec.attack, "name", ""), f"{single}. Remove the section."),
@@ -46,58 +42,37 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
             "the metrics of single clients are no sums. Remove client_test.",
         ),
         (privacy.dp is not None, "privacy.dp", ..., "is not supported with privacy.sums = 'secure' yet. Remove one."),
-        (
-            config.task.weighted,
-            "task",
-            config.task.name,
-            "samples of different weights have no secure sum yet. " + PLAIN,
-        ),
-        (
-            bool(config.model.buffers()),
-            "model",
-            spec.model.name,
-            "has buffers, which have no secure sum yet. Use a model without BatchNorm.",
-        ),
-        (
-            not all(tensor.is_floating_point() for tensor in config.model.params().values())
-            or not all(spec.method.objective_in_use().trains(name, config.model) for name in config.model.params()),
-            "model",
-            spec.model.name,
-            "has parameters that are not trained, which have no secure sum yet. Use another model.",
-        ),
     ]
     for refused, key, value, problem in refusals:
         if refused:
             raise SpecError(key, problem, value)
-    invited = training.invited(config.clients)
+    invited = spec.method.most_summed(config)
     least = max(protocol.FEWEST, privacy.parties)
     if not least <= invited <= protocol.MOST_SITES or config.clients < least:
         problem = f"a secure sum needs {least} to {protocol.MOST_SITES} clients per round. Set it to such a number."
-        raise SpecError("training.clients_per_round", problem, invited)
-    FitForm(config)
+        everyone = invited != training.invited(config.clients)
+        raise SpecError("partition.clients" if everyone else "training.clients_per_round", problem, invited)
+    if not spec.method.forms(config):
+        raise SpecError("method.name", f"{UNDECLARED}. Use another method, or 'plain' sums.", spec.method.name)
 
 
-def _check_method(method: Method) -> None:
-    """Refuse methods other than FedAvg, with the reason."""
-    if not isinstance(method, Recipe):
-        problem = f"asks clients for more than the sum of their updates, so it has no secure sum. {PLAIN}"
-        raise SpecError("method.name", problem, method.name)
-    sampler, data, objective, aggregator = method.choices()
-    if type(sampler) is not Uniform or sampler.replacement:
-        what = "draws clients by their sizes or single replies, or draws a client twice"
-        raise SpecError("method.client_sampler", f"{what}, so it has no secure sum. {PLAIN}", sampler.name)
-    if type(data) is not AllData:
-        problem = f"asks clients for more than the sum of their updates, so it has no secure sum. {PLAIN}"
-        raise SpecError("method.data_sampler", problem, data.name)
-    if type(aggregator) is not MeanBySize:
-        robust = isinstance(aggregator, RobustAggregator)
-        what = "compares single updates, which the server does not see" if robust else "is not implemented yet"
-        raise SpecError("method.aggregator", f"{what} with privacy.sums = 'secure'. {PLAIN}", aggregator.name)
-    problem = f"is not implemented with privacy.sums = 'secure' yet. {PLAIN}"
-    if type(objective) is not CrossEntropy:
-        raise SpecError("method.objective", problem, objective.name)
-    if type(method) is not FedAvg:
-        raise SpecError("method.name", problem, method.name)
+def check_replies(method: Method) -> None:
+    """Check that a method and its choices need only sums of replies.
+
+    Raises:
+        SpecError: The server needs single replies; the message gives the reason.
+    """
+    parts: list[tuple[str, Setting]] = [("method", method)]
+    if isinstance(method, Recipe):
+        parts = [*zip(CHOICES, method.choices(), strict=True), *parts]
+    for kind, part in parts:
+        reason = part.needs_replies  # type: ignore[attr-defined]
+        if not reason and not declares(type(part), "needs_replies", *READING[kind]):
+            reason = UNDECLARED
+        if reason:
+            key, other = ("method.name", "method") if part is method else (f"method.{kind}", kind.replace("_", " "))
+            problem = f"{reason}, but the server sees only sums with privacy.sums = 'secure'."
+            raise SpecError(key, f"{problem} Use another {other}, or 'plain' sums.", part.name)
 
 
 def refuse_secure_sums(spec: Experiment) -> None:

@@ -106,6 +106,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
         communication=prepared.spec.communication,
         personal=method.personal_objective(),
         privacy=prepared.config.privacy,
+        forms=method.forms,
         keys=keys,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.config import FromRegistry, Registry, Setting
@@ -17,6 +18,7 @@ from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.secure.fit import Forms
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,13 @@ class ClientSampler(Setting):
     tells_sizes: ClassVar[bool] = False
     """Whether the sampler asks clients for their exact numbers of samples."""
 
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+
+    def most_invited(self, config: FederationConfig) -> int:
+        """Return the largest number of clients that the sampler invites in a round."""
+        return config.training.invited(config.clients)
+
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
         m = config.training.invited(config.clients)
@@ -203,7 +212,16 @@ class Uniform(ClientSampler):
         replacement: Whether a client may be drawn more than once per round.
     """
 
+    needs_replies = ""
+
     replacement: bool = False
+
+    @override
+    def check(self, config: FederationConfig) -> None:
+        super().check(config)
+        if self.replacement and config.privacy.sums == "secure":
+            problem = "can draw a client twice, but a secure sum counts each client once. Use false, or 'plain' sums."
+            raise SpecError("method.client_sampler.replacement", problem, True)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler sends no requests."""
@@ -232,6 +250,9 @@ class DataSampler(Setting):
     fixed_share: ClassVar[float | None] = None
     """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
 
+    needs_replies: ClassVar[str] = ""
+    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
 
@@ -242,6 +263,10 @@ class DataSampler(Setting):
     def init(self, federation: Federation) -> Tree:
         """Return the state before the first round."""
         return None
+
+    def forms(self, config: FederationConfig) -> Forms:
+        """Return the forms in which clients' replies to the sampler's requests are summed (``privacy.sums``)."""
+        return {}
 
     @property
     def private(self) -> bool:
@@ -267,6 +292,7 @@ class AllData(DataSampler):
     """Each client uses all its samples."""
 
     fixed_share = 1.0
+    needs_replies = ""
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler sends no requests."""

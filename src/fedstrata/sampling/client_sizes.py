@@ -13,9 +13,12 @@ from pydantic import Field
 from fedstrata.base.arrays import Ints
 from fedstrata.base.records import record
 from fedstrata.federation.allowed import Allowed
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Phase
-from fedstrata.sampling.messages import SizeReport
+from fedstrata.federation.messages import ClientId, Phase
+from fedstrata.federation.secure.fit import largest_size
+from fedstrata.federation.secure.ring import Ring, Words, rounding
+from fedstrata.sampling.messages import SizeReply, SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
 """The privacy parameter ε of local differential privacy. Its minimum ensures that some answers are truthful."""
@@ -61,9 +64,15 @@ def ask_sizes(
         Three values: a mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of
         ``estimated_total``. Without ``epsilon``, these arguments are 0 and 1.
     """
+    request = size_report(federation, epsilon, bound)
+    replies = federation.ask(clients, request)
+    return {client: reply.samples for client, reply in replies.items()}, request.bound, request.alpha
+
+
+def size_report(federation: Federation, epsilon: float | None, bound: int) -> SizeReport:
+    """Return the request for clients' numbers of samples; the arguments are those of ``ask_sizes``."""
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
-    replies = federation.ask(clients, SizeReport(federation.round, bound, alpha))
-    return {client: reply.samples for client, reply in replies.items()}, bound, alpha
+    return SizeReport(federation.round, bound, alpha)
 
 
 def allowed_sizes(
@@ -125,5 +134,25 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0
     """
-    m = len(responses)
-    return max(1.0, (sum(responses) - (1 - alpha) * bound * m / 2) / alpha)
+    return estimated_total_of_sum(sum(responses), len(responses), bound, alpha)
+
+
+def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -> float:
+    """Return what ``estimated_total`` returns, computed from the sum of the answers and the number of clients."""
+    return max(1.0, (total - (1 - alpha) * bound * clients / 2) / alpha)
+
+
+class SizeForm:
+    """The form in which the clients' answers to ``SizeReport`` are summed.
+
+    Args:
+        config: The settings that server and clients share.
+        bound: M, the public bound on the answers; 0 if clients report their true numbers.
+    """
+
+    def __init__(self, config: FederationConfig, bound: int) -> None:
+        self.ring = Ring(config.clients, {}, {"samples": bound or largest_size(config)})
+
+    def encode(self, request: SizeReport, reply: SizeReply, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum."""
+        return self.ring.encode({}, {"samples": reply.samples}, rounding(0, request.round, client, 0))

@@ -48,6 +48,7 @@ class Entropy(ClientSampler):
     """
 
     tells_sizes = True
+    needs_replies = "asks each client for its label counts"
 
     buffer: Annotated[float, Field(ge=0, lt=1)] = 0.7
 

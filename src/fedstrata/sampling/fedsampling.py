@@ -6,20 +6,38 @@ from collections.abc import Sequence
 
 import numpy as np
 from pydantic import Field, PositiveInt
+from typing_extensions import override
 
 from fedstrata.base.arrays import Ints
+from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.sampling.base import ClientSampler, DataSampler, KeepResult, Selection
-from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import (
+    Epsilon,
+    SizeForm,
+    allowed_sizes,
+    ask_sizes,
+    estimated_total,
+    estimated_total_of_sum,
+    size_report,
+)
 from fedstrata.sampling.ldp import FedSTaSData
+from fedstrata.sampling.messages import SizeReport
 
 
 class Everyone(ClientSampler):
     """Invites all available clients in every round and ignores ``training.clients_per_round``."""
+
+    needs_replies = ""
+
+    @override
+    def most_invited(self, config: FederationConfig) -> int:
+        return config.clients
 
     def check(self, config: FederationConfig) -> None:
         """Accept every federation, because ``training.clients_per_round`` is ignored."""
@@ -68,18 +86,27 @@ class FedSamplingData(DataSampler):
             report in every round: the errors average out, but T rounds spend T times ε.
     """
 
+    needs_replies = ""
+
     samples: PositiveInt = 1000
     epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client has more samples than the bound M allows it to report."""
+        """Warn if a client has more samples than the bound M allows it to report; refuse ``reuse`` in secure sums."""
+        if self.reuse and config.privacy.sums == "secure":
+            problem = "would need each client's answer, but the server sees only sums. Use false, or 'plain' sums."
+            raise SpecError("method.data_sampler.reuse", problem, True)
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for the participants' sizes, once or in every round."""
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
+
+    @override
+    def forms(self, config: FederationConfig) -> Forms:
+        return {SizeReport: SizeForm(config, 0 if self.epsilon is None else self.bound)}
 
     def init(self, federation: Federation) -> Tree:
         """Return a state without answers."""
@@ -88,6 +115,8 @@ class FedSamplingData(DataSampler):
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Ask clients without a known answer for their sizes, estimate the total ñ, and return the probability K/ñ."""
+        if federation.config.privacy.sums == "secure":
+            return self._keep_of_sum(federation, state, clients)
         participants = sorted(clients)
         answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
         unknown = [client for client in participants if client not in answers]
@@ -97,6 +126,19 @@ class FedSamplingData(DataSampler):
         responses = [answers[client] for client in participants if client in answers]
         if not responses:
             return 1.0, state, {}
-        estimate = estimated_total(responses, bound, alpha)
+        return self._result(state, estimated_total(responses, bound, alpha))
+
+    def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
+        """Do what ``keep`` does, and learn only the sum of the participants' answers."""
+        from fedstrata.federation.secure.simulated import ask_sum
+
+        request = size_report(federation, self.epsilon, self.bound)
+        summed = ask_sum(federation, clients, request, SizeForm(federation.config, request.bound).ring)
+        if summed is None:
+            return 1.0, state, {}
+        total, m = summed.total.counts["samples"], len(summed.clients)
+        return self._result(state, estimated_total_of_sum(total, m, request.bound, request.alpha))
+
+    def _result(self, state: Tree, estimate: float) -> KeepResult:
         keep = min(1.0, self.samples / estimate)
         return keep, state, {"estimated_samples": estimate, "requested_samples": float(self.samples), "keep": keep}

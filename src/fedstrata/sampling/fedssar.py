@@ -60,6 +60,8 @@ class FedSSARSampler(ClientSampler):
             If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest cluster.
     """
 
+    needs_replies = "groups clients by their single models"
+
     min_samples: int = Field(default=2, ge=2)
     xi: float = Field(default=0.1, gt=0, lt=1)
     features: Features = "parameters"

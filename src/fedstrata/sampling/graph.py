@@ -61,6 +61,7 @@ class Graph(ClientSampler):
     """
 
     tells_sizes = True
+    needs_replies = "asks each client for its label counts"
 
     alpha: NonNegativeFloat = 0.1
     epsilon: Annotated[float, Field(ge=0, lt=1)] = 0.01

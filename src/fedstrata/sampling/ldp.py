@@ -45,6 +45,8 @@ class FedSTaSData(DataSampler):
             as M − 1, so that clients use more samples than requested.
     """
 
+    needs_replies = "asks each client for its number of samples"
+
     fraction: float = Field(default=0.1, gt=0, le=1)
     samples: PositiveInt | None = None
     epsilon: Epsilon | None = None

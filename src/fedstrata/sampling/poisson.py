@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from fedstrata.base.records import Tree
 from fedstrata.federation.allowed import Agreed, Allowed
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.sampling.base import ClientSampler, Selection
@@ -14,6 +17,12 @@ class Poisson(ClientSampler):
 
     The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, these draws lower ε.
     """
+
+    needs_replies = ""
+
+    @override
+    def most_invited(self, config: FederationConfig) -> int:
+        return config.clients
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler sends no requests."""

@@ -28,6 +28,7 @@ class PowerOfChoice(ClientSampler):
     """
 
     tells_sizes = True
+    needs_replies = "compares the losses of single clients"
 
     candidates: PositiveInt | None = None
 

@@ -129,6 +129,8 @@ class Stratified(ClientSampler):
             is ``neyman`` if ``refresh`` is ``all``, and ``neyman-at-least-one`` if not.
     """
 
+    needs_replies = "groups clients by their single gradients"
+
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=255)
     coordinates: int = Field(default=2048, ge=0)

@@ -28,6 +28,7 @@ class Weighted(ClientSampler):
     """
 
     tells_sizes = True
+    needs_replies = "asks each client for its number of samples"
 
     replacement: bool = True
 

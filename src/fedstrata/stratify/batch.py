@@ -31,6 +31,7 @@ from fedstrata.stratify.messages import (
     ReserveReply,
 )
 from fedstrata.stratify.roster import Roster
+from fedstrata.stratify.secure import GradientForm, ask_gradients
 from fedstrata.stratify.selection import select_batches
 
 LRRule = Literal["none", "linear", "sqrt"]
@@ -74,6 +75,10 @@ class BatchMode:
         ratio = (self.batch_size or training.batch_size) / training.batch_size
         return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
 
+    def form(self, config: FederationConfig) -> GradientForm:
+        """Return the form in which the gradients of a batch are summed (``privacy.sums``)."""
+        return GradientForm(config, self.batch_size or config.training.batch_size, self.local_steps)
+
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
@@ -96,12 +101,16 @@ class BatchMode:
         lr = rate(training, self.server, self.scale(training), federation.round)
         default = ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay)
         stepper = Stepper(self.server or default, weights.params, optimizer, lr=lr)
-        samples, weight, loss, transfers = 0, 0.0, 0.0, 0
+        samples, weight, loss, transfers, scaled = 0, 0.0, 0.0, 0, 0
+        form = self.form(federation.config) if federation.config.privacy.sums == "secure" else None
         for batch in range(plan.batches):
             request = Gradient(federation.round, batch, weights)
             if self.local_steps > 1:
                 request = GradientSteps(federation.round, batch, weights, self.local_steps, lr)
-            total = self._sum_of_batch(plan, request, together)
+            if form is None:
+                total = self._sum_of_batch(plan, request, together)
+            else:
+                total = self._secure_sum_of_batch(plan, request, form)
             if total is None:
                 continue
             reply: GradientReply = total.reply
@@ -116,12 +125,15 @@ class BatchMode:
             samples += reply.samples
             weight += reply.size
             loss += reply.loss
+            scaled += total.scaled
             transfers += len(total.clients)
             # Free this gradient before the next gradient arrives, because the processor's cache has no room for both.
             del total, reply
         # Copy the tensors, because the stepper would change them in its next step.
         weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
         metrics = {"samples": samples, "train_loss": loss / weight if weight else None, "transfers": transfers}
+        if form is not None:
+            metrics["scaled"] = scaled
         if plan.held_back or federation.config.privacy.min_samples > 1:
             metrics["held_back"] = plan.held_back
         return weights, stepper.state(), metrics
@@ -149,6 +161,23 @@ class BatchMode:
             if total:
                 return total
         return None
+
+    def _secure_sum_of_batch(self, plan: BatchPlan, request: Gradient, form: GradientForm) -> Summed | None:
+        """Return the sum of the clients' replies for one batch; None if too few clients have samples or answer.
+
+        The clients are never asked again for a batch, because two sums over different clients could reveal a reply.
+        """
+        federation, samples = plan.roster.federation, plan.work(request.batch)
+        least = federation.config.privacy.parties
+        if len(samples) < least:
+            reason = f"it has samples of {len(samples)} clients, but a secure sum needs {least}"
+            federation.note("batch skipped", samples, reason)
+            return None
+        work = {client: self.local_steps * count for client, count in samples.items()}
+        total = ask_gradients(federation, samples, request, form, work)
+        if lost := set(samples) & federation.log.absent():
+            plan.lose(lost, request.batch)
+        return total
 
 
 class BatchPlan:

@@ -15,6 +15,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.exchanges import communication
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Weights
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
@@ -22,9 +23,10 @@ from fedstrata.stratify.batch import BatchMode, LRRule, rate
 from fedstrata.stratify.hybrid import HybridMode
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking
-from fedstrata.stratify.messages import ALL
+from fedstrata.stratify.messages import ALL, Gradient, GradientSteps
 from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.schedule import Holders, Rule, frequencies, schedule
+from fedstrata.stratify.secure import check_secure_batches
 from fedstrata.stratify.single import SingleMode
 
 
@@ -87,6 +89,7 @@ class Stratify(Method):
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"
+    needs_replies = ""
     needs_sgd = (
         "Stratify's clients take plain SGD steps, each on one batch; in batch mode, method.server offers other "
         "optimisers"
@@ -111,6 +114,7 @@ class Stratify(Method):
     def check(self, config: FederationConfig) -> None:
         """Check that masking is possible, and that the settings fit the model and the mode."""
         check_masking(self.masking, config.strata)
+        check_secure_batches(config, self.mode)
         if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
             problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
@@ -128,6 +132,11 @@ class Stratify(Method):
             problem = "has no effect, because method.batch_size is not set. Set method.batch_size, or remove lr_rule."
             raise SpecError("method.lr_rule", problem, self.lr_rule)
         self._mode.check(config)
+
+    @override
+    def forms(self, config: FederationConfig) -> Forms:
+        form = self._batches.form(config)
+        return {Gradient: form, GradientSteps: form}
 
     @override
     def asks_for_changes(self) -> bool:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
-from fedstrata.federation.messages import Fit, FitReply
-from fedstrata.federation.secure.fit import FitForm
+from fedstrata.federation.secure.fit import Forms
 from fedstrata.federation.secure.requests import Masked, MaskedReply, Step, StepReply
 
 if TYPE_CHECKING:
@@ -25,11 +24,10 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     from fedstrata.federation.secure.simulated import question_of, reply_of
 
     inner, before = request.request, dict(client.state)
-    if not isinstance(inner, Fit):
+    form = client.context.cached(forms).get(type(inner))
+    if form is None:
         raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
-    reply = client.context.handlers.alone[type(inner)](client, inner)
-    assert isinstance(reply, FitReply)
-    words = client.context.cached(form).encode(inner.weights, reply, inner.round, client.number)
+    words = form.encode(inner, client.context.handlers.alone[type(inner)](client, inner), client.number)
     if not isinstance(request.begin, Begin):
         return reply_of(words)
     simulated = _site(client)
@@ -52,9 +50,9 @@ def step(client: Client, request: Step) -> StepReply:
     return StepReply(simulated.answer(request.message))
 
 
-def form(context: ClientContext) -> FitForm:
-    """Return the linear form of replies to training requests."""
-    return FitForm(context.config)
+def forms(context: ClientContext) -> Forms:
+    """Return the forms in which the clients' replies are summed."""
+    return context.forms(context.config)
 
 
 def _site(client: Client) -> SimulatedSite:

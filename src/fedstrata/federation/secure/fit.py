@@ -1,98 +1,286 @@
-"""Local training in secure sums: the numbers that a client sends, and what the server computes from their sum."""
+"""Replies in secure sums: the numbers of a reply that are added up, and the sums that the server learns."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.federation.messages import ClientId, FitReply, Params, Request, Weights
 from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
-from fedstrata.federation.vectors import changes, split
+from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
 """Largest training loss; a larger one is reduced to it, and counts as scaled."""
 
 
 @dataclass(frozen=True)
-class FitSum:
-    """The sum of the clients' replies to a training request.
+class Weight:
+    """The factor with which a client's numbers count in a sum.
 
     Args:
-        update: The mean update, weighted by the clients' numbers of samples.
-        samples: Number of samples of all clients.
-        seen: Number of sample-gradients of all clients.
-        loss: The mean training loss, weighted by the clients' sample-gradients; None if no client took a step.
-        scaled: Number of updates and losses that were out of range.
+        name: The name of the sum of all factors: ``"clients"`` for equal weights, and otherwise an entry of the sums.
+        of: A function of the client's reply that returns the factor.
+        largest: The largest factor. A client with a larger one does not answer.
     """
 
-    update: Params
-    samples: int
-    seen: int
-    loss: float | None
-    scaled: int
+    name: str
+    of: Callable[[Any], float]
+    largest: float
 
 
-class FitForm:
-    """The linear form of replies to training requests.
+EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
+"""The weight 1 for each client."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Real numbers that each client computes from its reply, and whose weighted sum the server learns.
+
+    Args:
+        values: A function of the model that the client received and of its reply that returns the numbers.
+        like: Tensors with the names, shapes and dtypes of the numbers.
+        range: Largest absolute value of a number. Larger numbers are scaled down, see ``Ring.encode``.
+        weight: The weight of each client in the sum.
+    """
+
+    values: Callable[[Weights, Any], Params]
+    like: Params
+    range: float
+    weight: Weight = EQUAL
+
+    @property
+    def part(self) -> Part:
+        """The place of the numbers in a vector of the ring."""
+        return Part(sum(tensor.numel() for tensor in self.like.values()), self.range)
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number that each client computes from its reply, and whose sum the server learns.
+
+    Args:
+        value: A function of the reply that returns the number, which is not negative.
+        most: The largest number. A client with a larger one does not answer.
+    """
+
+    value: Callable[[Any], int]
+    most: int
+
+
+Summands = dict[str, Numbers | Count]
+"""The numbers of which the server learns only the sums over the clients, by name."""
+
+
+def largest_size(config: FederationConfig) -> int:
+    """Return W, the largest number of samples of a client in a secure sum."""
+    return config.privacy.largest or (0 if config.sizes is None else int(config.sizes.max(initial=0)))
+
+
+def weight_by_size(config: FederationConfig, largest: int) -> Weight:
+    """Return the weight of a client in proportion to its number of samples, or to the sum of its samples' weights.
 
     Args:
         config: The settings that server and clients share.
+        largest: The largest number of samples behind a reply.
+    """
+    return Weight("samples", lambda reply: reply.size, largest * config.places)
+
+
+def size_of_weights(weight: Weight) -> Summands:
+    """Return the sum of real weights, such as numbers of tokens."""
+    one = {"samples": torch.ones(1)}
+    return {weight.name: Numbers(lambda sent, reply: one, one, 1.0, weight)}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of the clients' replies to training requests, which are known before the first round.
+
+    Args:
+        config: The settings that server and clients share.
+        params: The parameters that clients change, with the names and shapes of the model's parameters.
+        sample_gradients: A function from a number of samples to the number of sample-gradients that a client computes.
+    """
+
+    config: FederationConfig
+    params: Params
+    sample_gradients: Callable[[int], float]
+
+    @property
+    def largest(self) -> int:
+        """W, the largest number of samples of a client."""
+        return largest_size(self.config)
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps that a client takes in a round."""
+        training = self.config.training
+        return training.local_steps or training.epochs * -(-self.largest // training.samples_per_step)
+
+    @property
+    def by_size(self) -> Weight:
+        """The weight of a client in proportion to its number of samples, or to the sum of its samples' weights."""
+        return weight_by_size(self.config, self.largest)
+
+    def size(self) -> Summands:
+        """Return the sum of the weights ``by_size``: a whole number, unless samples have different weights."""
+        if self.config.task.weighted:
+            return size_of_weights(self.by_size)
+        return {"samples": Count(lambda reply: reply.samples, self.largest)}
+
+    def updates(self, weight: Weight) -> Summands:
+        """Return the updates w_k − w_t of the parameters."""
+
+        def values(sent: Weights, reply: FitReply) -> Params:
+            return {name: reply.weights.params[name] - sent.params[name] for name in self.params}
+
+        return {f"updates by {weight.name}": Numbers(values, self.params, self.config.privacy.range, weight)}
+
+    def buffers(self, weight: Weight) -> Summands:
+        """Return the changes of the floating-point buffers; none if the model has none."""
+        like = {name: b for name, b in self.config.model.buffers().items() if b.is_floating_point()}
+
+        def values(sent: Weights, reply: FitReply) -> Params:
+            return {name: reply.weights.buffers[name] - sent.buffers[name] for name in like}
+
+        return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
+
+    def progress(self) -> Summands:
+        """Return the numbers for the record of a round: the sample-gradients, and the training loss weighted by them.
+
+        A loss above ``LOSS_RANGE`` is scaled down.
+        """
+        most = math.ceil(self.sample_gradients(self.largest))
+        by_seen = Weight("seen", lambda reply: reply.seen, most)
+
+        def loss(sent: Weights, reply: FitReply) -> Params:
+            return {"loss": torch.tensor([reply.loss], dtype=torch.float64)}
+
+        like = {"loss": torch.zeros(1, dtype=torch.float64)}
+        return {"loss": Numbers(loss, like, LOSS_RANGE, by_seen), "seen": Count(lambda reply: reply.seen, most)}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums over the clients that answered a request.
+
+    Args:
+        summands: The numbers that were summed.
+        clients: Number of clients.
+        total: The sum, in which each weight is divided by its largest value.
+    """
+
+    summands: Summands
+    clients: int
+    total: Total
+
+    def count(self, name: str) -> int:
+        """Return the sum of whole numbers."""
+        return self.total.counts[name]
+
+    def of(self, name: str, by: float = 1.0) -> Params:
+        """Return a weighted sum of real numbers, divided by ``by``."""
+        numbers = self.summands[name]
+        assert isinstance(numbers, Numbers)
+        row = self.total.parts[name] * (numbers.weight.largest / by)
+        double = any(tensor.dtype == torch.float64 for tensor in numbers.like.values())
+        return split(torch.from_numpy(row if double else row.astype(np.float32)), numbers.like)
+
+    def number(self, name: str) -> float:
+        """Return the weighted sum of one real number of each client."""
+        numbers = self.summands[name]
+        assert isinstance(numbers, Numbers)
+        return float(self.total.parts[name][0]) * numbers.weight.largest
+
+    def weight(self, name: str) -> float:
+        """Return the sum of the clients' weights; see ``Weight.name``."""
+        if name == "clients":
+            return self.clients
+        return self.count(name) if isinstance(self.summands[name], Count) else self.number(name)
+
+    def updates(self, weight: str, params: Params, by: float = 1.0) -> Params:
+        """Return the weighted sum of the updates, divided by ``by``, with zeros for parameters that no client changes.
+
+        Args:
+            weight: The name of the weight.
+            params: The parameters of the model.
+            by: The divisor.
+        """
+        zeros = {name: torch.zeros_like(w) for name, w in params.items()}
+        return zeros | self.of(f"updates by {weight}", by)
+
+
+class Form(Protocol):
+    """The form in which the replies to requests of one Python class are summed."""
+
+    ring: Ring
+    """The layout of the vectors that are summed."""
+
+    def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum.
+
+        Raises:
+            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+        """
+
+
+Forms = Mapping[type[Request], Form]
+"""A mapping from the Python classes of requests to the forms of their replies."""
+
+
+class ModelForm:
+    """The form of replies to requests that contain a model: which numbers of a reply are summed.
+
+    Args:
+        config: The settings that server and clients share.
+        clients: The largest number of clients in a sum.
+        summands: The numbers that are summed.
 
     Raises:
         SpecError: A sum could be too large for the ring.
     """
 
-    def __init__(self, config: FederationConfig) -> None:
-        privacy, training = config.privacy, config.training
-        self.seed = config.seed
-        self.largest = privacy.largest or (0 if config.sizes is None else int(config.sizes.max(initial=0)))
-        """W, the largest number of samples of a client."""
-        self.most_seen = math.ceil(training.sample_gradients(self.largest))
-        size = sum(tensor.numel() for tensor in config.model.params().values())
-        parts = {"update": Part(size, privacy.range), "loss": Part(1, LOSS_RANGE)}
+    def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:
+        self.seed, self.summands = config.seed, summands
         try:
-            self.ring = Ring(training.invited(config.clients), parts, {"samples": self.largest, "seen": self.most_seen})
+            self.ring = Ring(
+                clients,
+                {name: each.part for name, each in self._numbers.items()},
+                {name: each.most for name, each in summands.items() if isinstance(each, Count)},
+            )
         except SpecError as error:
             problem = f"the sums do not fit into 32 bits: {error}"
-            raise SpecError("privacy.sums", problem, privacy.sums) from None
+            raise SpecError("privacy.sums", problem, config.privacy.sums) from None
 
-    def encode(self, sent: Weights, reply: FitReply, round: int, client: int) -> Words:
-        """Return the vector that a client adds to the sum.
+    @cached_property
+    def _numbers(self) -> Mapping[str, Numbers]:
+        return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
-        Args:
-            sent: The model that the client received.
-            reply: The result of its training.
-            round: The round.
-            client: The client's id.
+    def exchange(self, request: Any) -> int:
+        """Return the number of a request in its round, on which the rounding depends."""
+        return 0
 
-        Raises:
-            WithheldError: A value is not finite, or the client has too many samples.
-        """
-        weights = {
-            "update": reply.samples / max(self.largest, 1),
-            "loss": reply.seen / max(self.most_seen, 1),
-        }
+    def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum."""
+        sent = request.weights
         return self.ring.encode(
-            {"update": changes(sent.params, reply.weights.params).numpy(), "loss": [reply.loss]},
-            {"samples": reply.samples, "seen": reply.seen},
-            rounding(self.seed, round, client, 0),
-            weights=weights,
+            {name: _row(each.values(sent, reply), each.like).numpy() for name, each in self._numbers.items()},
+            {name: each.value(reply) for name, each in self.summands.items() if isinstance(each, Count)},
+            rounding(self.seed, request.round, client, self.exchange(request)),
+            weights={name: each.weight.of(reply) / (each.weight.largest or 1) for name, each in self._numbers.items()},
         )
 
-    def decode(self, total: Total, like: Params) -> FitSum:
-        """Return the result of a sum.
 
-        Args:
-            total: The sum.
-            like: The parameters of the model, for their names and shapes.
-        """
-        samples, seen = total.counts["samples"], total.counts["seen"]
-        mean = total.parts["update"] * (self.largest / max(samples, 1))
-        loss = float(total.parts["loss"][0]) * self.most_seen / seen if seen else None
-        update = split(torch.from_numpy(mean.astype(np.float32)), like)
-        return FitSum(update, samples, seen, loss, total.scaled)
+def _row(tensors: Params, like: Params) -> Tensor:
+    """Return tensors as one vector, in the order of ``like``, in float32 or a wider dtype."""
+    row = torch.cat([tensors[name].reshape(-1) for name in like])
+    return row.to(torch.promote_types(row.dtype, torch.float32))
