@@ -167,6 +167,10 @@ sketches = _of(
 sampled = _of("clients/handlers/sampling.py", "clients/test_sampling.py", "sampling/test_power_of_choice.py")
 dealing = _of("data/partitions/assign.py", "data/test_assign.py", "data/test_partitions.py")
 policy = _of("sites/policy.py", "sites/test_policy.py")
+noise = _of("clients/training/private.py", "sites/test_private_at_sites.py")
+draws = _of("clients/client.py", "sites/test_private_at_sites.py")
+budget = _of("sites/privacy_budget.py", "sites/test_privacy_budget.py")
+spending = _of("sites/site_server.py", "sites/test_private_at_sites.py")
 once = _of("sites/idempotency.py", "sites/test_transport.py")
 site_sums = _of("sites/sums.py", "sites/test_sites.py", "sites/test_patience.py")
 
@@ -930,6 +934,14 @@ MUTANTS = [
     slots("an unused row is found", "(rows >= min(labels, last)).any()", "(rows >= last).any()"),
     slots("a difference may be the prime", "candidate = self.classes + 2", "candidate = self.classes + 1"),
     slots("a factor of zero", "factors = 1 + below(p - 1, self.slots)", "factors = below(p, self.slots)"),
+    noise("the noise of real sites from the seed", "if client.context.secret:", "if False:"),
+    draws("the draws of real sites from the seed", "secrets.randbits(256) if context.secret", "0 if context.secret"),
+    budget("one step too many", "self._epsilon(spending) > self._most", "self._epsilon(spending) > 1.01 * self._most"),
+    budget("only the last job counts", "sum(self.by_job().values(),", "next(reversed(self.by_job().values()),"),
+    budget("the first order", "np.argmax((most - added", "0 * np.argmax((most - added"),
+    spending("no step is counted", "if steps:\n", "if not steps:\n"),
+    policy("too little noise", "dp.noise < self.dp", "dp.noise < 0"),
+    policy("anything without noise", "name not in self.outside_dp]", "not name]"),
     policy(
         "one description more",
         "len(before) >= self.surveys and",
