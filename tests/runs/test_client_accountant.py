@@ -106,7 +106,7 @@ def test_with_poisson_sampling_every_round_counts_for_every_client():
         "sampling": "Poisson with rate 0.5",
         "accountant": "privacy loss distributions",
         "against": "parties that see the models, but not the server",
-        "noise": "seeded: no privacy",
+        "noise": "no privacy: seeded, so anyone who knows the seed can remove the noise",
     }
 
 

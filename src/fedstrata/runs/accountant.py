@@ -1,20 +1,29 @@
-"""Compute the ε of clients with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
+"""Compute the ε of clients with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019), and limit it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import ExtraMissingError
+from fedstrata.base.records import Tree
+from fedstrata.federation.exchanges import RoundLog
 from fedstrata.federation.federation import Listener
 from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import DPSGD, Training
+
+ROUNDS = "privacy.dp"
+"""The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
+
+SIZES = "privacy.dp sizes"
+"""The key in ``Simulation.memory`` under which the numbers of samples are stored that real sites have reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
 """The orders of the Rényi divergences. The orders are whole numbers, because the sum for other orders may not
@@ -51,7 +60,30 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
     return np.asarray(accountant.rdp, dtype=np.float64)
 
 
-class Accountant:
+class RunAccountant(Protocol):
+    """Counts the rounds in which clients take part in a run, and computes the largest ε of all clients.
+
+    The counts are stored in ``Simulation.memory``, which checkpoints contain.
+    """
+
+    def listening(self, listener: Listener | None) -> Listener | None:
+        """Return the listener of the run, which may also read clients' replies for the accountant.
+
+        Args:
+            listener: The listener without the accountant.
+        """
+
+    def excluded(self, memory: Mapping[str, Tree]) -> Ints:
+        """Return the clients that must not be invited any more."""
+
+    def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
+        """Count a round; return the largest ε of all clients and, if necessary, what this ε is about."""
+
+    def ending(self, memory: Mapping[str, Tree]) -> str:
+        """Return the reason why the run must end before its next round; empty if it can continue."""
+
+
+class Accountant(RunAccountant):
     """Computes the ε of clients from the number of rounds in which they trained.
 
     The random choice of clients does not reduce ε, because the server knows which clients take part. Each step of a
@@ -60,30 +92,51 @@ class Accountant:
     Args:
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
-        sizes: Number of samples of each client, shape (N,), or 0 until it is known. The numbers of samples are assumed
-            to be public.
+        sizes: Number of samples of each client, shape (N,). The numbers of samples are assumed to be public.
+        known: Whether the sizes are known before the run. If not, replies contain them.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
     """
 
-    def __init__(self, dp: DPSGD, training: Training, sizes: Ints) -> None:
-        self._library, self._dp, self._training, self.sizes = dp_accounting(), dp, training, sizes
+    def __init__(self, dp: DPSGD, training: Training, sizes: Ints, known: bool = True) -> None:
+        self._library, self._dp, self._training = dp_accounting(), dp, training
+        self.sizes, self._known = sizes, known
 
-    def listening(self, listener: Listener | None) -> Listener:
-        """Return a listener that learns the sizes from clients' replies, and then calls another listener.
-
-        Args:
-            listener: The other listener, if there is one.
-        """
-
+    @override
+    def listening(self, listener: Listener | None) -> Listener | None:
         def listen(round: int, replies: Mapping[ClientId, Any]) -> None:
             for client, reply in replies.items():
                 self.sizes[client] = min(reply.samples, np.iinfo(np.int64).max)  # a site may send any number
             if listener is not None:
                 listener(round, replies)
 
-        return listen
+        return listener if self._known else listen
+
+    @override
+    def excluded(self, memory: Mapping[str, Tree]) -> Ints:
+        return np.empty(0, dtype=np.int64)
+
+    @override
+    def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
+        rounds = self._rounds(memory).copy()
+        rounds[list(log.invited - log.dropped)] += 1  # clients that were late or failed are counted too
+        memory[ROUNDS] = rounds
+        if not self._known:
+            self.sizes = memory[SIZES] = np.maximum(self.sizes, memory.get(SIZES, 0))
+        return {"epsilon": self.largest(rounds)}
+
+    @override
+    def ending(self, memory: Mapping[str, Tree]) -> str:
+        budget = self._dp.budget
+        if budget is None or self.largest(self._rounds(memory) + 1) <= budget:
+            return ""
+        return f"privacy budget: in another round, a client could spend more than ε = {budget:g}"
+
+    def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
+        """Return each client's number of rounds so far, shape (N,)."""
+        rounds: Ints | None = memory.get(ROUNDS)
+        return np.zeros(len(self.sizes), dtype=np.int64) if rounds is None else rounds
 
     def largest(self, rounds: Ints) -> float:
         """Return the largest ε of all clients.

@@ -8,13 +8,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import ExtraMissingError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import ClientId
+from fedstrata.federation.exchanges import RoundLog
+from fedstrata.federation.federation import Listener
 from fedstrata.federation.settings import ClientDP
+from fedstrata.runs.accountant import Accountant, RunAccountant
 from fedstrata.runs.dp_record import SEEDED
 from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
@@ -39,7 +42,7 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     return sampler.cohort(config) / config.clients
 
 
-class ClientAccountant:
+class ClientAccountant(RunAccountant):
     """Computes the ε of a client from the number of rounds in which it could take part.
 
     Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k, whose ε is exact
@@ -80,18 +83,19 @@ class ClientAccountant:
         accountant.compose(library.PoissonSampledDpEvent(self.rate, library.GaussianDpEvent(noise)), rounds)
         return float(accountant.get_epsilon(delta))
 
-    def spend(self, memory: dict[str, Tree], invited: set[ClientId]) -> dict[str, Any]:
-        """Count a round; return the largest ε of all clients, and the statement to which this ε belongs.
+    @override
+    def listening(self, listener: Listener | None) -> Listener | None:
+        return listener
+
+    @override
+    def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
+        """Count a round; see ``RunAccountant``.
 
         An invited client counts even if it did not answer. Otherwise, its answers would decide which other clients are
         invited later. With Poisson sampling, every client counts, because every client could be drawn.
-
-        Args:
-            memory: ``Simulation.memory``, in which each client's number of rounds is stored.
-            invited: The invited clients of the round.
         """
         rounds = self._rounds(memory).copy()
-        rounds[slice(None) if self.rate is not None else sorted(invited)] += 1
+        rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1
         memory[MEMORY] = rounds
         sampled = self.rate is not None
         statement = {
@@ -105,13 +109,14 @@ class ClientAccountant:
         }
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": statement}
 
+    @override
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
         """Return the clients that took part in the largest allowed number of rounds."""
         most = self.dp.participations
         return np.empty(0, dtype=np.int64) if most is None else np.flatnonzero(self._rounds(memory) >= most)
 
+    @override
     def ending(self, memory: Mapping[str, Tree]) -> str:
-        """Return the reason why the run must end before its next round; empty if it can continue."""
         rounds, budget = self._rounds(memory), self.dp.budget
         remaining = np.delete(rounds, self.excluded(memory))
         if not len(remaining):
@@ -128,7 +133,11 @@ class ClientAccountant:
         return np.zeros(self._clients, dtype=np.int64) if rounds is None else rounds
 
 
-def client_accountant(spec: Experiment, config: FederationConfig) -> ClientAccountant | None:
-    """Return the accountant of a run; None without ``privacy.clients``."""
-    dp = spec.privacy.clients
-    return None if dp is None else ClientAccountant(dp, config.clients, sampling_rate(spec, config))
+def accountant_of(spec: Experiment, config: FederationConfig) -> RunAccountant | None:
+    """Return the accountant of a run; None without differential privacy."""
+    if spec.privacy.dp is not None:
+        sizes = np.zeros(config.clients, dtype=np.int64) if config.sizes is None else config.sizes
+        return Accountant(spec.privacy.dp, spec.training, sizes, known=config.sizes is not None)
+    if spec.privacy.clients is not None:
+        return ClientAccountant(spec.privacy.clients, config.clients, sampling_rate(spec, config))
+    return None

@@ -29,9 +29,8 @@ from fedstrata.federation.communication.compression import Compression
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
-from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.checkpoint import Checkpoint
-from fedstrata.runs.client_accountant import client_accountant
+from fedstrata.runs.client_accountant import accountant_of
 from fedstrata.runs.dp_record import privacy_record
 from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
@@ -43,12 +42,6 @@ from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
 """The type of a callback that is a function, which is called with the record of each round."""
-
-PRIVACY = "privacy.dp"
-"""The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
-
-SIZES = "privacy.dp sizes"
-"""The key in ``Simulation.memory`` under which the numbers of samples are stored that real sites have reported."""
 
 HANDLERS = Handlers(
     [
@@ -174,13 +167,9 @@ class Simulation:
             self._evaluated_rounds = self.spec.evaluation.evaluated_rounds(self.spec.training.rounds)
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
-            dp, sizes = self.spec.privacy.dp, prepared.config.sizes
-            self._client_accountant = client_accountant(self.spec, prepared.config)
-            self._accountant: Accountant | None = None
-            if dp is not None:
-                unknown = np.zeros(prepared.config.clients, dtype=np.int64)
-                self._accountant = Accountant(dp, self.spec.training, unknown if sizes is None else sizes)
-                self.federation.listener = self._accountant.listening(listener) if sizes is None else listener
+            self._accountant = accountant_of(self.spec, prepared.config)
+            if self._accountant is not None:
+                self.federation.listener = self._accountant.listening(listener)
             watched = prepared.held.own_test is not None
             self.loop_state = LoopState(np.zeros(prepared.config.clients if watched else 0, dtype=np.int64))
             if checkpoint is not None:
@@ -239,8 +228,8 @@ class Simulation:
         spec, federation = self.spec, self.federation
         self.events = []
         federation.begin(self.round + 1)
-        if self._client_accountant is not None:
-            federation.excluded = self._client_accountant.excluded(self.memory)
+        if self._accountant is not None:
+            federation.excluded = self._accountant.excluded(self.memory)
         try:
             self.state, metrics = spec.method.run_round(federation, self.state)
             self.round += 1
@@ -259,10 +248,8 @@ class Simulation:
                 absent[self._labels[indices[offsets[client] : offsets[client + 1]]]] = False
             record["classes_absent"] = np.flatnonzero(absent).tolist()
         if self._accountant is not None:
-            record["epsilon"] = self._spend(self._accountant)
-        if self._client_accountant is not None:
-            record |= self._client_accountant.spend(self.memory, federation.log.invited)
-            if reason := self._client_accountant.ending(self.memory):
+            record |= self._accountant.spend(self.memory, federation.log)
+            if reason := self._accountant.ending(self.memory):
                 self.stop(reason)
         # The method's metrics follow these columns. A metric with the name of a column is left out.
         record = {**record, **metrics, **record}
@@ -273,22 +260,6 @@ class Simulation:
         """Return the class of each training sample; None without classes, and if the clients keep their own data."""
         data, config = self.prepared.data, self.prepared.config
         return data.strata if data.task.has_classes and config.sizes is not None else None
-
-    def _spend(self, accountant: Accountant) -> float:
-        """Count the round for the clients that trained, and return the largest ε of all clients.
-
-        Clients that were late or failed are counted too. The run is stopped if another round could exceed the budget.
-        """
-        dp, log = self.spec.privacy.dp, self.federation.log
-        rounds = self.memory.get(PRIVACY)
-        rounds = np.zeros(self.prepared.config.clients, dtype=np.int64) if rounds is None else rounds.copy()
-        rounds[list(log.invited - log.dropped)] += 1
-        self.memory[PRIVACY] = rounds
-        if self.prepared.config.sizes is None:
-            accountant.sizes = self.memory[SIZES] = np.maximum(accountant.sizes, self.memory.get(SIZES, 0))
-        if dp is not None and dp.budget is not None and accountant.largest(rounds + 1) > dp.budget:
-            self.stop(f"privacy budget: in another round, a client could spend more than ε = {dp.budget:g}")
-        return accountant.largest(rounds)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Run the remaining rounds, and yield the record of each round."""
