@@ -171,11 +171,11 @@ MUTANTS = [
     simulated(
         "the end of a sum is not counted", "steps.append((protocol.Opened", "(steps.copy().append)((protocol.Opened"
     ),
-    masked("a state without a sum", "simulated.pending, client.state = client.state, before", "pass"),
+    masked("a state without a sum", "member.pending, client.state = client.state, before", "pass"),
     masked(
         "another question for each round",
-        "question_of(inner), words, True",
-        "question_of(inner)[:16], words, True",
+        "question_of(inner), words, enough",
+        "question_of(inner)[:16], words, enough",
     ),
     secure_checks("every aggregator", "if type(aggregator) is not MeanBySize:", "if False:"),
     secure_checks("every objective", "if type(objective) is not CrossEntropy:", "if False:"),

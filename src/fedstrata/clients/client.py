@@ -30,6 +30,7 @@ from fedstrata.objectives.base import CrossEntropy, Objective
 
 if TYPE_CHECKING:
     from fedstrata.clients.handling import Handlers
+    from fedstrata.federation.secure.simulated import Member
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class ClientContext:
             contribute to an answer.
         prepared: The results of ``cached``: a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
+        member: The part of a real site in secure sums; None if the run has none, or is a simulation.
     """
 
     config: FederationConfig
@@ -70,6 +72,7 @@ class ClientContext:
     privacy: Privacy = field(default_factory=Privacy)
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
+    member: Member | None = field(default=None, compare=False, repr=False)
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
         """Return ``factory(self)``, which is computed only at the first call. All clients share the result."""

@@ -9,10 +9,10 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import Fit, FitReply
 from fedstrata.federation.secure.fit import FitForm
-from fedstrata.federation.secure.requests import Masked, MaskedReply, Step, StepReply
+from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, Step, StepReply
 
 if TYPE_CHECKING:
-    from fedstrata.federation.secure.simulated import SimulatedSite
+    from fedstrata.federation.secure.simulated import Member
 
 
 @handles(Masked)
@@ -30,11 +30,16 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     reply = client.context.handlers.alone[type(inner)](client, inner)
     assert isinstance(reply, FitReply)
     words = client.context.cached(form).encode(inner.weights, reply, inner.round, client.number)
+    site = client.context.member
     if not isinstance(request.begin, Begin):
+        if site is not None:
+            raise FedstrataError("secure sums: a real site never sends a vector without masks.")
         return reply_of(words)
-    simulated = _site(client)
-    masked = simulated.site.mask(request.begin, question_of(inner), words, True)
-    simulated.pending, client.state = client.state, before
+    member = _member(client)
+    # An empty vector protects nobody. In a simulation, sums with and without masks must have the same contributors.
+    enough = site is None or client.n_contributing > 0
+    masked = member.site.mask(request.begin, question_of(inner), words, enough)
+    member.pending, client.state = client.state, before
     return MaskedReply(masked.vector, masked.present)
 
 
@@ -43,13 +48,24 @@ def step(client: Client, request: Step) -> StepReply:
     """Answer a message of the protocol. When the sum is opened, the client's new state becomes valid."""
     from fedstrata.federation.secure.protocol import Opened
 
-    simulated = _site(client)
+    member = _member(client)
     if isinstance(request.message, Opened):
-        if simulated.site.opened(request.message) and simulated.pending is not None:
-            client.state = simulated.pending
-        simulated.pending = None
+        if member.site.opened(request.message) and member.pending is not None:
+            client.state = member.pending
+        member.pending = None
         return StepReply(None)
-    return StepReply(simulated.answer(request.message))
+    return StepReply(member.answer(request.message))
+
+
+@handles(SiteStep)
+def site_step(client: Client, request: SiteStep) -> StepReply:
+    """Answer a message of the protocol at a real site. The answer to a roster also has keys for the next roster."""
+    from fedstrata.federation.secure.protocol import Deal
+
+    reply = step(client, request)
+    if isinstance(reply.message, Deal):
+        return StepReply(Dealt(reply.message, _member(client).site.package()))
+    return reply
 
 
 def form(context: ClientContext) -> FitForm:
@@ -57,16 +73,18 @@ def form(context: ClientContext) -> FitForm:
     return FitForm(context.config)
 
 
-def _site(client: Client) -> SimulatedSite:
-    from fedstrata.federation.secure.simulated import SimulatedSite
+def _member(client: Client) -> Member:
+    from fedstrata.federation.secure.simulated import Member
 
-    sites = client.context.cached(_sites)
-    if client.number not in sites:
+    if client.context.member is not None:
+        return client.context.member
+    members = client.context.cached(_members)
+    if client.number not in members:
         config = client.context.config
-        sites[client.number] = SimulatedSite.of(client.number, config.seed, config.privacy.parties)
-    return sites[client.number]
+        members[client.number] = Member.simulated(client.number, config.seed, config.privacy.parties)
+    return members[client.number]
 
 
-def _sites(context: ClientContext) -> dict[int, SimulatedSite]:
-    """Return an empty mapping from clients to their sites, which is never saved."""
+def _members(context: ClientContext) -> dict[int, Member]:
+    """Return an empty mapping from clients to their parts in secure sums, which is never saved."""
     return {}
