@@ -152,7 +152,14 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         heads, direct = folder / HEADS, plan.direct
         trust = _trust(spec, settings)
         engine = NVFlareEngine(
-            prepared.config, messenger, self._sums, spec=text, run=run_of(text), direct=direct, log_heads=heads, trust=trust
+            prepared.config,
+            messenger,
+            self._sums,
+            spec=text,
+            run=run_of(text),
+            direct=direct,
+            log_heads=heads,
+            trust=trust,
         )
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
         history = History(before, **about(spec))

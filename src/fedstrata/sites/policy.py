@@ -159,7 +159,9 @@ class Policy(Setting):
                 problem = "the server would see single updates, but this site accepts only privacy.sums = 'secure'"
                 raise RuleError("policy.sums", problem)
         elif privacy.parties < self.parties:
-            problem = f"the job sums over {privacy.parties} or more sites, but this site requires {self.parties} or more"
+            problem = (
+                f"the job sums over {privacy.parties} or more sites, but this site requires {self.parties} or more"
+            )
             raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:

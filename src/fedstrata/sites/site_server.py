@@ -372,7 +372,9 @@ class SiteServer:
         from fedstrata.sites.secure_site import ANSWERED, member_of
 
         if self._credentials is None:
-            raise SpecError("privacy.sums", "needs the site's certificate, which it does not have. Use 'plain'.", "secure")
+            raise SpecError(
+                "privacy.sums", "needs the site's certificate, which it does not have. Use 'plain'.", "secure"
+            )
         path = self.folder / ANSWERED / job
         return member_of(begin, path, self._credentials(), self.policy or Policy(), parties)
 

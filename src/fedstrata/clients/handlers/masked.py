@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import FedstrataError
+from fedstrata.base.records import Message
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import Fit, FitReply
@@ -46,15 +47,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
 @handles(Step)
 def step(client: Client, request: Step) -> StepReply:
     """Answer a message of the protocol. When the sum is opened, the client's new state becomes valid."""
-    from fedstrata.federation.secure.protocol import Opened
-
-    member = _member(client)
-    if isinstance(request.message, Opened):
-        if member.site.opened(request.message) and member.pending is not None:
-            client.state = member.pending
-        member.pending = None
-        return StepReply(None)
-    return StepReply(member.answer(request.message))
+    return StepReply(_answer(client, request))
 
 
 @handles(SiteStep)
@@ -62,10 +55,20 @@ def site_step(client: Client, request: SiteStep) -> StepReply:
     """Answer a message of the protocol at a real site. The answer to a roster also has keys for the next roster."""
     from fedstrata.federation.secure.protocol import Deal
 
-    reply = step(client, request)
-    if isinstance(reply.message, Deal):
-        return StepReply(Dealt(reply.message, _member(client).site.package()))
-    return reply
+    message = _answer(client, request)
+    return StepReply(Dealt(message, _member(client).site.package()) if isinstance(message, Deal) else message)
+
+
+def _answer(client: Client, request: Step) -> Message | None:
+    from fedstrata.federation.secure.protocol import Opened
+
+    member = _member(client)
+    if isinstance(request.message, Opened):
+        if member.site.opened(request.message) and member.pending is not None:
+            client.state = member.pending
+        member.pending = None
+        return None
+    return member.answer(request.message)
 
 
 def form(context: ClientContext) -> FitForm:
