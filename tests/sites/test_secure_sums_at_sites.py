@@ -205,3 +205,51 @@ def test_a_state_follows_the_last_sum_that_was_opened(tmp_path: Path) -> None:
     reset = fs.run(made.model_copy(update={"training": made.training.model_copy(update={"optimizer_state": "reset"})}))
     assert same(history, fs.run(made))
     assert not same(history, reset)
+
+
+def test_a_site_that_restarts_in_a_run_is_lost_to_its_roster(tmp_path: Path) -> None:
+    """The server goes on with a new roster of the other sites, which serves the rest of the run."""
+    made = spec(4, rounds=5)
+    deployment = Deployment(made, tmp_path)
+    deployment.before = lambda site, body: (
+        deployment.start("c") if site == "c" and isinstance(step(body), Masked) and step(body).round == 2 else None
+    )
+    history = deployment.run(tmp_path / "run")
+    assert [record["clients_trained"] for record in history] == [4, 3, 3, 3, 3]
+    assert [len(entry.members) for entry in deployment.entries("a", "Roster")] == [4, 3]
+    assert same(history, without(2, 2, made, tmp_path))
+
+
+def test_sites_that_restart_never_mask_an_input_again(tmp_path: Path) -> None:
+    """A server that begins the job again gets no second sum for the question of the first round."""
+    made = spec()
+    assert [record["clients_trained"] for record in Deployment(made, tmp_path).run()] == [3, 3, 3]
+    again = Deployment(made, tmp_path)
+    history = again.run(tmp_path / "run")
+    assert [record["clients_trained"] for record in history] == [0, 3, 3]
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert [event["kind"] for event in events if event["round"] == 1] == ["refused"] * 3 + ["secure sum failed"]
+    assert "this question was answered before" in events[0]["reason"]
+    assert [entry.refused for entry in again.entries("a", "Masked of Fit")] == ["secure-sums", "", ""]
+    # The first round is lost, so the model of the second round differs from that of the first run.
+    assert not same(history, fs.run(made))
+
+
+def test_a_resumed_run_goes_on_with_new_rosters(tmp_path: Path) -> None:
+    made = spec(rounds=4)
+    part = made.model_copy(update={"training": made.training.model_copy(update={"rounds": 2})})
+    first = Deployment(made, tmp_path)
+    first.prepared = prepare(part)
+    first.run(tmp_path / "run")
+    resumed = Deployment(made, tmp_path).run(tmp_path / "run", resume=True)
+    assert same(resumed, fs.run(made))
+
+
+def test_another_process_of_a_site_knows_the_questions(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    one, other = Answered(path), Answered(path)
+    one.add(b"1" * 32)
+    with pytest.raises(protocol.RefusedError, match="this question was answered before"):
+        other.add(b"1" * 32)
+    other.add(b"2" * 32)
+    assert one.read() == {b"1" * 32, b"2" * 32}

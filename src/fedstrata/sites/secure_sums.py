@@ -75,35 +75,34 @@ class SecureSums:
 
     def _joined(self, federation: Federation, clients: Collection[ClientId]) -> Server | None:
         """Return the server of a roster of these clients' sites; None if too few sites join."""
-        self._engine.directory.gather()
-        present = self._engine.directory.present()
-        for client in sorted(clients):
-            if (site := self._site_of[client]) not in present:
-                federation.log.fail(client, Failure(f"site {site} cannot be reached"))
-        sites = sorted({self._site_of[client] for client in clients} & present)
+        sites = self._with_keys(federation, clients)
         if self._server is not None and self._server.left and self._server.members == sites:
             return self._server
         parties = federation.config.privacy.parties
         if len(sites) < (least := max(protocol.FEWEST, parties)):
-            federation.note(FAILED, clients, f"{len(sites)} sites can be reached, but the sum needs {least}.")
+            federation.note(FAILED, clients, f"{len(sites)} sites can take part, but the sum needs {least}.")
             return None
         server = Server(self._job, self._trust, parties=parties)
-        self._server = server if self._form(federation, server, sites) else None
+        roster = server.enrol({site: self.packages.pop(site) for site in sites})
+        deals = {}
+        if roster is not None:
+            for site, dealt in self._step(federation, dict.fromkeys(roster.names, roster)).items():
+                if isinstance(dealt, Dealt):
+                    deals[site], self.packages[site] = dealt.deal, dealt.package
+        self._server = server if roster is not None and server.deliver(deals) else None
         self._report(federation, server)
         return self._server
 
-    def _form(self, federation: Federation, server: Server, sites: Collection[str]) -> bool:
-        """Let sites exchange keys and shares; return whether enough of them did."""
-        if lacking := [site for site in sites if site not in self.packages]:
+    def _with_keys(self, federation: Federation, clients: Collection[ClientId]) -> list[str]:
+        """Return the sites of clients that can be reached and have sent keys, in ascending order."""
+        self._engine.directory.gather()
+        present = self._engine.directory.present()
+        sites = {self._site_of[client] for client in clients}
+        for site in sorted(sites - present):
+            federation.log.fail(self._client_of[site], Failure(f"site {site} cannot be reached"))
+        if lacking := sorted((sites & present) - self.packages.keys()):
             self.packages |= self._step(federation, dict.fromkeys(lacking))
-        roster = server.enrol({site: self.packages.pop(site) for site in sites if site in self.packages})
-        if roster is None:
-            return False
-        deals = {}
-        for site, dealt in self._step(federation, dict.fromkeys(roster.names, roster)).items():
-            if isinstance(dealt, Dealt):
-                deals[site], self.packages[site] = dealt.deal, dealt.package
-        return server.deliver(deals)
+        return sorted(sites & present & self.packages.keys())
 
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
         """Send the question to the members that answer in time, and pass their masked vectors to the exchange."""
@@ -136,11 +135,16 @@ class SecureSums:
         return replies
 
     def _note_lost(self, outcomes: Mapping[ClientId, Any]) -> None:
-        """End the roster if a site was lost. A site that refuses a message, or raises an error, is still there."""
+        """Forget the keys of lost sites, and end their roster.
+
+        A site that refuses a message, or raises an error, is not lost.
+        """
         for client, outcome in outcomes.items():
             if isinstance(outcome, Failure) and not outcome.refused and outcome.error is None:
-                self.packages.pop(self._site_of[client], None)
-                self._server = None
+                site = self._site_of[client]
+                self.packages.pop(site, None)
+                if self._server is not None and site in self._server.members:
+                    self._server = None
 
     def _report(self, federation: Federation, server: Server) -> None:
         """Turn the events of the protocol into events of the round."""
