@@ -179,7 +179,12 @@ def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
     [
         ({}, {}, "", r"privacy\.sums = 'secure': the metrics of single sites are no sums\. Give the server test"),
         ({}, {}, "server.data = 't.csv'", r"privacy\.largest: is required at real sites"),
-        ({"largest": 9}, {"validation": 0.2}, "server.data = 't.csv'", r"evaluation\.validation = 0\.2: the metrics of"),
+        (
+            {"largest": 9},
+            {"validation": 0.2},
+            "server.data = 't.csv'",
+            r"evaluation\.validation = 0\.2: the metrics of",
+        ),
         ({"largest": 9}, {"client_test": 0.2}, "server.data = 't.csv'", r"evaluation\.client_test = 0\.2: the metrics"),
         ({"largest": 9}, {}, "server.data = 't.csv'\npolicy.parties = 4", r"site\.a: .*'policy\.parties'.*requires 4"),
     ],

@@ -33,6 +33,7 @@ PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 
 MASKED = {"method": {"name": "stratify", "masking": "prf"}}
 UNIT = {"data": {"name": "digits", "normalize": "unit", "shape": [1, 8, 8], "classes": 10}}
 TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
+SECURE = {"privacy": {"sums": "secure"}}
 TWICE = {"training": {"accumulate": 2}}
 SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "training": {"batch_size": 8}}
 
@@ -54,6 +55,8 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit discloses labels"),
         ({"ldp": True}, {}, "policy.ldp", "Fit discloses sizes, which this site does not allow. Use a method that"),
         ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport discloses sizes"),
+        ({"sums": "secure"}, {}, "policy.sums", "would see single updates, but this site accepts only privacy.sums ="),
+        ({"parties": 4}, SECURE, "policy.parties", "job sums over 3 or more sites, but this site requires 4 or more"),
     ],
     ids=str,
 )  # fmt: skip
@@ -188,7 +191,7 @@ def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
     for policy in (Policy(), Policy(methods=["sfl"], approved=["0" * 16], jobs="approved", ldp=True, megabytes=0.5)):
         (tmp_path / FILE).write_text(policy.to_toml())
         assert Policy.read(tmp_path) == policy
-        assert all(f"\n{key} = " in policy.to_toml() or key == "methods" for key in Policy.model_fields)
+        assert all(f"\n{key} = " in policy.to_toml() or key in ("methods", "peers") for key in Policy.model_fields)
     (tmp_path / FILE).unlink()
     assert Policy.read(tmp_path) == Policy(), "the cautious defaults, where there is no file"
 

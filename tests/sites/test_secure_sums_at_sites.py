@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 pytest.importorskip("cryptography")
 
 from secure_sites import Deployment, peers, spec
-from secure_world import authority, identity
+from secure_world import authority
+from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -23,19 +26,24 @@ from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability_trace import Trace
-from fedstrata.federation.messages import Fit
+from fedstrata.federation.messages import Fit, Weights
 from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.certificates import fingerprint
+from fedstrata.federation.secure.fit import FitForm
 from fedstrata.federation.secure.protocol import Opened, Propose, RevealAll, RevealSet, Roster
-from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, StepReply
+from fedstrata.federation.secure.requests import Masked, SiteStep, Step, StepReply
+from fedstrata.federation.secure.server import Exchange, Server
 from fedstrata.federation.secure.simulated import question_of
+from fedstrata.federation.secure.site import Site
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import FILE, Policy
 from fedstrata.sites.secure_site import Answered, Credentials, job_of, trust_of
 from fedstrata.sites.site_server import SERVER
+from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Answers, Ask, Begin, BegunWithKeys, Envelope, Failed, Refused, Save
+
+pytestmark = pytest.mark.slow
 
 
 def same(one: fs.History, other: fs.History) -> bool:
@@ -109,7 +117,6 @@ def test_a_sum_takes_one_message_more_than_a_plain_sum_and_a_roster_another_one(
             assert sum(isinstance(body, Ask) for site, body in deployment.sent if site == name) == sum(exchanges)
 
 
-@pytest.mark.slow
 def test_a_roster_ends_after_64_sums(tmp_path: Path) -> None:
     deployment = Deployment(spec(rounds=66, training={"local_steps": 1}), tmp_path)
     history = deployment.run()
@@ -253,3 +260,269 @@ def test_another_process_of_a_site_knows_the_questions(tmp_path: Path) -> None:
         other.add(b"1" * 32)
     other.add(b"2" * 32)
     assert one.read() == {b"1" * 32, b"2" * 32}
+
+
+class Malicious:
+    """A server that sends sites what it wants, after an honest start.
+
+    Args:
+        deployment: The sites.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment, self.numbers = deployment, count(1)
+        self.text, config = deployment.prepared.spec.to_toml(), deployment.prepared.config
+        self.weights = Weights(config.model.params(), config.model.buffers())
+        self.server = Server(job_of(self.text), authority().trust)
+        names, packages = deployment.names, {}
+        for client, name in enumerate(names):
+            begun = self.call(name, Begin("run", self.text, None, [client], len(names), 0))
+            assert isinstance(begun, BegunWithKeys)
+            packages[name] = begun.package
+        roster = self.server.enrol(packages)
+        deals = {name: self.step(name, roster).deal for name in names}
+        assert self.server.deliver(deals)
+        self.ring = FitForm(config).ring
+
+    def call(self, site: str, body: Any, *acks: Any) -> Any:
+        return records.decode(self.deployment.site_servers[site].call(SERVER, records.encode(Envelope([*acks], body))))
+
+    def ask(self, site: str, request: Any, *acks: Any) -> Any:
+        """Send a request to a site, and return the outcome."""
+        client = self.deployment.names.index(site)
+        answers = self.call(site, Ask(next(self.numbers), [client], [request], [0], "", []), *acks)
+        return answers.outcomes[0] if isinstance(answers, Answers) else answers
+
+    def step(self, site: str, message: Any, round: int = 1) -> Any:
+        outcome = self.ask(site, SiteStep(message, round))
+        return outcome.message if isinstance(outcome, StepReply) else outcome
+
+    def fit(self, round: int = 1, weights: Weights | None = None) -> Fit:
+        return Fit(round, weights or self.weights, {}, 1.0)
+
+    def sum(self, round: int = 1, absent: str = "") -> Exchange:
+        """Let sites send their masked vectors for the question of a round."""
+        exchange = self.server.begin(question_of(self.fit(round)), self.ring.length)
+        assert exchange is not None
+        self.begins = dict(exchange.outgoing)
+        replies = {
+            name: self.ask(name, Masked(self.fit(round), begin))
+            for name, begin in self.begins.items()
+            if name != absent
+        }
+        exchange.receive({name: protocol.MaskedVector(r.vector, r.present) for name, r in replies.items()})
+        return exchange
+
+
+def plain_question(server: Malicious) -> Any:
+    return server.ask("a", server.fit())
+
+
+def no_masks(server: Malicious) -> Any:
+    return server.ask("a", Masked(server.fit(), None))
+
+
+def no_beginning(server: Malicious) -> Any:
+    return server.ask("a", Masked(server.fit(), Opened(0, ["a", "b", "c", "d"])))
+
+
+def simulated_step(server: Malicious) -> Any:
+    return server.ask("a", Step(None))
+
+
+def no_message(server: Malicious) -> Any:
+    return server.step("a", protocol.Vote(b""))
+
+
+def another_roster(server: Malicious) -> Any:
+    server.sum()
+    return server.ask("a", Masked(server.fit(2), replace(server.begins["a"], roster=bytes(32), exchange=1)))
+
+
+def the_exchange_again(server: Malicious) -> Any:
+    server.sum()
+    return server.ask("a", Masked(server.fit(2), replace(server.begins["a"], delivery=None)))
+
+
+def the_round_again(server: Malicious) -> Any:
+    server.sum()
+    return server.ask("a", Masked(server.fit(), replace(server.begins["a"], delivery=None, exchange=1)))
+
+
+def another_model_for_one_site(server: Malicious) -> Any:
+    """The statement of this site is about another question, so the others do not reveal their shares."""
+    exchange = server.server.begin(question_of(server.fit()), server.ring.length)
+    assert exchange is not None
+    other = Weights({name: w + 1 for name, w in server.weights.params.items()}, {})
+    present = {}
+    for name, begin in exchange.outgoing.items():
+        reply = server.ask(name, Masked(server.fit(weights=other if name == "d" else None), begin))
+        present[name] = reply.present
+    return server.step("a", RevealAll(0, present))
+
+
+def two_votes(server: Malicious) -> Any:
+    exchange = server.sum()
+    (message,) = {id(m): m for m in exchange.outgoing.values()}.values()
+    assert isinstance(server.step("a", message), protocol.Shares)
+    present = {name: each for name, each in message.present.items() if name != "d"}  # type: ignore[attr-defined]
+    return server.step("a", Propose(0, present))
+
+
+def a_small_set(server: Malicious) -> Any:
+    message = server.sum().outgoing["a"]
+    return server.step("a", Propose(0, {name: message.present[name] for name in "ab"}))  # type: ignore[attr-defined]
+
+
+def shares_without_votes(server: Malicious) -> Any:
+    exchange = server.sum(absent="d")
+    vote = server.step("a", exchange.outgoing["a"])
+    assert isinstance(vote, protocol.Vote)
+    return server.step("a", RevealSet(0, {"a": vote.signature}))
+
+
+def many_messages(server: Malicious) -> Any:
+    for _ in range(3):
+        assert isinstance(server.step("a", None), protocol.Package)
+    return server.step("a", None)
+
+
+ATTACKS: dict[Callable[[Malicious], Any], str] = {
+    plain_question: "does not declare that it asks Fit",
+    no_masks: "Masked.begin = None is not as declared",
+    no_beginning: "FedstrataError. Read the log of site a.",
+    simulated_step: "does not declare that it asks Step",
+    no_message: "KeyError. Read the log of site a.",
+    another_roster: "the roster is unknown or is not the newest",
+    the_exchange_again: "exchange 0 was used before",
+    the_round_again: "refused by the rule 'repeat': Masked of Fit may come at most 1 time(s) in a round",
+    another_model_for_one_site: "'d' has not signed that it sent its vector in this exchange",
+    two_votes: "it has already voted in this exchange",
+    a_small_set: "the set has too few sites",
+    shares_without_votes: "too few sites have voted for the same set",
+    many_messages: "refused by the rule 'repeat': SiteStep may come at most 4 time(s) in a round",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_a_site_refuses_a_malicious_server(attack: Callable[[Malicious], Any], tmp_path: Path) -> None:
+    outcome = attack(Malicious(Deployment(spec(4), tmp_path)))
+    assert isinstance(outcome, Failed | Refused), outcome
+    assert ATTACKS[attack] in outcome.reason
+
+
+def test_a_second_start_gives_no_second_sum(tmp_path: Path) -> None:
+    deployment = Deployment(spec(4), tmp_path)
+    assert Malicious(deployment).sum().stage == "revealing"
+    again = Malicious(deployment)
+    exchange = again.server.begin(question_of(again.fit()), again.ring.length)
+    assert exchange is not None
+    outcome = again.ask("a", Masked(again.fit(), exchange.outgoing["a"]))
+    assert "this question was answered before" in outcome.reason
+
+
+def test_news_of_another_set_changes_no_state(tmp_path: Path) -> None:
+    server = Malicious(Deployment(spec(4), tmp_path))
+    exchange = server.sum()
+    while exchange.stage != "opened":
+        exchange.receive({name: server.step(name, message) for name, message in exchange.outgoing.items()})
+    before = state_of(server.deployment, "a")
+    assert server.call("a", Save(1), Opened(0, ["a", "b", "c"])) is not None
+    assert state_of(server.deployment, "a") == before == {}
+    server.call("a", Save(1), *[exchange.outgoing["a"]] * 2)  # the news may come twice
+    assert state_of(server.deployment, "a") != {}
+    assert len(server.deployment.entries("a", "Opened")) == 1
+
+
+def test_a_site_that_wants_secure_sums_refuses_a_plain_job(tmp_path: Path) -> None:
+    deployment = Deployment(spec(4, "plain"), tmp_path, {"a": {"sums": "secure"}})
+    history = deployment.run()
+    assert [record["clients_trained"] for record in history] == [3, 3, 3]
+    assert {entry.refused for entry in deployment.ledgers["a"].entries} == {"policy.sums"}
+
+
+def test_a_site_sums_only_with_its_peers(tmp_path: Path) -> None:
+    """A stranger's certificate is valid, but site a does not know it: the other sites sum without a."""
+    deployment = Deployment(spec(4), tmp_path, {"a": {"peers": peers("b", "c")}, "b": {"peers": peers("a", "c", "d")}})
+    history = deployment.run(tmp_path / "run")
+    assert [record["clients_trained"] for record in history] == [3, 3, 3]
+    reasons = [event.get("reason", "") for event in read_jsonl(tmp_path / "run" / "events.jsonl")]
+    assert "the package of 'd' is wrong: its certificate is not among the peers" in reasons[0]
+    assert [entry.refused for entry in deployment.entries("a", "SiteStep")] == ["secure-sums"]
+    assert [record["exchanges"] for record in history] == [3, 3, 2]  # site a is asked for keys once more
+    assert [record["clients_failed"] for record in history] == [1, 1, 1]
+    assert len(deployment.entries("d", "Opened")) == 2  # the news of the last sum would come with a next message
+
+
+def test_too_few_peers_are_no_sum(tmp_path: Path) -> None:
+    deployment = Deployment(spec(), tmp_path, {"a": {"peers": peers("b")}})
+    history = deployment.run(tmp_path / "run")
+    assert [record["clients_trained"] for record in history] == [0, 0, 0]
+    events = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["round"] == 1]
+    assert [event["kind"] for event in events] == ["refused", "secure sum failed"]
+    assert events[-1]["reason"] == "Only 2 sites have dealt shares, but a sum needs 3."
+
+
+def test_the_ledger_lists_rosters_sums_and_what_was_opened(tmp_path: Path) -> None:
+    deployment = Deployment(spec(4), tmp_path)
+    deployment.before = lambda site, body: (
+        deployment.dead.add("d") if site == "d" and isinstance(step(body), Masked) and step(body).round == 2 else None
+    )
+    deployment.run()
+    kinds = [entry.kind for entry in deployment.ledgers["b"].entries]
+    first = ["Roster", "Masked of Fit", "RevealAll"]
+    second = ["Opened", "Masked of Fit", "Propose", "RevealSet"]
+    assert kinds == [*first, *second, "Opened", *first]
+    roster, question, opened = (deployment.entries("b", kind) for kind in ("Roster", "Masked of Fit", "Opened"))
+    assert [entry.members for entry in roster] == [["a", "b", "c", "d"], ["a", "b", "c"]]
+    assert [entry.exchange for entry in question] == [0, 1, 0]
+    assert [entry.roster for entry in question] == [roster[0].roster, roster[0].roster, roster[1].roster]
+    assert roster[0].roster != roster[1].roster == deployment.entries("c", "Roster")[1].roster
+    assert [(entry.exchange, entry.members) for entry in opened] == [(0, ["a", "b", "c", "d"]), (1, ["a", "b", "c"])]
+    assert [entry.members for entry in deployment.entries("b", "Propose")] == [["a", "b", "c"]]
+    assert all(entry.samples > 0 and entry.bytes > 0 for entry in question)
+
+
+def test_the_certificates_of_kits_sign_keys(federations: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other sites of the federation accept a site's keys, and sites of another federation refuse them."""
+    credentials = Credentials.of_kit(federations / "fed" / "a")
+    package = Site(b"job", credentials.identity, credentials.trust, exchanges=1).package()
+    signed = protocol.job_key_statement(b"job", "a", package.job_key)
+    defects = [
+        trust_of(federations / name).defect("a", package.certificate, package.credential, signed)
+        for name in ("fed/b", "fed/server", "other/a")
+    ]
+    assert defects == ["", "", "its certificate was not issued by the root certificate"]
+    main(["check", str(federations / "fed" / "a")])
+    assert f"ok       fingerprint: {fingerprint(package.certificate)}\n" in capsys.readouterr().out
+    pem = federations / "fed" / "a" / "startup" / "client.crt"
+    done = subprocess.run(
+        ["openssl", "x509", "-in", pem, "-noout", "-fingerprint", "-sha256"], capture_output=True, text=True, check=True
+    )
+    assert Policy(peers=[done.stdout.strip().partition("=")[2]]).peers == [fingerprint(package.certificate)]
+
+
+@pytest.mark.parametrize("peer", ["", "ab", "g" * 64, "a" * 63])
+def test_a_wrong_fingerprint_is_refused_when_the_policy_is_read(tmp_path: Path, peer: str) -> None:
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / FILE).write_text(f'parties = 4\npeers = ["{peer}"]')
+    with pytest.raises(SpecError, match=r"peers.*must have the 64 hexadecimal digits of a SHA-256 hash.*line 2"):
+        Policy.read(tmp_path)
+    assert Policy().peers is None
+    (tmp_path / FILE).write_text(Policy(peers=peers("a"), sums="secure").to_toml())
+    assert Policy.read(tmp_path) == Policy(peers=peers("a"), sums="secure")
+
+
+def test_a_site_without_a_certificate_refuses_secure_sums(tmp_path: Path) -> None:
+    deployment = Deployment(spec(4), tmp_path)
+    deployment.site_servers["a"]._credentials = None
+    history = deployment.run(tmp_path / "run")
+    assert [record["clients_trained"] for record in history] == [3, 3, 3]
+    with pytest.raises(
+        SpecError, match=r"privacy\.sums = 'secure': needs certificates, which this server does not have"
+    ):
+        make_site_engine(deployment.prepared.config, deployment, ["a", "b"], Sums(1.0), spec="", run="run")
+    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': a secure sum needs sites with one client each"):
+        make_site_engine(
+            deployment.prepared.config, deployment, ["a", "a"], Sums(1.0), spec="", run="run", trust=authority().trust
+        )

@@ -224,4 +224,4 @@ def about(message: object, member: Member) -> dict[str, Any]:
         return fields | {"exchange": step.exchange, "members": step.members}
     if isinstance(step, RevealSet):
         return fields | {"exchange": step.exchange}
-    return {}
+    return fields if isinstance(message, SiteStep) else {}

@@ -76,8 +76,10 @@ class SecureSums:
     def _joined(self, federation: Federation, clients: Collection[ClientId]) -> Server | None:
         """Return the server of a roster of these clients' sites; None if too few sites join."""
         sites = self._with_keys(federation, clients)
-        if self._server is not None and self._server.left and self._server.members == sites:
-            return self._server
+        server = self._server
+        # A site that refused to deal shares would refuse again, so the roster goes on without it.
+        if server is not None and server.roster is not None and server.left and server.roster.names == sites:
+            return server
         parties = federation.config.privacy.parties
         if len(sites) < (least := max(protocol.FEWEST, parties)):
             federation.note(FAILED, clients, f"{len(sites)} sites can take part, but the sum needs {least}.")
@@ -107,10 +109,14 @@ class SecureSums:
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
         """Send the question to the members that answer in time, and pass their masked vectors to the exchange."""
         begun: dict[ClientId, Request] = {}
+        log = federation.log
         for client, request in reached.items():
-            if (begin := exchange.outgoing.get(self._site_of[client])) is not None and isinstance(request, Masked):
+            site = self._site_of[client]
+            if (begin := exchange.outgoing.get(site)) is not None and isinstance(request, Masked):
                 begun[client] = Masked(request.request, begin)
-                federation.log.bytes_down += records.size(begun[client]) - records.size(request)
+                log.bytes_down += records.size(begun[client]) - records.size(request)
+            elif client not in log.failed:
+                log.fail(client, Failure(f"site {site} has not joined the roster", refused=True))
         requests = Requests.of(begun, begun)
         outcomes = self._engine.ask(requests, together=False)
         self._note_lost(outcomes)
