@@ -11,6 +11,7 @@ from secure_world import authority, identity
 from site_engine import make_site_engine
 
 import fedstrata as fs
+from fedstrata.federation.availability_trace import Trace
 from fedstrata.federation.secure.certificates import fingerprint
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
@@ -40,6 +41,16 @@ def spec(sites: int = 3, sums: str = "secure", rounds: int = 3, **table: Any) ->
             "training": training | table.get("training", {}),
         }
     )
+
+
+def without(client: int, first: int, made: fs.Experiment, folder: Path, **how: Any) -> fs.History:
+    """Return a simulation in which one of four clients is offline from a round on."""
+    rounds = made.training.rounds
+    last = {each: first - 1 if each == client else rounds for each in range(4)}
+    lines = [f"{each},1,{round}" for each, round in last.items() if round]
+    (folder / "trace.csv").write_text("\n".join(["client,first,last", *lines]))
+    trace = Trace(file=str(folder / "trace.csv"))
+    return fs.run(made.model_copy(update={"availability": trace}), **how)
 
 
 class Deployment:
