@@ -82,14 +82,14 @@ class Privacy(Setting):
         dp: Clipping and noise in local training, for differential privacy of each sample; only in simulations.
             Default: none.
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
-            of a round (Bonawitz et al. 2017); only for fedavg, and only in simulations so far. It needs the extra
-            ``secure``.
+            of a round (Bonawitz et al. 2017); only for fedavg. It needs the extra ``secure``.
         simulate_masks: Whether clients of a simulation really mask their updates. The results are the same without
             masks, and the run is faster. With masks, all clients run in one process.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
             scaled down as a whole, and the metric ``scaled`` counts such updates.
         largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
-            Default: the size of the largest client.
+            Default: the size of the largest client. Sites with their own data need a value, because the server does not
+            know their sizes.
         parties: Smallest number of clients in a secure sum, at least 3.
     """
 
