@@ -47,6 +47,9 @@ secure_fit = _of("federation/secure/fit.py", "integration/test_secure_sums.py")
 simulated = _of("federation/secure/simulated.py", "integration/test_secure_sums.py")
 masked = _of("clients/handlers/masked.py", "integration/test_secure_sums.py")
 secure_checks = _of("runs/secure_checks.py", "integration/test_secure_sums.py")
+secure_site = _of("sites/secure_site.py", "sites/test_secure_sums_at_sites.py")
+secure_server = _of("sites/secure_sums.py", "sites/test_secure_sums_at_sites.py")
+declared_sums = _of("federation/secure/allowed.py", "sites/test_secure_sums_at_sites.py")
 opening = _of("federation/secure/server.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
 scaffold = _of("objectives/scaffold.py", "methods/test_scaffold.py")
 feddyn = _of("objectives/feddyn.py", "methods/test_feddyn.py")
@@ -177,6 +180,21 @@ MUTANTS = [
         "question_of(inner), words, enough",
         "question_of(inner)[:16], words, enough",
     ),
+    masked(
+        "a site sends a vector without masks",
+        "if site is not None:",
+        "if False:",
+        "sites/test_secure_sums_at_sites.py",
+    ),
+    declared_sums("a question without a beginning", "lambda begin, _: begin is not None", "lambda begin, _: True"),
+    secure_site("a question again after a restart", "self._answered_file.add(question)", "pass"),
+    secure_site("a question again in another process", "if question in known:", "if False:"),
+    secure_site("fewer parties than the spec", "parties = max(parties, policy.parties)", "parties = policy.parties"),
+    secure_site("every peer", "peers=policy.peers", "peers=None"),
+    secure_site("no state after a sum", "store.put(client, member.pending)", "pass"),
+    secure_server("a lost site stays in the roster", "and site in self._server.members:", "and False:"),
+    secure_server("the news is not sent", "self._engine.messenger.acknowledge(site, opened)", "pass"),
+    secure_server("a roster per sum", "if server is not None and server.roster", "if False and server.roster"),
     secure_checks("every aggregator", "if type(aggregator) is not MeanBySize:", "if False:"),
     secure_checks("every objective", "if type(objective) is not CrossEntropy:", "if False:"),
     secure_checks("every recipe", "if type(method) is not FedAvg:", "if False:"),
@@ -898,6 +916,8 @@ MUTANTS = [
     slots("an unused row is found", "(rows >= min(labels, last)).any()", "(rows >= last).any()"),
     slots("a difference may be the prime", "candidate = self.classes + 2", "candidate = self.classes + 1"),
     slots("a factor of zero", "factors = 1 + below(p - 1, self.slots)", "factors = below(p, self.slots)"),
+    policy("plain sums", 'if self.sums == "secure":', "if False:"),
+    policy("sums of fewer sites", "elif privacy.parties < self.parties:", "elif False:"),
     policy(
         "one description more",
         "len(before) >= self.surveys and",

@@ -37,6 +37,7 @@ from fedstrata.federation.secure.site import Site
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import FILE, Policy
+from fedstrata.sites.rehearsal import rehearse_file
 from fedstrata.sites.secure_site import Answered, Credentials, job_of, trust_of
 from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.sums import Sums
@@ -402,6 +403,12 @@ def test_a_site_refuses_a_malicious_server(attack: Callable[[Malicious], Any], t
     assert ATTACKS[attack] in outcome.reason
 
 
+def test_a_site_wants_as_many_parties_as_the_spec(tmp_path: Path) -> None:
+    server = Malicious(Deployment(spec(4, privacy={"parties": 4}), tmp_path))
+    outcome = server.step("a", server.sum(absent="d").outgoing["a"])
+    assert "fewer than 4 sites have enough samples" in outcome.reason
+
+
 def test_a_second_start_gives_no_second_sum(tmp_path: Path) -> None:
     deployment = Deployment(spec(4), tmp_path)
     assert Malicious(deployment).sum().stage == "revealing"
@@ -517,3 +524,30 @@ def test_a_site_without_a_certificate_refuses_secure_sums(tmp_path: Path) -> Non
         make_site_engine(
             deployment.prepared.config, deployment, ["a", "a"], Sums(1.0), spec="", run="run", trust=authority().trust
         )
+
+
+def test_a_rehearsal_has_the_model_of_a_simulation(tmp_path: Path) -> None:
+    made = spec()
+    sites = "".join(f"[site.{name}]\n" for name in "abc")
+    (tmp_path / "sites.toml").write_text(f"policy = {{ min_samples = 1 }}\n{sites}")
+    assert same(rehearse_file(made, tmp_path / "sites.toml", tmp_path / "run"), fs.run(made))
+
+
+def test_sites_with_their_own_data_sum_like_plain_sums(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    for name, samples in {"a": 20, "b": 40, "c": 30, "test": 10}.items():
+        x = generator.normal(size=(samples, 4)).astype(np.float32)
+        y, part = (x.sum(axis=1) > 0).astype(np.int64), "test" if name == "test" else "train"
+        np.savez(tmp_path / f"{name}.npz", **{f"x_{part}": x, f"y_{part}": y})
+    sites = "".join(f"[site.{name}]\ndata = '{name}.npz'\n" for name in "abc")
+    (tmp_path / "sites.toml").write_text(f"own_data = true\nserver.data = 'test.npz'\n{sites}")
+    data = {"name": "own.npz", "shape": [4], "classes": 2, "normalize": "standard"}
+    histories = []
+    for sums, privacy in (("secure", {"largest": 40}), ("secure", {"largest": 30}), ("plain", {})):
+        made = spec(3, sums, data=data, partition="natural", privacy=privacy)
+        histories.append(rehearse_file(made, tmp_path / "sites.toml", tmp_path / f"run-{len(histories)}"))
+    secure, without_b, plain = histories
+    assert [record["clients_trained"] for record in secure] == [3, 3, 3]
+    assert [record["clients_trained"] for record in without_b] == [0, 0, 0]  # site b does not answer, and t = 3
+    for name, values in plain.params.items():
+        assert torch.allclose(secure.params[name], values, atol=1e-6)
