@@ -41,7 +41,7 @@ from fedstrata.sites.rehearsal import rehearse_file
 from fedstrata.sites.secure_site import Answered, Credentials, job_of, trust_of
 from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.sums import Sums
-from fedstrata.sites.wire import Answers, Ask, Begin, BegunWithKeys, Envelope, Failed, Refused, Save
+from fedstrata.sites.wire import Answers, Ask, Begin, BegunWithKeys, Envelope, Failed, Refused, Save, SiteLostError
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +163,23 @@ def kill_later(deployment: Deployment, kill: Callable[[str, Any], None]) -> Call
             deployment.before = lambda other, _: deployment.dead.add(site) if other == site else None
 
     return after
+
+
+def test_a_site_that_answers_too_late_joins_the_next_roster(tmp_path: Path) -> None:
+    """Its own state becomes that of the sum without it."""
+    made = spec(4, rounds=4)
+    deployment = Deployment(made, tmp_path)
+
+    def late(site: str, body: Any) -> None:
+        message = step(body)
+        if site == "d" and isinstance(message, Masked) and message.round == 2:
+            raise SiteLostError("it did not answer within 120 s")
+
+    deployment.after = late
+    history = deployment.run()
+    assert [record["clients_trained"] for record in history] == [4, 3, 4, 4]
+    assert [record["exchanges"] for record in history] == [3, 3, 4, 2]  # site d is asked for keys before the roster
+    assert same(history, without(3, 2, made, tmp_path, back=3))
 
 
 def test_a_dropout_more_than_allowed_ends_the_sum_without_changing_a_state(tmp_path: Path) -> None:

@@ -43,11 +43,14 @@ def spec(sites: int = 3, sums: str = "secure", rounds: int = 3, **table: Any) ->
     )
 
 
-def without(client: int, first: int, made: fs.Experiment, folder: Path, **how: Any) -> fs.History:
-    """Return a simulation in which one of four clients is offline from a round on."""
+def without(
+    client: int, first: int, made: fs.Experiment, folder: Path, back: int | None = None, **how: Any
+) -> fs.History:
+    """Return a simulation in which one of four clients is offline from a round on, perhaps until another round."""
     rounds = made.training.rounds
-    last = {each: first - 1 if each == client else rounds for each in range(4)}
-    lines = [f"{each},1,{round}" for each, round in last.items() if round]
+    times = [(each, 1, rounds) for each in range(4) if each != client] + [(client, 1, first - 1)]
+    times += [(client, back, rounds)] if back else []
+    lines = [f"{each},{begin},{end}" for each, begin, end in times if begin <= end]
     (folder / "trace.csv").write_text("\n".join(["client,first,last", *lines]))
     trace = Trace(file=str(folder / "trace.csv"))
     return fs.run(made.model_copy(update={"availability": trace}), **how)
