@@ -189,7 +189,9 @@ MUTANTS = [
     declared_sums("a question without a beginning", "lambda begin, _: begin is not None", "lambda begin, _: True"),
     secure_site("a question again after a restart", "self._answered_file.add(question)", "pass"),
     secure_site("a question again in another process", "if question in known:", "if False:"),
-    secure_site("fewer parties than the spec", "parties = max(parties, policy.parties)", "parties = policy.parties"),
+    secure_site(
+        "fewer parties than the spec", "parties = max(privacy.parties, policy.parties)", "parties = policy.parties"
+    ),
     secure_site("every peer", "peers=policy.peers", "peers=None"),
     secure_site("no state after a sum", "store.put(client, member.pending)", "pass"),
     secure_server("a lost site stays in the roster", "and site in self._server.members:", "and False:"),

@@ -530,7 +530,7 @@ def test_a_wrong_fingerprint_is_refused_when_the_policy_is_read(tmp_path: Path, 
 
 def test_a_site_without_a_certificate_refuses_secure_sums(tmp_path: Path) -> None:
     deployment = Deployment(spec(4), tmp_path)
-    deployment.site_servers["a"]._credentials = None
+    deployment.site_servers["a"].credentials = None
     history = deployment.run(tmp_path / "run")
     assert [record["clients_trained"] for record in history] == [3, 3, 3]
     with pytest.raises(

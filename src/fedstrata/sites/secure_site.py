@@ -30,6 +30,7 @@ from fedstrata.federation.secure.requests import Masked, SiteStep
 from fedstrata.federation.secure.ring import Words
 from fedstrata.federation.secure.simulated import KeyIsCertificate, Member
 from fedstrata.federation.secure.site import Site
+from fedstrata.federation.settings import Privacy
 from fedstrata.sites import wire
 from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
 from fedstrata.sites.policy import Policy
@@ -102,7 +103,7 @@ class Answered:
         self._path = path
 
     def read(self) -> set[bytes]:
-        """Return the hashes."""
+        """Return all hashes in the file."""
         data = self._path.read_bytes() if self._path.exists() else b""
         return {data[begin : begin + KEY_BYTES] for begin in range(0, len(data), KEY_BYTES)}
 
@@ -146,21 +147,24 @@ class KeptSite(Site):
         return masked
 
 
-def member_of(begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy, parties: int) -> Member:
+def member_of(
+    begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, privacy: Privacy
+) -> Member:
     """Return a site's part in the secure sums of a run, with new keys.
 
     Args:
         begin: The server's first message.
         path: The file of the questions that the site has answered in this job.
         credentials: The site's certificate, and the accepted certificates.
-        policy: The site's policy.
-        parties: Smallest number of sites in a sum, as the spec has it.
+        policy: The site's policy; None if the site has none.
+        privacy: The spec's settings.
 
     Raises:
         SpecError: The site has several clients.
     """
     require_own_sites(["this site"] * len(begin.clients))
-    parties = max(parties, policy.parties)
+    policy = policy or Policy()
+    parties = max(privacy.parties, policy.parties)
     return Member(KeptSite(Answered(path), job_of(begin.spec), credentials, parties=parties, peers=policy.peers))
 
 

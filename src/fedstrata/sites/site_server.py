@@ -45,6 +45,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 
 if TYPE_CHECKING:
     from fedstrata.federation.secure.simulated import Member
+    from fedstrata.federation.settings import Privacy
     from fedstrata.sites.secure_site import Credentials
 
 LOG = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class SiteServer:
         credentials: Callable[[], Credentials] | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
-        self._keys, self.policy, self.ledger, self._credentials = keys, policy, ledger, credentials
+        self._keys, self.policy, self.ledger, self.credentials = keys, policy, ledger, credentials
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each with the id of the thread that added the entry."""
         self._noting = threading.Lock()
@@ -363,20 +364,20 @@ class SiteServer:
             keys = self._keys or KeyRing.of_site()
             context = context_of(begin, self.settings.data, keys, tells=self.settings.tells)
         if context.config.privacy.sums == "secure":
-            context = dataclasses.replace(context, member=self._member(begin, job, context.config.privacy.parties))
+            context = dataclasses.replace(context, member=_member(self, begin, job, context.privacy))
         if self.policy is None:
             return context
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
 
-    def _member(self, begin: wire.Begin, job: str, parties: int) -> Member:
-        from fedstrata.sites.secure_site import ANSWERED, member_of
 
-        if self._credentials is None:
-            raise SpecError(
-                "privacy.sums", "needs the site's certificate, which it does not have. Use 'plain'.", "secure"
-            )
-        path = self.folder / ANSWERED / job
-        return member_of(begin, path, self._credentials(), self.policy or Policy(), parties)
+def _member(site_server: SiteServer, begin: wire.Begin, job: str, privacy: Privacy) -> Member:
+    """Return a site's part in secure sums. The module with the protocol needs the extra ``secure``."""
+    from fedstrata.sites.secure_site import ANSWERED, member_of
+
+    if site_server.credentials is None:
+        raise SpecError("privacy.sums", "needs the site's certificate. Use 'plain'.", "secure")
+    path = site_server.folder / ANSWERED / job
+    return member_of(begin, path, site_server.credentials(), site_server.policy, privacy)
 
 
 class SiteRun:
