@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -30,7 +32,7 @@ from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.certificates import fingerprint
 from fedstrata.federation.secure.fit import FitForm
 from fedstrata.federation.secure.protocol import Opened, Propose, RevealAll, RevealSet, Roster
-from fedstrata.federation.secure.requests import Masked, SiteStep, Step, StepReply
+from fedstrata.federation.secure.requests import Masked, MaskedReply, SiteStep, Step, StepReply
 from fedstrata.federation.secure.server import Exchange, Server
 from fedstrata.federation.secure.simulated import question_of
 from fedstrata.federation.secure.site import Site
@@ -434,6 +436,48 @@ def test_a_second_start_gives_no_second_sum(tmp_path: Path) -> None:
     assert exchange is not None
     outcome = again.ask("a", Masked(again.fit(), exchange.outgoing["a"]))
     assert "this question was answered before" in outcome.reason
+
+
+def any_step(server: Malicious, round: int, chance: random.Random, seen: dict[int, dict[str, Any]]) -> Any:
+    """Draw a message of the protocol in a round, made of what the server has seen."""
+    exchange = chance.choice([round - 1] * 8 + [round - 2, 63, -1])
+    replies = seen.get(exchange, {})
+    present = {name: reply.present for name, reply in replies.items() if chance.random() < 0.9}
+    opened = Opened(exchange, sorted(present))
+    steps = [RevealAll(exchange, present), Propose(exchange, present), RevealSet(exchange, seen.get(-2, {}))]
+    return chance.choice([*steps * 4, opened, server.server.roster, None] if round > 6 else [*steps * 4, opened])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sites_keep_their_promises_whatever_a_server_sends(seed: int, tmp_path: Path) -> None:
+    """A site masks a question once, and never reveals shares of both seeds of a site. No message makes it crash."""
+    chance, server = random.Random(seed), Malicious(Deployment(spec(4, rounds=8), tmp_path))
+    server.sum()
+    assert server.server.roster is not None
+    seen: dict[int, dict[str, Any]] = {}
+    masked, revealed, answers = set[tuple[str, int]](), dict[Any, set[str]](), Counter[str]()
+    begin = protocol.Begin(server.server.roster.hash(server.server.job), 0, None)
+    for number in range(280):
+        round, site = 2 + number // 40, chance.choice(server.deployment.names)
+        request: Any = SiteStep(any_step(server, round, chance, seen), round)
+        if number % 40 < 4 or chance.random() < 0.1:
+            site = server.deployment.names[number % 4]
+            request = Masked(server.fit(round), replace(begin, exchange=chance.choice([round - 1] * 9 + [0])))
+        reply = server.ask(site, request)
+        assert "Read the log" not in getattr(reply, "reason", ""), reply
+        answers[type(getattr(reply, "message", reply)).__name__] += 1
+        if isinstance(reply, MaskedReply):
+            assert (site, request.round) not in masked
+            masked.add((site, request.round))
+            seen.setdefault(request.begin.exchange, {})[site] = reply
+        elif isinstance(reply, StepReply) and isinstance(reply.message, protocol.Vote):
+            seen.setdefault(-2, {})[site] = reply.message.signature
+        elif isinstance(reply, StepReply) and isinstance(reply.message, protocol.Shares):
+            for kind, shares in vars(reply.message).items():
+                for owner in shares:
+                    revealed.setdefault((site, request.message.exchange, owner), set()).add(kind)
+    assert all(len(kinds) == 1 for kinds in revealed.values())
+    assert {"MaskedReply", "Vote", "Shares", "Failed"} <= answers.keys(), answers
 
 
 def test_news_of_another_set_changes_no_state(tmp_path: Path) -> None:
