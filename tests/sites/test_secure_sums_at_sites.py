@@ -448,7 +448,8 @@ def any_step(server: Malicious, round: int, chance: random.Random, seen: dict[in
     return chance.choice([*steps * 4, opened, server.server.roster, None] if round > 6 else [*steps * 4, opened])
 
 
-@pytest.mark.parametrize("seed", range(3))
+# With these seeds, a site that may vote twice breaks its promise.
+@pytest.mark.parametrize("seed", [3, 6, 7])
 def test_sites_keep_their_promises_whatever_a_server_sends(seed: int, tmp_path: Path) -> None:
     """A site masks a question once, and never reveals shares of both seeds of a site. No message makes it crash."""
     chance, server = random.Random(seed), Malicious(Deployment(spec(4, rounds=8), tmp_path))
