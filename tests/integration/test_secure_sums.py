@@ -455,12 +455,18 @@ def test_settings_without_effect_are_refused(key: str) -> None:
         spec("plain", privacy={key: value})
 
 
-def test_sites_refuse_secure_sums_before_they_are_asked() -> None:
+def test_the_simulator_of_sites_refuses_secure_sums() -> None:
     pytest.importorskip("nvflare")
-    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': is not available at sites yet"):
-        declaration_of(spec())
-    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': is not available at sites yet"):
+    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': needs certificates, which NVFlare's simulator"):
         fs.run(spec(), engine="nvflare")
+
+
+def test_a_job_declares_only_requests_for_sums() -> None:
+    declaration = declaration_of(spec(evaluation={"client_test": 0.2}), own_data=True)
+    assert [allowed.label for allowed in declaration.allowed or ()] == ["Masked of Fit", "SiteStep"]
+    assert declaration_of(spec(), own_data=False).discloses == frozenset()
+    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': the reply to LabelReport has no secure sum"):
+        declaration_of(spec(method={"name": "stratify"}))
 
 
 def test_masks_need_the_local_engine_and_no_listener() -> None:

@@ -53,6 +53,9 @@ client_sum = _of("aggregation/private.py", "aggregation/test_private.py")
 client_round = _of("methods/private.py", "methods/test_private.py")
 client_accountant = _of("runs/client_accountant.py", "runs/test_client_accountant.py", "methods/test_private.py")
 client_checks = _of("runs/client_checks.py", "runs/test_client_checks.py")
+secure_site = _of("sites/secure_site.py", "sites/test_secure_sums_at_sites.py")
+secure_server = _of("sites/secure_sums.py", "sites/test_secure_sums_at_sites.py")
+declared_sums = _of("federation/secure/allowed.py", "sites/test_secure_sums_at_sites.py")
 opening = _of("federation/secure/server.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
 scaffold = _of("objectives/scaffold.py", "methods/test_scaffold.py")
 feddyn = _of("objectives/feddyn.py", "methods/test_feddyn.py")
@@ -201,11 +204,11 @@ MUTANTS = [
     simulated(
         "the end of a sum is not counted", "steps.append((protocol.Opened", "(steps.copy().append)((protocol.Opened"
     ),
-    masked("a state without a sum", "simulated.pending, client.state = client.state, before", "pass"),
+    masked("a state without a sum", "member.pending, client.state = client.state, before", "pass"),
     masked(
         "another question for each round",
-        "question_of(inner), words, True",
-        "question_of(inner)[:16], words, True",
+        "question_of(inner), words, enough",
+        "question_of(inner)[:16], words, enough",
     ),
     batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
     batch("lost clients are asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
@@ -217,6 +220,23 @@ MUTANTS = [
     ),
     uniform("draws with replacement", 'if self.replacement and config.privacy.sums == "secure":', "if False:", SECURE),
     fedsampling("single answers", 'if self.reuse and config.privacy.sums == "secure":', "if False:", SECURE),
+    masked(
+        "a site sends a vector without masks",
+        "if site is not None:",
+        "if False:",
+        "sites/test_secure_sums_at_sites.py",
+    ),
+    declared_sums("a question without a beginning", "lambda begin, _: begin is not None", "lambda begin, _: True"),
+    secure_site("a question again after a restart", "self._answered_file.add(question)", "pass"),
+    secure_site("a question again in another process", "if question in known:", "if False:"),
+    secure_site(
+        "fewer parties than the spec", "parties = max(privacy.parties, policy.parties)", "parties = policy.parties"
+    ),
+    secure_site("every peer", "peers=policy.peers", "peers=None"),
+    secure_site("no state after a sum", "store.put(client, member.pending)", "pass"),
+    secure_server("a lost site stays in the roster", "and site in self._server.members:", "and False:"),
+    secure_server("the news is not sent", "self._engine.messenger.acknowledge(site, opened)", "pass"),
+    secure_server("a roster per sum", "if server is not None and server.roster", "if False and server.roster"),
     secure_checks("listeners", "if listener is not None:", "if False:"),
     ring("a sum wraps", "return LARGEST // self.sites", "return LARGEST // self.sites + 1"),
     ring("rounded to the nearest", "generator.random(len(exact)) < exact - below", "0.5 < exact - below"),
@@ -942,6 +962,8 @@ MUTANTS = [
     spending("no step is counted", "if steps:\n", "if not steps:\n"),
     policy("too little noise", "dp.noise < self.dp", "dp.noise < 0"),
     policy("anything without noise", "name not in self.outside_dp]", "not name]"),
+    policy("plain sums", 'if self.sums == "secure":', "if False:"),
+    policy("sums of fewer sites", "elif privacy.parties < self.parties:", "elif False:"),
     policy(
         "one description more",
         "len(before) >= self.surveys and",

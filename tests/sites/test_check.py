@@ -266,10 +266,10 @@ def test_the_server_is_there_and_its_clock_is_ours(
     try:
         assert main(["check", str(fed / "a")]) == 0
         said = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in said] == ["ok"] * 6 + [state]
-        assert "belongs to this federation and accepts this party's certificate" in said[5]
+        assert [line.split()[0] for line in said] == ["ok"] * 7 + [state]
+        assert "belongs to this federation and accepts this party's certificate" in said[6]
         if ahead:
-            assert "behind the server's" in said[6]
+            assert "behind the server's" in said[7]
         shutil.copy(fed.parent / "fed" / "b" / "startup" / "client.crt", fed / "a" / "startup")
         assert "the certificates cannot be used" in problems(fed / "a", data=False)
     finally:

@@ -174,12 +174,40 @@ def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_secure_sums_are_not_deployed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("privacy", "evaluation", "sites", "problem"),
+    [
+        ({}, {}, "", r"privacy\.sums = 'secure': the metrics of single sites are no sums\. Give the server test"),
+        ({}, {}, "server.data = 't.csv'", r"privacy\.largest: is required at real sites"),
+        (
+            {"largest": 9},
+            {"validation": 0.2},
+            "server.data = 't.csv'",
+            r"evaluation\.validation = 0\.2: the metrics of",
+        ),
+        ({"largest": 9}, {"client_test": 0.2}, "server.data = 't.csv'", r"evaluation\.client_test = 0\.2: the metrics"),
+        ({"largest": 9}, {}, "server.data = 't.csv'\npolicy.parties = 4", r"site\.a: .*'policy\.parties'.*requires 4"),
+    ],
+)
+def test_secure_sums_that_show_more_than_sums_are_not_deployed(
+    tmp_path: Path, privacy: dict[str, Any], evaluation: dict[str, Any], sites: str, problem: str
+) -> None:
     pytest.importorskip("nvflare")
-    spec = fs.Experiment(privacy={"sums": "secure"})
-    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': is not available at sites yet"):
-        provision(spec, Sites.read(EXAMPLE), tmp_path / "out")
+    schema = {"label": "ill", "classes": ["no", "yes"], "columns": {"age": {"type": "number", "range": [0, 120]}}}
+    table = {"data": {"schema": schema}, "partition": "natural", "evaluation": evaluation}
+    (tmp_path / "t.csv").write_text("age,ill\n40,no\n60,yes\n50,no\n70,yes\n")
+    spec = fs.Experiment.from_table(table | {"privacy": {"sums": "secure", **privacy}})
+    federation = _sites(tmp_path, f"own_data = true\n{sites}\n[site.a]\n[site.b]\n[site.c]")
+    with pytest.raises(SpecError, match=problem):
+        provision(spec, federation, tmp_path / "out", base_dir=tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_site_of_secure_sums_has_one_client(tmp_path: Path) -> None:
+    pytest.importorskip("nvflare")
+    spec = fs.Experiment(partition=fs.IID(clients=4), privacy={"sums": "secure"})
+    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': a secure sum needs sites with one client each"):
+        provision(spec, _sites(tmp_path, "[site.a]\n[site.b]\n[site.c]"), tmp_path / "out")
 
 
 def test_a_job_does_not_say_where_a_server_writes(tmp_path: Path) -> None:

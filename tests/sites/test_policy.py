@@ -33,6 +33,7 @@ PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 
 MASKED = {"method": {"name": "stratify", "masking": "prf"}}
 UNIT = {"data": {"name": "digits", "normalize": "unit", "shape": [1, 8, 8], "classes": 10}}
 TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
+SECURE = {"privacy": {"sums": "secure"}}
 TWICE = {"training": {"accumulate": 2}}
 NOISY = {"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}}
 PRESET = NOISY | {"data": {"name": "digits", "limit": 60, "shift": [128.0], "scale": [0.01]}}
@@ -63,6 +64,8 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"dp": 1.0, "outside_dp": ["sizes"]}, NOISY, "policy.outside_dp", "('normalization'), but this site allows"),
         ({"dp": 1.0, "outside_dp": []}, PRESET, "policy.outside_dp", "samples of each client would be sent without"),
         ({"budget": 3.0}, PRESET | TUNED, "policy.outside_dp", "('evaluation'), but this site allows only: sizes"),
+        ({"sums": "secure"}, {}, "policy.sums", "would see single updates, but this site accepts only privacy.sums ="),
+        ({"parties": 4}, SECURE, "policy.parties", "job sums over 3 or more sites, but this site requires 4 or more"),
     ],
     ids=str,
 )  # fmt: skip
@@ -200,7 +203,8 @@ def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
     for policy in (Policy(), Policy(methods=["sfl"], approved=["0" * 16], jobs="approved", ldp=True, megabytes=0.5)):
         (tmp_path / FILE).write_text(policy.to_toml())
         assert Policy.read(tmp_path) == policy
-        assert all(f"\n{key} = " in policy.to_toml() or key in ("methods", "budget") for key in Policy.model_fields)
+        absent = ("methods", "budget", "peers")
+        assert all(f"\n{key} = " in policy.to_toml() or key in absent for key in Policy.model_fields)
     (tmp_path / FILE).unlink()
     assert Policy.read(tmp_path) == Policy(), "the cautious defaults, where there is no file"
 

@@ -32,6 +32,7 @@ from fedstrata.objectives.base import CrossEntropy, Objective
 
 if TYPE_CHECKING:
     from fedstrata.clients.handling import Handlers
+    from fedstrata.federation.secure.simulated import Member
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class ClientContext:
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
             server knows. Real sites need this for ``privacy.dp``.
+        member: The part of a real site in secure sums; None if the run has none, or is a simulation.
     """
 
     config: FederationConfig
@@ -82,6 +84,7 @@ class ClientContext:
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
     secret: bool = False
+    member: Member | None = field(default=None, compare=False, repr=False)
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
         """Return ``factory(self)``, which is computed only at the first call. All clients share the result."""

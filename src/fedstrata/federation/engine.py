@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.federation.settings import Privacy, Training
 from fedstrata.models.model import Model
+
+if TYPE_CHECKING:
+    from fedstrata.federation.secure.simulated import SecureSum
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,15 @@ class RelaySession(Protocol):
         """Return the model after all accepted hops, and the complete reply or the failure of each of these hops."""
 
 
+class SecureSums(Protocol):
+    """The server of secure sums over real sites."""
+
+    def ask(
+        self, federation: Any, clients: Iterable[ClientId], request: Request, ring: Any, work: Any
+    ) -> SecureSum | None:
+        """Return the sum of the replies; see ``fedstrata.federation.secure.simulated.ask_sum``."""
+
+
 class Engine(ABC):
     """An engine runs the clients: in this process, in other processes or at sites.
 
@@ -113,6 +125,8 @@ class Engine(ABC):
 
     keeps_states: ClassVar[bool] = False
     """Whether clients store their states themselves, so that the server's checkpoints do not contain the states."""
+    secure_sums: SecureSums | None = None
+    """The server of secure sums, if the clients are real sites; otherwise, secure sums are simulated."""
 
     secret = False
     """Whether the noise of ``privacy.dp`` comes from the operating systems of real sites instead of the spec's seed."""

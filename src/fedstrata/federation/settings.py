@@ -110,8 +110,8 @@ class Privacy(Setting):
         clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
             Default: none.
         sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
-            of a round (Bonawitz et al. 2017); only for methods that need no single reply, and only in simulations so
-            far. It needs the extra ``secure``.
+            of a round (Bonawitz et al. 2017); only for methods that need no single reply. At real sites, fewer methods
+            have secure sums than in simulations. It needs the extra ``secure``.
         simulate_masks: Whether clients of a simulation really mask their updates. Without masks, the results are the
             same, and the run is faster.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
@@ -120,7 +120,8 @@ class Privacy(Setting):
         message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
             variates, and the prototypes of ReBaFL.
         largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
-            Default: the size of the largest client.
+            Default: the size of the largest client. Sites with their own data need a value, because the server does not
+            know their sizes.
         parties: Smallest number of clients in a secure sum.
     """
 

@@ -28,7 +28,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
 
     training, evaluation, privacy = config.training, spec.evaluation, config.privacy
     if config.sizes is None:
-        refuse_secure_sums(spec)
+        _check_sites(spec)
     check_replies(spec.method)
     single = "the server does not see single updates with privacy.sums = 'secure'"
     refusals: list[tuple[bool, str, Any, str]] = [
@@ -36,7 +36,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
         (not spec.communication.plain, "communication", ..., "codecs have no secure sum yet. Remove the section."),
         (evaluation.weight_diversity, "evaluation.weight_diversity", True, f"{single}. Remove it."),
         (
-            held.own_test is not None,
+            held.own_test is not None and config.sizes is not None,
             "evaluation",
             ...,
             "the metrics of single clients are no sums. Remove client_test.",
@@ -75,14 +75,25 @@ def check_replies(method: Method) -> None:
             raise SpecError(key, f"{problem} Use another {other}, or 'plain' sums.", part.name)
 
 
+def _check_sites(spec: Experiment) -> None:
+    """Refuse settings with which real sites would send more than sums, or send sums of an unknown size."""
+    for key in ("client_test", "validation"):
+        if (share := getattr(spec.evaluation, key)) is not None:
+            problem = "the metrics of single sites are no sums. Remove it, and give the server test samples."
+            raise SpecError(f"evaluation.{key}", problem, share)
+    if spec.privacy.largest is None:
+        problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"
+        raise SpecError("privacy.largest", f"{problem} that is not a secret.")
+
+
 def refuse_secure_sums(spec: Experiment) -> None:
-    """Refuse secure sums at sites, and in simulations of sites.
+    """Refuse secure sums in NVFlare's simulator, whose sites have no certificates.
 
     Raises:
         SpecError: The spec sets ``privacy.sums`` to "secure".
     """
     if spec.privacy.sums == "secure":
-        problem = "is not available at sites yet. Use 'plain', or run the spec with the engine 'local'."
+        problem = "needs certificates, which NVFlare's simulator does not have. Use the engine 'local', or deploy."
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
 
 

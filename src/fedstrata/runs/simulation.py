@@ -50,6 +50,7 @@ HANDLERS = Handlers(
         encoded.answer_second,
         masked.answer,
         masked.step,
+        masked.site_step,
         evaluation.evaluate,
         evaluation.evaluate_task,
         sampling.report_size,

@@ -95,6 +95,20 @@ def read(path: Path) -> Certificate:
         raise DataError(f"{path}: cannot be read as a certificate: {error}. {ASK}") from None
 
 
+def fingerprint(kit: Path) -> str:
+    """Return the SHA-256 hash of a party's certificate in hexadecimal digits, for the policies of other sites (peers).
+
+    Args:
+        kit: The party's folder.
+
+    Raises:
+        DataError: The certificate cannot be read.
+    """
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    return read(key_pair(kit)[0]).fingerprint(SHA256()).hex()
+
+
 def renew(authority: Path, path: Path, days: int) -> datetime:
     """Replace a certificate with a new one that has the same name and public key, but expires later.
 

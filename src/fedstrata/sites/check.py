@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
-from fedstrata.sites.certificates import ROOT, faults, key_pair
+from fedstrata.sites.certificates import ROOT, faults, fingerprint, key_pair
 from fedstrata.sites.policy import FILE as POLICY
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
@@ -72,6 +72,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
         findings += _outcome(lambda: _job(kit), "problem" if data else "warning")
     wrong = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
     findings += wrong or [Finding("ok", "certificates: valid, and of one federation")]
+    if site and not wrong:
+        findings += _outcome(lambda: f"fingerprint: {fingerprint(kit)}")
     if data and (kit / PART).exists():
         findings += _outcome(lambda: _data(kit))
     if server and site:

@@ -245,6 +245,9 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         DataError: The test file is missing or damaged, or does not fit the spec.
     """
     evaluation = spec.evaluation
+    if test is None and spec.privacy.sums == "secure":
+        problem = "the metrics of single sites are no sums. Give the server test samples (server.data in sites.toml)."
+        raise SpecError("privacy.sums", problem, spec.privacy.sums)
     empty, task = _empty(spec.data, task_of(spec)), task_of(spec)
     _refuse_disclosure(spec, empty, tests=test is not None)
     at_sites = test is None or evaluation.client_test is not None or evaluation.validation is not None

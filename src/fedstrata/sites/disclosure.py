@@ -13,9 +13,9 @@ from fedstrata.evaluation.allowed import allowed_in_evaluation, request_of
 from fedstrata.federation.allowed import Agreed, Allowed, Terms, joined
 from fedstrata.federation.communication.allowed import encoded
 from fedstrata.federation.messages import PHASES, Fact, Phase
+from fedstrata.federation.secure.allowed import masked
 from fedstrata.federation.settings import Privacy
 from fedstrata.runs.dp_record import OUTSIDE, outside_epsilon
-from fedstrata.runs.secure_checks import refuse_secure_sums
 from fedstrata.spec.experiment import Experiment
 
 UNDECLARED = (
@@ -144,9 +144,8 @@ def declaration_of(
             data.
 
     Raises:
-        SpecError: The spec sets ``privacy.sums`` to "secure".
+        SpecError: The spec sets ``privacy.sums`` to "secure", but a reply has no secure sum.
     """
-    refuse_secure_sums(spec)
     data, method = spec.data, spec.method
     own = (data.schema is not None or data.shape is not None) if own_data is None else own_data
     if agreed is None:
@@ -155,9 +154,12 @@ def declaration_of(
     rounds = spec.training.rounds
     training = method.declared(agreed)
     travelling = None if training is None else encoded(training, spec.communication)
-    allowed = joined(
-        travelling, allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own, request=request_of(spec.task))
-    )
+    if spec.privacy.sums == "secure":
+        # Sites do not evaluate, because the results of a site on its own samples would be no sum over several sites.
+        allowed = None if travelling is None else masked(travelling, spec.privacy.parties)
+    else:
+        evaluated = allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own, request=request_of(spec.task))
+        allowed = joined(travelling, evaluated)
     features, targets = (_of_features(spec), _of_targets(spec)) if own else ([], [])
     survey = ", ".join([*features, *targets])
     survey = survey and f"the number of its training samples; {survey}"

@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from fedstrata.base.errors import FedstrataError
+from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.records import Message
 from fedstrata.data.fitting import Statistics, Unfitted
 from fedstrata.engines.local import refuse_random
@@ -27,6 +27,7 @@ from fedstrata.sites.wire import (
     Begin,
     BeginOnBase,
     Begun,
+    BegunWithKeys,
     Commit,
     Done,
     Failed,
@@ -36,6 +37,10 @@ from fedstrata.sites.wire import (
     Survey,
     Surveyed,
 )
+
+if TYPE_CHECKING:
+    from fedstrata.federation.secure.certificates import Trust
+    from fedstrata.sites.secure_sums import SecureSums
 
 BEGIN_AGAIN = 10.0
 """The number of seconds between two attempts to begin the run at a site, if the run waits for more sites."""
@@ -56,8 +61,13 @@ class NVFlareEngine(Engine):
             client.
         log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
             optional.
+        trust: The certificates that the server accepts in secure sums. Default: none, so such runs are refused.
+
+    Raises:
+        SpecError: Secure sums are not possible without certificates, or with several clients at a site.
     """
 
+    secure_sums: SecureSums | None = None
     keeps_states = True
 
     def __init__(
@@ -70,6 +80,7 @@ class NVFlareEngine(Engine):
         run: str,
         direct: bool = True,
         log_heads: Path | None = None,
+        trust: Trust | None = None,
     ) -> None:
         self.config, self.sums, self.direct = config, sums, direct
         self.messenger, self.directory = messenger, messenger.directory
@@ -86,6 +97,18 @@ class NVFlareEngine(Engine):
         self._asked: dict[str, list[ClientId]] = {}
         """The sites of the last exchange, each with the ids of its clients that were asked."""
         self._relays = 0
+        if config.privacy.sums == "secure":
+            self._sum_securely(trust)
+
+    def _sum_securely(self, trust: Trust | None) -> None:
+        from fedstrata.sites.secure_site import job_of, require_own_sites
+        from fedstrata.sites.secure_sums import SecureSums
+
+        if trust is None:
+            problem = "needs certificates, which this server does not have. Use 'plain', or deploy the job."
+            raise SpecError("privacy.sums", problem, "secure")
+        require_own_sites(self.directory.site_of_client)
+        self.secure_sums = SecureSums(self, job_of(self._spec), trust)
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
         """Ask all sites for the statistics of their training samples, and return the statistics over all sites.
@@ -181,6 +204,8 @@ class NVFlareEngine(Engine):
         bodies = {site: first(*common, self.directory.clients_of(site), total, round) for site in sites}
         for site, answer in self._begin(bodies, Begun, check).items():
             clients = self.directory.clients_of(site)
+            if isinstance(answer, BegunWithKeys) and self.secure_sums is not None:
+                self.secure_sums.packages[site] = answer.package
             if answer.round != round:
                 reason = f"site {site} has its clients' states of round {answer.round}, not {round}"
                 self._note("state lost", site, reason)

@@ -182,5 +182,7 @@ def policy_of(spec: Experiment, sites: Sites) -> Policy:
     """
     defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
+    if spec.privacy.sums == "secure":
+        defaults |= {"sums": "secure", "parties": spec.privacy.parties}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
     return Policy(**defaults | given)

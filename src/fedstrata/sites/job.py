@@ -6,8 +6,9 @@ import logging
 import shutil
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.fl_component import FLComponent
 from nvflare.collab import collab
@@ -42,6 +43,10 @@ from fedstrata.sites.wire import Refused, SiteLostError
 from fedstrata.spec.experiment import Experiment
 from fedstrata.spec.tracking import Tracking
 from fedstrata.stratify.masking.key_store import KeyRing
+
+if TYPE_CHECKING:
+    from fedstrata.federation.secure.certificates import Trust
+    from fedstrata.sites.secure_site import Credentials
 
 LOG = logging.getLogger(__name__)
 
@@ -146,8 +151,16 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._sums = Sums(plan.patience)
         messenger = Messenger(transport, site_of_client, patience=plan.patience, least=plan.least, fewer=plan.fewer)
         heads, direct = folder / HEADS, plan.direct
+        trust = _trust(spec, settings)
         engine = NVFlareEngine(
-            prepared.config, messenger, self._sums, spec=text, run=run_of(text), direct=direct, log_heads=heads
+            prepared.config,
+            messenger,
+            self._sums,
+            spec=text,
+            run=run_of(text),
+            direct=direct,
+            log_heads=heads,
+            trust=trust,
         )
         engine.secret = not settings.simulated
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
@@ -176,6 +189,21 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
     """Return the run folder. Except in simulations, its name is a hash of the spec, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
+
+
+def _trust(spec: Experiment, settings: SiteSettings) -> Trust | None:
+    """Return the certificates that the server accepts in secure sums; None if the job has none, or in a simulation."""
+    if spec.privacy.sums == "plain" or settings.simulated:
+        return None
+    from fedstrata.sites.secure_site import trust_of
+
+    return trust_of(Path(collab.workspace.get_root_dir()))
+
+
+def _credentials(root: Path) -> Credentials:
+    from fedstrata.sites.secure_site import Credentials
+
+    return Credentials.of_kit(root)
 
 
 def _caller(site: Any, end: JobEnd) -> Call:
@@ -255,6 +283,7 @@ class Site:
             policy=policy,
             ledger=None if settings.simulated else Ledger(root / PLACE),
             budget=None if policy is None else PrivacyBudget(root / PLACE, policy),
+            credentials=None if settings.simulated else partial(_credentials, root),
         )
 
     @collab.publish  # type: ignore[untyped-decorator]

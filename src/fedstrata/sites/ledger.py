@@ -80,6 +80,9 @@ class Entry:
         refused: The name of the limit that stopped the answer; empty if the site answered.
         failed: The class name of the error that was raised instead of an answer; empty if there was an answer.
         to: The site that received the answer; empty for the server.
+        exchange: The number of the secure sum in its roster; None for other answers.
+        roster: The hash of the roster of a secure sum, in hexadecimal digits.
+        members: The sites of a roster, or the sites whose vectors are in a secure sum.
     """
 
     run: str
@@ -93,6 +96,9 @@ class Entry:
     refused: str = ""
     failed: str = ""
     to: str = ""
+    exchange: int | None = None
+    roster: str = ""
+    members: Sequence[str] = ()
 
     def table(self) -> dict[str, Any]:
         """Return the fields that differ from the defaults."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedstrata.base.config import Setting
@@ -48,6 +48,17 @@ class RuleError(FedstrataError):
         return RuleError, (self.rule, self.reason)
 
 
+def _fingerprint(text: str) -> str:
+    digits = text.replace(":", "").lower()
+    if not re.fullmatch("[0-9a-f]{64}", digits):
+        raise ValueError("must have the 64 hexadecimal digits of a SHA-256 hash")
+    return digits
+
+
+Fingerprint = Annotated[str, AfterValidator(_fingerprint)]
+"""The fingerprint of a certificate; colons and capital letters, as OpenSSL writes them, are accepted too."""
+
+
 class Policy(Setting):
     """A site's limits on jobs.
 
@@ -82,6 +93,12 @@ class Policy(Setting):
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
+        sums: The server's view of this site's updates. ``secure``: only secure sums, so jobs with ``privacy.sums =
+            "plain"`` are refused. ``plain``: both kinds of jobs may run.
+        parties: The smallest number of sites whose updates must be in a secure sum, at least 3.
+        peers: The fingerprints of the certificates of the other sites in secure sums, as ``fedstrata check`` prints
+            them. Get each fingerprint from the site itself, and not from the server. Default: every site with a
+            certificate of the federation.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -101,6 +118,9 @@ class Policy(Setting):
     budget: PositiveFloat | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     relay: Literal["direct", "server"] = "direct"
+    sums: Literal["plain", "secure"] = "plain"
+    parties: Annotated[int, Field(ge=3)] = 3
+    peers: list[Fingerprint] | None = None
 
     def check(self, asked: Declaration) -> None:
         """Refuse a job before any data are read for it.
@@ -148,6 +168,19 @@ class Policy(Setting):
                 raise RuleError(
                     f"policy.{rule}", f"{by[0]} discloses {fact}, which this site does not allow. {accepted}"
                 )
+        self._check_sums(asked.privacy)
+
+    def _check_sums(self, privacy: Privacy) -> None:
+        """Refuse a job whose sums show more than this site allows."""
+        if privacy.sums == "plain":
+            if self.sums == "secure":
+                problem = "the server would see single updates, but this site accepts only privacy.sums = 'secure'"
+                raise RuleError("policy.sums", problem)
+        elif privacy.parties < self.parties:
+            problem = (
+                f"the job sums over {privacy.parties} or more sites, but this site requires {self.parties} or more"
+            )
+            raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
 
     @property
     def requires_dp(self) -> bool:

@@ -21,7 +21,6 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import write_json
 from fedstrata.base.loading import only_from
 from fedstrata.runs.preparation import refuse_attack
-from fedstrata.runs.secure_checks import refuse_secure_sums
 from fedstrata.sites.certificates import ROOT_DAYS, key_pair, renew
 from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
@@ -75,8 +74,11 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         problem = "cannot be set in a job for real sites. Remove this section, and read the run folder of the result."
         raise SpecError("tracking", problem)
     refuse_attack(spec)
-    refuse_secure_sums(spec)
     site_of_client = sites.site_of_client(spec)
+    if spec.privacy.sums == "secure":
+        from fedstrata.sites.secure_site import require_own_sites
+
+        require_own_sites(site_of_client)
     test = path_of(sites.server.data, base_dir)
     # In a real deployment, the file may exist only on the server's machine, and is then not checked.
     if sites.own_data and (test is None or base_dir is not None or test.exists()):

@@ -6,7 +6,9 @@ As on real machines, the run reads the sites' files and encodes all messages. It
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -22,6 +24,9 @@ from fedstrata.sites.sums import Sums
 from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
+
+if TYPE_CHECKING:
+    from fedstrata.sites.secure_site import Credentials
 
 STATES = "sites"
 """The folder in the run folder with the clients' states; it contains one folder per site."""
@@ -68,8 +73,18 @@ def rehearse_file(
             return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
         settings = sites.settings_of(name, base_dir)
-        keys, policy = KeyRing(settings.keys) if settings.keys else shared, policy_of(spec, sites)
-        transport.site_servers[name] = SiteServer(name, out / STATES / name, carry, settings, keys=keys, policy=policy)
+        keys = KeyRing(settings.keys) if settings.keys else shared
+        # The sites of a rehearsal have new keys instead of certificates, so they cannot be the peers of a policy.
+        policy = policy_of(spec, sites).model_copy(update={"peers": None})
+        transport.site_servers[name] = SiteServer(
+            name,
+            out / STATES / name,
+            carry,
+            settings,
+            keys=keys,
+            policy=policy,
+            credentials=partial(_credentials, name),
+        )
     test = path_of(sites.server.data, base_dir)
     prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
     # A rehearsal does not wait for sites, because a site that failed in a rehearsal cannot recover.
@@ -77,7 +92,14 @@ def rehearse_file(
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
     # The sites store states under the name of the run. The name can be fixed, because no other run uses these folders.
-    engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct)
+    trust = None if spec.privacy.sums == "plain" else _credentials("server").trust
+    engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct, trust=trust)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)
     return run_prepared(prepared, out, engine, callbacks, resume=resume)
+
+
+def _credentials(name: str) -> Credentials:
+    from fedstrata.sites.secure_site import Credentials
+
+    return Credentials.of_rehearsal(name)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,11 @@ from fedstrata.sites.sums import SiteGroup
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
+
+if TYPE_CHECKING:
+    from fedstrata.federation.secure.simulated import Member
+    from fedstrata.federation.settings import Privacy
+    from fedstrata.sites.secure_site import Credentials
 
 LOG = logging.getLogger(__name__)
 
@@ -81,6 +86,8 @@ class SiteServer:
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
         budget: The site's privacy budget, from which the steps of ``privacy.dp`` are taken; optional.
+        credentials: A function that returns the site's certificate. Default: the site has none, so it refuses jobs with
+            secure sums.
     """
 
     def __init__(
@@ -94,9 +101,10 @@ class SiteServer:
         policy: Policy | None = None,
         ledger: Ledger | None = None,
         budget: PrivacyBudget | None = None,
+        credentials: Callable[[], Credentials] | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
-        self._keys, self.policy, self.ledger, self.budget = keys, policy, ledger, budget
+        self._keys, self.policy, self.ledger, self.budget, self.credentials = keys, policy, ledger, budget, credentials
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each with the id of the thread that added the entry."""
         self._noting = threading.Lock()
@@ -253,8 +261,11 @@ class SiteServer:
                 self._run.guard.quota.save()
             self._run = None
             self._run, round, lost = SiteRun.begin(self, body)
-            own_data = body.statistics is not None
-            return wire.Begun(round, lost, self._fingerprint() if own_data else "")
+            own = self._fingerprint() if body.statistics is not None else ""
+            member = self._run.context.member
+            if member is None:
+                return wire.Begun(round, lost, own)
+            return wire.BegunWithKeys(round, lost, own, member.site.package())
         if isinstance(body, wire.Survey):
             return self._surveyed(body)
         run = self._running()
@@ -360,9 +371,21 @@ class SiteServer:
         if context.privacy.dp is not None and not self.settings.simulated:
             dp_accounting()
             context = dataclasses.replace(context, secret=True)
+        if context.config.privacy.sums == "secure":
+            context = dataclasses.replace(context, member=_member(self, begin, job, context.privacy))
         if self.policy is None:
             return context
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
+
+
+def _member(site_server: SiteServer, begin: wire.Begin, job: str, privacy: Privacy) -> Member:
+    """Return a site's part in secure sums. The module with the protocol needs the extra ``secure``."""
+    from fedstrata.sites.secure_site import ANSWERED, member_of
+
+    if site_server.credentials is None:
+        raise SpecError("privacy.sums", "needs the site's certificate. Use 'plain'.", "secure")
+    path = site_server.folder / ANSWERED / job
+    return member_of(begin, path, site_server.credentials(), site_server.policy, privacy)
 
 
 class SiteRun:
@@ -445,8 +468,18 @@ class SiteRun:
             self.leg.keep(ack)
         elif isinstance(ack, wire.RelayEnd):
             self.leg.end(ack)
+        elif self.context.member is not None:
+            self._opened(self.context.member, ack)
         else:
             raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
+
+    def _opened(self, member: Member, ack: object) -> None:
+        """Process the news that a secure sum was opened, and note it in the ledger."""
+        from fedstrata.sites.secure_site import about, learn
+
+        (client,) = self.clients
+        if learn(member, ack, self.store, client):
+            self.site_server.note(client=client, round=self.guard.round, **about(ack, member))
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
         """Let clients of this site answer questions, and return the answers."""
@@ -540,14 +573,25 @@ class SiteRun:
         if not isinstance(answer, wire.Failed):
             self.guard.answered(match, answer)
             epsilon = None if match is None else match.allowed.rule.epsilon
-            about |= {"samples": samples, "bytes": records.size(answer), "epsilon": epsilon}
+            about |= {"samples": samples, "bytes": records.size(answer), "epsilon": epsilon} | self._about_sum(request)
         elif "privacy.min_samples" in answer.reason:
             about |= {"refused": "privacy.min_samples"}
+        elif answer.refused and self.context.member is not None:
+            about |= {"refused": "secure-sums"}
         else:
             error = outcome.error if isinstance(outcome, Failure) else None
             about |= {"failed": "no answer" if error is None else type(error).__name__}
-        self.site_server.note(type(request).__name__ if match is None else match.allowed.label, **about)
+        kind = type(request).__name__ if match is None else match.allowed.label
+        self.site_server.note(**{"kind": kind, **about})
         return answer
+
+    def _about_sum(self, request: Request) -> dict[str, Any]:
+        """Return the fields of a ledger entry that describe a message of a secure sum."""
+        if self.context.member is None:
+            return {}
+        from fedstrata.sites.secure_site import about
+
+        return about(request, self.context.member)
 
     def more(self, more: wire.More) -> wire.Answers:
         """Return the next answers of the last exchange that did not fit into earlier messages."""

@@ -109,6 +109,17 @@ class Begun(Message):
     fingerprint: str = ""
 
 
+@record("BegunWithKeys")
+class BegunWithKeys(Begun):
+    """The answer of a site that is ready for a run with secure sums.
+
+    Args:
+        package: The site's public keys for its first roster (``protocol.Package``).
+    """
+
+    package: Message | None = None
+
+
 @record("Commit")
 class Commit(Message):
     """An acknowledgement that says which answers of an exchange are accepted. Other clients' new states are discarded.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import FedstrataError
+from fedstrata.base.records import Message
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.federation.secure.fit import Forms
-from fedstrata.federation.secure.requests import Masked, MaskedReply, Step, StepReply
+from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, Step, StepReply
 
 if TYPE_CHECKING:
-    from fedstrata.federation.secure.simulated import SimulatedSite
+    from fedstrata.federation.secure.simulated import Member
 
 
 @handles(Masked)
@@ -28,26 +29,44 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     if form is None:
         raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
     words = form.encode(inner, client.context.handlers.alone[type(inner)](client, inner), client.number)
+    site = client.context.member
     if not isinstance(request.begin, Begin):
+        if site is not None:
+            raise FedstrataError("secure sums: a real site never sends a vector without masks.")
         return reply_of(words)
-    simulated = _site(client)
-    masked = simulated.site.mask(request.begin, question_of(inner), words, True)
-    simulated.pending, client.state = client.state, before
+    member = _member(client)
+    # An empty vector protects nobody. In a simulation, sums with and without masks must have the same contributors.
+    enough = site is None or client.n_contributing > 0
+    masked = member.site.mask(request.begin, question_of(inner), words, enough)
+    member.pending, client.state = client.state, before
     return MaskedReply(masked.vector, masked.present)
 
 
 @handles(Step)
 def step(client: Client, request: Step) -> StepReply:
     """Answer a message of the protocol. When the sum is opened, the client's new state becomes valid."""
+    return StepReply(_answer(client, request))
+
+
+@handles(SiteStep)
+def site_step(client: Client, request: SiteStep) -> StepReply:
+    """Answer a message of the protocol at a real site. The answer to a roster also has keys for the next roster."""
+    from fedstrata.federation.secure.protocol import Deal
+
+    message = _answer(client, request)
+    return StepReply(Dealt(message, _member(client).site.package()) if isinstance(message, Deal) else message)
+
+
+def _answer(client: Client, request: Step) -> Message | None:
     from fedstrata.federation.secure.protocol import Opened
 
-    simulated = _site(client)
+    member = _member(client)
     if isinstance(request.message, Opened):
-        if simulated.site.opened(request.message) and simulated.pending is not None:
-            client.state = simulated.pending
-        simulated.pending = None
-        return StepReply(None)
-    return StepReply(simulated.answer(request.message))
+        if member.site.opened(request.message) and member.pending is not None:
+            client.state = member.pending
+        member.pending = None
+        return None
+    return member.answer(request.message)
 
 
 def forms(context: ClientContext) -> Forms:
@@ -55,16 +74,18 @@ def forms(context: ClientContext) -> Forms:
     return context.forms(context.config)
 
 
-def _site(client: Client) -> SimulatedSite:
-    from fedstrata.federation.secure.simulated import SimulatedSite
+def _member(client: Client) -> Member:
+    from fedstrata.federation.secure.simulated import Member
 
-    sites = client.context.cached(_sites)
-    if client.number not in sites:
+    if client.context.member is not None:
+        return client.context.member
+    members = client.context.cached(_members)
+    if client.number not in members:
         config = client.context.config
-        sites[client.number] = SimulatedSite.of(client.number, config.seed, config.privacy.parties)
-    return sites[client.number]
+        members[client.number] = Member.simulated(client.number, config.seed, config.privacy.parties)
+    return members[client.number]
 
 
-def _sites(context: ClientContext) -> dict[int, SimulatedSite]:
-    """Return an empty mapping from clients to their sites, which is never saved."""
+def _members(context: ClientContext) -> dict[int, Member]:
+    """Return an empty mapping from clients to their parts in secure sums, which is never saved."""
     return {}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import Message, record
-from fedstrata.federation.messages import Reply, Request
+from fedstrata.federation.messages import Reply, Request, RequestRule
 from fedstrata.federation.reply_checks import require_shape
 
 
@@ -40,6 +40,11 @@ class Masked(Request):
     request: Request
     begin: Message | None = None
 
+    @property
+    def round(self) -> int:
+        """The round of the inner request."""
+        return int(self.request.round)  # type: ignore[attr-defined]  # requests of a round have this field
+
 
 @record("secure/StepReply")
 class StepReply(Reply):
@@ -63,6 +68,33 @@ class Step(Request):
     reply_type: ClassVar[type[Reply]] = StepReply
 
     message: Message | None
+
+
+@record("secure/SiteStep")
+class SiteStep(Step):
+    """A message of the protocol to a real site.
+
+    Args:
+        round: The round, counted from 1.
+    """
+
+    rule = RequestRule("its part of the protocol of secure sums: public keys, encrypted shares and signatures")
+
+    round: int
+
+
+@record("secure/Dealt")
+class Dealt(Message):
+    """A real site's reply to a roster.
+
+    Args:
+        deal: The site's shares for the other sites (``protocol.Deal``).
+        package: The site's public keys for its next roster (``protocol.Package``), so that this roster needs no
+            message for keys.
+    """
+
+    deal: Message
+    package: Message
 
 
 def check_vector(reply: MaskedReply, length: int) -> None:

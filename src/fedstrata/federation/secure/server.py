@@ -166,6 +166,11 @@ class Server:
         self._delivered.add(name)
 
     @property
+    def left(self) -> int:
+        """Number of exchanges for which the roster has keys."""
+        return self.exchanges - self._used
+
+    @property
     def _fewest(self) -> int:
         return max(protocol.FEWEST, self.parties)
 

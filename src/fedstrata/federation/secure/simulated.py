@@ -1,4 +1,4 @@
-"""Secure sums in simulations: with masks, as at real sites, or without them and with the same results."""
+"""Secure sums: at real sites, and in simulations with masks, or without masks and with the same results."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from fedstrata.federation.secure.site import Site
 SIGNATURE_BYTES = 64
 TAG_BYTES = 16
 
+FAILED = "secure sum failed"
+"""The kind of event of a sum that too few clients answered, or that could not be opened."""
+
 
 @dataclass(frozen=True)
 class SecureSum:
@@ -56,7 +59,7 @@ class KeyIsCertificate:
 
 
 @dataclass
-class SimulatedSite:
+class Member:
     """A client's part of the protocol, and the state that it keeps until its sum is opened.
 
     Args:
@@ -68,8 +71,8 @@ class SimulatedSite:
     pending: dict[str, Tree] | None = field(default=None)
 
     @classmethod
-    def of(cls, number: ClientId, seed: int, parties: int) -> SimulatedSite:
-        """Return a site with new keys."""
+    def simulated(cls, number: ClientId, seed: int, parties: int) -> Member:
+        """Return a member without a certificate, for a simulation."""
         key = signing_key()
         identity = Identity(str(number), public_key(key), key.sign)
         return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
@@ -96,7 +99,7 @@ def ask_sum(
     The log counts the bytes of all messages of the protocol, also if the masks are not simulated.
 
     Args:
-        federation: The federation.
+        federation: The federation. If its engine has ``secure_sums``, the clients are real sites.
         clients: The clients to ask.
         request: The question.
         ring: The layout of the replies.
@@ -106,6 +109,8 @@ def ask_sum(
         The sum; None if too few clients answered. An event then gives the reason.
     """
     privacy, engine, exchanges = federation.config.privacy, federation.engine, federation.exchanges
+    if engine.secure_sums is not None:
+        return engine.secure_sums.ask(federation, clients, request, ring, work)
     asked = Requests.of(clients, Masked(request))
     reached = exchanges.reach(asked, work)
     # Late clients have exchanged keys and shares like the others, so they count in the threshold.
@@ -129,7 +134,7 @@ def ask_sum(
         decoded = ring.decode(total, len(answers))
     except ReplyRefusedError as error:
         engine.commit([])
-        federation.note("secure sum failed", answers, f"{error}.")
+        federation.note(FAILED, answers, f"{error}.")
         return None
     engine.commit(answers)
     return SecureSum(decoded, list(answers))
@@ -146,7 +151,7 @@ def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
 
 
 def _fail(federation: Federation, clients: Collection[ClientId], did: str, needed: int) -> None:
-    federation.note("secure sum failed", clients, f"{len(clients)} clients {did}, but the sum needs {needed}.")
+    federation.note(FAILED, clients, f"{len(clients)} clients {did}, but the sum needs {needed}.")
 
 
 class Masks:

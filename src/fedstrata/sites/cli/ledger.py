@@ -14,7 +14,8 @@ from fedstrata.cli import common
 from fedstrata.cli.layout import say
 
 OUTCOME = ("refused", "failed", "to")
-COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME)
+SUMS = ("exchange", "roster", "members")
+COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME, *SUMS)
 
 
 def add_ledger(commands: common.Commands) -> None:

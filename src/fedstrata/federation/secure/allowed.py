@@ -1,0 +1,39 @@
+"""The list of requests that a job may send to its clients if the server sees only sums of their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.allowed import Allowed, Bound
+from fedstrata.federation.messages import Fit
+from fedstrata.federation.secure.requests import Masked, SiteStep
+
+STEPS = 4
+"""The largest number of messages of the protocol per sum, in addition to the question: for keys, for a roster, and two
+to open the sum."""
+
+
+def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
+    """Wrap each request into a ``Masked`` request, and add the messages of the protocol.
+
+    Args:
+        allowed: The requests without masks, as methods and samplers declare them.
+        parties: Smallest number of sites in a sum.
+
+    Raises:
+        SpecError: A reply has no secure sum.
+    """
+    begins = Bound("the beginning of an exchange", lambda begin, _: begin is not None)
+    envelopes = []
+    for inside in allowed:
+        if inside.request is not Fit:
+            problem = f"the reply to {inside.label} has no secure sum. Use another method, or 'plain'."
+            raise SpecError("privacy.sums", problem, "secure")
+        description = f"{inside.rule.description}, masked so that the server reads only the sum over {parties} or more"
+        rule = replace(inside.rule, description=f"{description} sites", discloses=frozenset())
+        envelopes.append(replace(inside, request=Masked, where={"begin": begins}, rule=rule, inside=inside))
+    times = [each.times for each in envelopes]
+    steps = None if None in times else STEPS * sum(each or 0 for each in times)
+    return [*envelopes, Allowed(SiteStep, times=steps)]

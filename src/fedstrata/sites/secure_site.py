@@ -1,0 +1,231 @@
+"""A real site's part in secure sums: its certificate, the questions that it has answered, and its ledger entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from filelock import FileLock
+
+from fedstrata.base.errors import DataError, SpecError, WireError
+from fedstrata.base.jsonl import replace_file
+from fedstrata.base.locking import LOCK
+from fedstrata.clients.store import StateStore
+from fedstrata.federation.secure.certificates import Identity, IssuedBy, Trust
+from fedstrata.federation.secure.primitives import KEY_BYTES, digest, public_key, signing_key
+from fedstrata.federation.secure.protocol import (
+    Begin,
+    MaskedVector,
+    Opened,
+    Propose,
+    RefusedError,
+    RevealAll,
+    RevealSet,
+    Roster,
+)
+from fedstrata.federation.secure.requests import Masked, SiteStep
+from fedstrata.federation.secure.ring import Words
+from fedstrata.federation.secure.simulated import KeyIsCertificate, Member
+from fedstrata.federation.secure.site import Site
+from fedstrata.federation.settings import Privacy
+from fedstrata.sites import wire
+from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
+from fedstrata.sites.policy import Policy
+
+ANSWERED = ".answered"
+"""The folder in a site's folder with the hashes of the questions that the site has answered, in one file per job."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A site's certificate, and the certificates that the site accepts.
+
+    Args:
+        identity: The site's certificate.
+        trust: The rules by which the site accepts the certificates of other sites.
+    """
+
+    identity: Identity
+    trust: Trust
+
+    @classmethod
+    def of_kit(cls, kit: Path) -> Credentials:
+        """Read the certificate, its private key and the root certificate from a site's folder.
+
+        Raises:
+            DataError: A file cannot be read.
+            FedstrataError: The folder has no certificate.
+        """
+        path, key_path = key_pair(kit)
+        try:
+            key: Any = load_pem_private_key(key_path.read_bytes(), None)
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{key_path}: cannot be read as a private key: {error}. {ASK}") from None
+        return cls(Identity.of(read(path), key), trust_of(kit))
+
+    @classmethod
+    def of_rehearsal(cls, name: str) -> Credentials:
+        """Return credentials without a certificate, for a rehearsal in one process."""
+        key = signing_key()
+        return cls(Identity(name, public_key(key), key.sign), KeyIsCertificate())
+
+
+def trust_of(kit: Path) -> Trust:
+    """Return the trust in all certificates that the root certificate of a party's folder issued.
+
+    Raises:
+        DataError: The root certificate cannot be read.
+        FedstrataError: The folder has no certificate.
+    """
+    return IssuedBy(read(key_pair(kit)[0].with_name(ROOT)))
+
+
+def job_of(spec: str) -> bytes:
+    """Return the job's hash, which all keys and signatures of a run contain.
+
+    Args:
+        spec: The experiment as TOML.
+    """
+    return digest("site job", spec)
+
+
+class Answered:
+    """The hashes of the questions that a site has answered in a job, in a file.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> set[bytes]:
+        """Return all hashes in the file."""
+        data = self._path.read_bytes() if self._path.exists() else b""
+        return {data[begin : begin + KEY_BYTES] for begin in range(0, len(data), KEY_BYTES)}
+
+    def add(self, question: bytes) -> None:
+        """Write a hash to the disk, before the answer leaves the site.
+
+        Raises:
+            RefusedError: The question was answered before, perhaps by another process of the site.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._path.with_name(LOCK)):
+            known = self.read()
+            if question in known:
+                raise RefusedError("question", "this question was answered before")
+            replace_file(self._path, b"".join(known) + question, mode=0o600)
+
+
+class KeptSite(Site):
+    """A site that writes each question to the disk before it answers.
+
+    Args:
+        answered_file: The questions that the site has answered in this job.
+        job: See ``Site``.
+        credentials: The site's certificate, and the accepted certificates.
+        settings: Further arguments of ``Site``.
+    """
+
+    def __init__(self, answered_file: Answered, job: bytes, credentials: Credentials, **settings: Any) -> None:
+        super().__init__(job, credentials.identity, credentials.trust, answered=answered_file.read(), **settings)
+        self._answered_file = answered_file
+
+    def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
+        """Return this site's masked vector, after the question is on the disk.
+
+        Raises:
+            RefusedError: A check failed.
+            OSError: The question cannot be written.
+        """
+        masked = super().mask(begin, question, vector, enough)
+        self._answered_file.add(question)
+        return masked
+
+
+def member_of(
+    begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, privacy: Privacy
+) -> Member:
+    """Return a site's part in the secure sums of a run, with new keys.
+
+    Args:
+        begin: The server's first message.
+        path: The file of the questions that the site has answered in this job.
+        credentials: The site's certificate, and the accepted certificates.
+        policy: The site's policy; None if the site has none.
+        privacy: The spec's settings.
+
+    Raises:
+        SpecError: The site has several clients.
+    """
+    require_own_sites(["this site"] * len(begin.clients))
+    policy = policy or Policy()
+    parties = max(privacy.parties, policy.parties)
+    return Member(KeptSite(Answered(path), job_of(begin.spec), credentials, parties=parties, peers=policy.peers))
+
+
+def require_own_sites(site_of_client: Sequence[str]) -> None:
+    """Check that each site has only one client, because sites are the parties of a secure sum.
+
+    Args:
+        site_of_client: The name of each client's site.
+
+    Raises:
+        SpecError: A site has several clients.
+    """
+    if len(set(site_of_client)) < len(site_of_client):
+        problem = "a secure sum needs sites with one client each. Use one client per site, or 'plain'."
+        raise SpecError("privacy.sums", problem, "secure")
+
+
+def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
+    """Process the news that a sum was opened. The server may send it several times.
+
+    Args:
+        member: The site's part in secure sums.
+        ack: The acknowledgement.
+        store: The states of the site's clients.
+        client: The site's client.
+
+    Returns:
+        Whether the site heard the news for the first time.
+
+    Raises:
+        WireError: The acknowledgement is of another class.
+    """
+    if not isinstance(ack, Opened):
+        raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
+    try:
+        counts = member.site.opened(ack)
+    except RefusedError:
+        return False
+    if counts and member.pending is not None:
+        store.put(client, member.pending)
+    member.pending = None
+    return True
+
+
+def about(message: object, member: Member) -> dict[str, Any]:
+    """Return the fields of a ledger entry that describe a message of a secure sum; empty for other messages.
+
+    Args:
+        message: The request that the site answered, or the news that a sum was opened.
+        member: The site's part in secure sums.
+    """
+    if isinstance(message, Masked) and isinstance(message.begin, Begin):
+        return {"exchange": message.begin.exchange, "roster": message.begin.roster.hex()}
+    step = message.message if isinstance(message, SiteStep) else message
+    fields = {"kind": "Package" if step is None else type(step).__name__}
+    if isinstance(step, Roster):
+        return fields | {"roster": step.hash(member.site.job).hex(), "members": step.names}
+    if isinstance(step, RevealAll | Propose):
+        return fields | {"exchange": step.exchange, "members": sorted(step.present)}
+    if isinstance(step, Opened):
+        return fields | {"exchange": step.exchange, "members": step.members}
+    if isinstance(step, RevealSet):
+        return fields | {"exchange": step.exchange}
+    return fields if isinstance(message, SiteStep) else {}
