@@ -211,6 +211,10 @@ def test_digits_are_learned_with_a_moderate_epsilon():
         ({"training": {"clip": 1.0}}, r"training\.clip = 1\.0: privacy\.dp clips"),
         ({"training": {"accumulate": 2}}, r"training\.accumulate = 2"),
         ({"privacy": {"dp": {"clip": 1.0, "noise": 0}}}, r"privacy\.dp\.noise = 0"),
+        (
+            {"privacy": {"dp": {"clip": 1.0, "noise": 1.2, "budget": 1.0}}},
+            r"budget = 1\.0: is too small, because",
+        ),
     ],
 )
 def test_what_would_break_privacy_is_refused_before_the_first_round(changes: dict[str, Any], message: str):

@@ -954,7 +954,9 @@ MUTANTS = [
     slots("an unused row is found", "(rows >= min(labels, last)).any()", "(rows >= last).any()"),
     slots("a difference may be the prime", "candidate = self.classes + 2", "candidate = self.classes + 1"),
     slots("a factor of zero", "factors = 1 + below(p - 1, self.slots)", "factors = below(p, self.slots)"),
-    noise("the noise of real sites from the seed", "if client.context.secret:", "if False:"),
+    noise(
+        "too little noise at real sites", "torch.from_numpy(ndtri(uniform))", "torch.from_numpy(0.9 * ndtri(uniform))"
+    ),
     draws("the draws of real sites from the seed", "secrets.randbits(256) if context.secret", "0 if context.secret"),
     budget("one step too many", "self._epsilon(spending) > self._most", "self._epsilon(spending) > 1.01 * self._most"),
     budget("only the last job counts", "sum(self.by_job().values(),", "next(reversed(self.by_job().values()),"),
