@@ -11,6 +11,7 @@ from pathlib import Path
 from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import common
 from fedstrata.cli.layout import say
+from fedstrata.papers.board.cli import add_board
 
 
 def add_reproduce(commands: common.Commands) -> None:
@@ -83,4 +84,4 @@ def _show(options: argparse.Namespace) -> Callable[[str], None]:
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
-COMMANDS = (add_reproduce,)
+COMMANDS = (add_reproduce, add_board)
