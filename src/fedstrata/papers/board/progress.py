@@ -47,7 +47,7 @@ def _count(
     runs = [] if settings is None else protocol.runs(column, entry, settings)
     cells = len(trials) + len(protocol.seeds)
     done = sum(cell.hash in results for cell in [*(cell for cell, _ in trials), *runs])
-    rate = seconds.get(entry.name, protocol.seconds.get(entry.name, protocol.seconds[""]))
+    rate = seconds.get(entry.name, protocol.expected(entry.name))
     return {"cells": cells, "done": done, "hours": (cells - done) * rate / 3600, "refused": 0}
 
 

@@ -151,6 +151,10 @@ class Protocol:
         under("METHOD", lambda: METHODS.find(name))
         return Entry(name, {"name": name}, self.grid.get(name, {}))
 
+    def expected(self, entry: str) -> float:
+        """Return the expected seconds of a run of an entry on one core."""
+        return self.seconds.get(entry, self.seconds[""])
+
     def trials(self, column: Column, entry: Entry) -> list[tuple[Cell, dict[str, Any]]]:
         """Return the trials of an entry, each with the settings that it tries, as nested tables."""
         rates = self.rates_with_setting if entry.grid else self.rates

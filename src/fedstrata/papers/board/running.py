@@ -74,7 +74,8 @@ class Board:
         """Run all cells without a result, and again while other processes finish trials on which cells wait."""
         for column in columns:
             self._check(column)
-        places = [(column, entry) for column in columns for entry in entries]
+        fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
+        places = [(column, entry) for column in columns for entry in fast_first]
         while sum(self._run_entry(column, entry) for column, entry in places):
             pass
 
