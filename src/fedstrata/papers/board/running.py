@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedstrata.base.errors import FedstrataError, SpecError
-from fedstrata.evaluation.history import History
+from fedstrata.evaluation.history import History, number_in
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.running import Results, keep, read, results_file, run_one
 from fedstrata.papers.tables import Cell, experiment_of
@@ -136,16 +136,17 @@ class Board:
 
 
 def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
-    """Return the results of a trial: the accuracy in percent by which settings are chosen, and the seconds.
+    """Return the results of a trial: the accuracy in percent by which settings are chosen, and its curve.
 
     Args:
         history: The history of the trial.
         personal: Whether personal models on the clients' own test samples are measured. Otherwise, the global model is
             measured on the validation samples.
     """
-    own = [record["personal"]["accuracy"]["mean"] for record in late(history)]
-    validation = [record["validation"]["accuracy"] for record in late(history)]
-    return {"validation": _percent(own if personal else validation), **_ending(history)}
+    column = "personal.accuracy.mean" if personal else "validation.accuracy"
+    values = [number_in(record, column) for record in late(history)]
+    validation = _percent([value for value in values if value is not None])
+    return {"validation": validation, "curve": curve(history, column), **_ending(history)}
 
 
 def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,14 +182,18 @@ def late(history: History) -> list[Mapping[str, Any]]:
     return [record for record in history if record.get("accuracy") is not None and record["round"] >= first]
 
 
-def curve(history: History) -> list[tuple[int, float, int, int]]:
-    """Return for each evaluation the round, the accuracy in percent, the bytes and the sample-gradients until then."""
+def curve(history: History, column: str = "accuracy") -> list[tuple[int, float, int, int]]:
+    """Return the curve of an accuracy, against the bytes and the sample-gradients of all rounds so far.
+
+    Returns:
+        For each evaluation: the round, the accuracy in percent, the bytes, and the sample-gradients.
+    """
     points, spent, trained = [], 0, 0
     for record in history:
         spent += sum(int(record.get(name) or 0) for name in TRAFFIC)
         trained += int(record.get("samples") or 0)
-        if record.get("accuracy") is not None:
-            points.append((record["round"], _percent([record["accuracy"]]), spent, trained))
+        if (value := number_in(record, column)) is not None:
+            points.append((record["round"], _percent([value]), spent, trained))
     return points
 
 
