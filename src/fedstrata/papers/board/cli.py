@@ -19,16 +19,18 @@ METHOD = "method, composition, module:Class or FILE.py:Class (default: all metho
 
 
 def add_board(commands: common.Commands) -> None:
-    """Add ``fedstrata board list`` and ``fedstrata board run``."""
+    """Add ``fedstrata board list``, ``board run`` and ``board show``."""
     examples = """
         fedstrata board list
         fedstrata board run fedavg fedau --columns dirichlet-label
+        fedstrata board show
     """
     help = "rank methods under a fixed protocol of partitions and dropouts"
     board = common.add_command(commands, "board", help, examples)
     actions = board.add_subparsers(required=True, metavar="ACTION")
     _add_list(actions)
     _add_run(actions)
+    _add_show(actions)
 
 
 def _add_list(actions: common.Commands) -> None:
@@ -58,6 +60,18 @@ def _add_run(actions: common.Commands) -> None:
     parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of the protocol)")
     parser.add_argument("--runs", type=Path, help="folder that contains the run folders (default: OUT/runs)")
     common.add_output(parser)
+
+
+def _add_show(actions: common.Commands) -> None:
+    examples = """
+        fedstrata board show
+        fedstrata board show --columns dirichlet-label --out board
+    """
+    help = "write a page, pictures and JSON from existing results"
+    parser = common.add_command(actions, "show", help, examples, imports=True, work=_show)
+    _add_selection(parser)
+    parser.add_argument("--summary", type=Path, help="file to store the JSON in (default: OUT/board.json)")
+    common.add_output(parser, progress=False)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -105,3 +119,11 @@ def _run(options: argparse.Namespace) -> int:
     if board.failed:
         raise FedstrataError(f"{len(board.failed)} runs failed. The lines above say why.")
     return 0
+
+
+def _show(options: argparse.Namespace) -> None:
+    from fedstrata.papers.board import pages
+
+    protocol, columns, entries, out = _selected(options)
+    written = pages.write(protocol, columns, entries, out, options.summary)
+    common.print_result(options, {"folder": out, "written": written}, f"written to {out}: {', '.join(written)}")
