@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.base.jsonl import replace_file
 from fedstrata.papers.board.judging import BUDGETS, MEASURES, Standing, Verdicts, judged, overall
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
@@ -45,12 +46,18 @@ def write(
     for name in names:
         replace_file(out / name, critical_difference_picture(pictures[name]).encode())  # type: ignore[arg-type]
     replace_file(out / PAGE, page(protocol, verdicts).encode())
-    write_json(summary or out / SUMMARY, summarised(protocol, shown))
+    replace_file(summary or out / SUMMARY, _as_json(summarised(protocol, shown)).encode())
     return [*names, PAGE, str(summary or SUMMARY)]
 
 
 def _overall(shown: Sequence[Verdicts]) -> Ranking | None:
     return overall([each for each in shown if each.complete])
+
+
+def _as_json(summary: Mapping[str, Any]) -> str:
+    """Return the summary as JSON with a line per column."""
+    columns = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in summary["columns"].items())
+    return f'{{"protocol": {json.dumps(summary["protocol"])}, "columns": {{\n{columns}\n}}}}\n'
 
 
 def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, Any]:
@@ -111,11 +118,13 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
 def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     first = next(iter(ranking.ranks))
     p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
-    return (
-        f"The picture ranks {len(ranking.ranks)} methods by their mean accuracy in {len(complete)} columns.{p} `{first}` "
-        f"has the best average rank, {ranking.ranks[first]:.1f}. Ranks that differ by less than {ranking.critical:.1f} "
-        "cannot be distinguished. All columns use the same data set, so the ranking may differ for other data."
+    sentences = (
+        f"The picture ranks {len(ranking.ranks)} methods by their mean accuracy in {len(complete)} columns.{p}",
+        f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
+        f"Ranks that differ by less than {ranking.critical:.1f} cannot be distinguished.",
+        "All columns use the same data set, so the ranking may differ for other data.",
     )
+    return " ".join(sentences)
 
 
 def _column(verdicts: Verdicts) -> list[str]:
