@@ -74,7 +74,7 @@ def test_unknown_names(protocol):
         protocol.entries(["fedav"])
     with pytest.raises(SpecError, match=r"METHOD.name = 'nothing:Here'"):
         protocol.entries(["nothing:Here"])
-    with pytest.raises(SpecError, match="METHOD = 'absent.py:Mine'.*does not exist"):
+    with pytest.raises(SpecError, match=r"METHOD = 'absent\.py:Mine'.*does not exist"):
         protocol.entries(["absent.py:Mine"])
 
 

@@ -45,7 +45,7 @@ def test_equal_values_share_a_rank_and_a_missing_value_is_last():
 def test_too_little_to_rank():
     assert ranking({"a": [1.0, 2.0], "b": [2.0, 1.0]}) is None
     assert ranking({"a": [1.0], "b": [2.0], "c": [3.0]}) is None
-    assert ranking(dict.fromkeys("abc", [1.0, 1.0])).p is None
+    assert ranking({"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [1.0, 1.0]}).p is None
 
 
 values = st.lists(st.lists(st.integers(0, 100), min_size=4, max_size=4), min_size=3, max_size=6)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.base.errors import SpecError
+from fedstrata.base.errors import DataError
 from fedstrata.evaluation.history import History
 from fedstrata.papers.board.protocol import read
 from fedstrata.papers.board.running import Board, best, curve, of_run, refusal, results_of
@@ -66,7 +66,7 @@ def test_an_entry_that_cannot_run_is_stored_with_the_reason(small, tmp_path):
 def test_missing_data_are_an_error_and_not_a_refusal(tmp_path):
     protocol = read()
     board = Board(protocol, tmp_path, tmp_path / "runs", None, print)
-    with pytest.raises(SpecError, match="fashion_mnist"):
+    with pytest.raises(DataError, match="fashion_mnist"):
         board.run(protocol.columns(["iid-always"]), protocol.entries(["scaffold"]))
     assert not (tmp_path / "cells").exists()
 

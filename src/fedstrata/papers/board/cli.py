@@ -65,17 +65,17 @@ def _add_run(actions: common.Commands) -> None:
 def _add_show(actions: common.Commands) -> None:
     examples = """
         fedstrata board show
-        fedstrata board show --columns dirichlet-label --out board
+        fedstrata board show my_method:MyMethod --columns dirichlet-label
     """
     help = "write a page, pictures and JSON from existing results"
     parser = common.add_command(actions, "show", help, examples, imports=True, work=_show)
-    _add_selection(parser)
+    _add_selection(parser, "module:Class or FILE.py:Class of a method of your own, to show beside all other methods")
     parser.add_argument("--summary", type=Path, help="file to store the JSON in (default: OUT/board.json)")
     common.add_output(parser, progress=False)
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help=METHOD)
+def _add_selection(parser: argparse.ArgumentParser, methods: str = METHOD) -> None:
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help=methods)
     help = "comma-separated columns, such as dirichlet-label (default: the twelve columns that are not FedAU's)"
     parser.add_argument("--columns", help=help)
     help = "folder of the results (default: board, or quick-board with --quick)"
@@ -124,6 +124,7 @@ def _run(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> None:
     from fedstrata.papers.board import pages
 
-    protocol, columns, entries, out = _selected(options)
-    written = pages.write(protocol, columns, entries, out, options.summary)
+    protocol, columns, own, out = _selected(options)
+    entries = {entry.name: entry for entry in [*protocol.entries(), *own]}
+    written = pages.write(protocol, columns, list(entries.values()), out, options.summary)
     common.print_result(options, {"folder": out, "written": written}, f"written to {out}: {', '.join(written)}")
