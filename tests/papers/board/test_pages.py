@@ -16,7 +16,7 @@ from fedstrata.papers.running import keep
 SEEDS = range(5)
 ACCURACY = {
     "fedavg": [50.0, 52.0, 51.0, 49.0, 53.0],
-    "fedau": [60.0, 62.0, 61.0, 59.0, 63.0],
+    "fedau": [60.0, 62.0, 61.0, 60.0, 63.0],
     "fedper": [10.0, 11.0, 10.0, 12.0, 9.0],
     "rebafl": [50.0, 51.0, 53.0, 50.0, 52.0],
 }
@@ -78,7 +78,7 @@ def test_a_column_by_hand(protocol, out):
     ranks = verdicts.rankings["accuracy"].ranks
     # FedAvg and ReBaFL: 2.5 and 2.5, then 2 and 3, 3 and 2, 3 and 2, 2 and 3.
     assert dict(ranks) == {"fedau": 1.0, "fedavg": 2.5, "rebafl": 2.5, "fedper": 4.0}
-    assert verdicts.difference("fedau").mean == pytest.approx(10.0)
+    assert verdicts.difference("fedau").mean == pytest.approx(10.2)
     # The differences of ReBaFL are 0, −1, 2, 1, −1; Holm leaves the largest p-value as it is.
     assert verdicts.difference("rebafl").mean == pytest.approx(0.2)
     assert verdicts.corrected["rebafl"] == pytest.approx(verdicts.difference("rebafl").p)
@@ -99,12 +99,12 @@ def test_accuracy_at_the_cost_of_fedavg(protocol, out):
 
 
 @pytest.mark.parametrize(
-    ("budget", "accuracy"),
-    [(1000, 35.0), (100, 35.0), (96, 35.0), (95, 25.0), (50, 20.0), (49, 20.0), (9, None)],
+    ("budget", "accuracy"), [(1000, 35.0), (100, 35.0), (96, 35.0), (95, 25.0), (50, 10.0), (9, None)]
 )
 def test_the_accuracy_within_a_budget(budget, accuracy):
-    curve = [[1, 10.0, 10, 1], [2, 20.0, 50, 2], [3, 30.0, 90, 3], [4, 40.0, 100, 4]]
-    assert within(curve, 2, budget) == (30.0 if budget == 95 else accuracy)
+    # Five percent more than the budget are allowed. The means are over rounds 8 to 10, 6.4 to 8, and 4.
+    curve = [[4, 10.0, 40, 1], [7, 20.0, 70, 2], [8, 30.0, 80, 3], [10, 40.0, 100, 4]]
+    assert within(curve, 2, budget) == accuracy
 
 
 def test_a_column_without_its_baseline_is_not_judged(protocol, out):
@@ -142,9 +142,9 @@ def test_the_summary_for_programs(protocol, out):
     assert content["methods"]["fedau"] == {
         "method": {"name": "fedau"},
         "seeds": [0, 1, 2, 3, 4],
-        "accuracy": [0.6, 0.62, 0.61, 0.59, 0.63],
-        "worst_class": [0.3, 0.31, 0.305, 0.295, 0.315],
-        "worst_client": [0.15, 0.155, 0.1525, 0.1475, 0.1575],
+        "accuracy": [0.6, 0.62, 0.61, 0.6, 0.63],
+        "worst_class": [0.3, 0.31, 0.305, 0.3, 0.315],
+        "worst_client": [0.15, 0.155, 0.1525, 0.15, 0.1575],
         "bytes_up": 104,
         "bytes_down": 104,
         "samples": 10,

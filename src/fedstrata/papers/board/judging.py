@@ -79,8 +79,8 @@ class Standing:
 def within(points: Curve, place: int, budget: float) -> float | None:
     """Return the mean accuracy of a run when it has spent nearly a budget; None if no evaluation is within the budget.
 
-    The mean is over the evaluations in the last fifth of the spending, or the last evaluation if there is none. A run
-    that spends less than the budget in total has the accuracy of its end.
+    The mean is over the evaluations in the last fifth of the rounds within the budget. A run that spends less than the
+    budget in total has the accuracy of its last rounds.
 
     Args:
         points: The curve; see ``running.curve``.
@@ -90,8 +90,8 @@ def within(points: Curve, place: int, budget: float) -> float | None:
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
         return None
-    least = (1 - LATE) * min(budget, affordable[-1][place])
-    return fmean(point[1] for point in affordable if point[place] >= least)
+    first = (1 - LATE) * affordable[-1][0]
+    return fmean(point[1] for point in affordable if point[0] >= first)
 
 
 @dataclass(frozen=True)
