@@ -166,10 +166,11 @@ def test_lines_overlap_if_ranks_cannot_be_distinguished():
 
     ranking = Ranking({"a": 1.0, "fedavg": 2.0, "c": 4.0}, blocks=4, p=0.01, critical=1.5)
     axes = Figure().subplots()
-    draw(axes, ranking)
+    draw(axes, ranking, "seeds")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "fedavg", "c"]
     lines = {line.get_ydata()[0]: list(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 2}
     assert lines == {0: [0.25, 1.75], 1: [1.25, 2.75], 2: [3.25, 4.75]}
-    text = critical_difference_picture(ranking)
-    assert text == critical_difference_picture(ranking)
-    assert text.count(">critical difference 1.5</text>") == 1
+    text = critical_difference_picture(ranking, "seeds")
+    assert text == critical_difference_picture(ranking, "seeds")
+    for words in ("critical difference 1.5", "average rank over 4 seeds (1 is best)"):
+        assert text.count(f">{words}</text>") == 1

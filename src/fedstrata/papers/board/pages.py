@@ -40,11 +40,13 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     verdicts = [judged(protocol, column, entries, out) for column in columns]
     shown = [each for each in verdicts if each.standings]
-    pictures = {f"board-{each.column.label}.svg": each.rankings.get("accuracy") for each in shown}
-    pictures["board.svg"] = _overall(shown)
-    names = [name for name, ranking in pictures.items() if ranking is not None]
-    for name in names:
-        replace_file(out / name, critical_difference_picture(pictures[name]).encode())  # type: ignore[arg-type]
+    rankings = {f"board-{each.column.label}.svg": ("seeds", each.rankings.get("accuracy")) for each in shown}
+    rankings["board.svg"] = "columns", _overall(shown)
+    names = []
+    for name, (blocks, ranking) in rankings.items():
+        if ranking is not None:
+            replace_file(out / name, critical_difference_picture(ranking, blocks).encode())
+            names.append(name)
     replace_file(out / PAGE, page(protocol, verdicts).encode())
     replace_file(summary or out / SUMMARY, _as_json(summarised(protocol, shown)).encode())
     return [*names, PAGE, str(summary or SUMMARY)]
