@@ -139,7 +139,8 @@ def _column(verdicts: Verdicts) -> list[str]:
         lines += [f"![Average rank of each method over the seeds](board-{label}.svg)", ""]
     if verdicts.missing:
         count = len(verdicts.missing)
-        lines += [f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds.", ""]
+        has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
+        lines += [f"{has}. All verdicts on this column are provisional, and are corrected only for the others.", ""]
     return lines + _folded(f"{len(verdicts.standings)} methods: accuracies in %, and costs", _table(verdicts))
 
 

@@ -13,6 +13,9 @@ from fedstrata.papers.pages import duration
 from fedstrata.papers.running import Results, read
 from fedstrata.reporting.tables import markdown_table
 
+HEADINGS = {"columns": "column", "entries": "entry"}
+"""A mapping from the parts of the progress to the heading of the first column of their tables."""
+
 
 def progress(
     protocol: Protocol, columns: Sequence[Column], entries: Sequence[Entry], out: Path
@@ -68,12 +71,11 @@ def measured(out: Path, protocol: Protocol) -> dict[str, float]:
 
 def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Return the progress as Markdown tables, and the sum of the expected hours."""
-    texts = []
+    texts: list[str] = []
     for kind, each in rows.items():
-        table = [_line(row) for row in each]
-        texts += [markdown_table([kind[:-1].replace("ie", "y"), "runs", "done", "left, on one core"], table), ""]
+        headings = [HEADINGS[kind], "runs", "done", "left, on one core"]
+        texts += [*markdown_table(headings, map(_line, each)).splitlines(), ""]
     hours = sum(row["hours"] for row in rows["columns"])
-    texts = [line for text in texts for line in text.splitlines()]
     return [*texts, f"The missing runs need about {duration(hours)} on one core."]
 
 
