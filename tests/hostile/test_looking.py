@@ -45,7 +45,7 @@ MORE = [
     ["status", "result", "--json"],
     ["partition", "own-partition.toml"],
 ]
-IMPORT = {"compare", "deploy", "reproduce", "run", "settings", "sweep"}
+IMPORT = {"board list", "board run", "board show", "compare", "deploy", "reproduce", "run", "settings", "sweep"}
 """Commands that train, or describe the class that is named on the command line."""
 
 EVIL = """

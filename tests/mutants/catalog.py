@@ -162,6 +162,9 @@ judging = _of("papers/judging.py", "papers/test_judging.py")
 recommended = _of("papers/recommend/properties.py", "papers/recommend/test_properties.py")
 rounds = _of("papers/recommend/rounds.py", "papers/recommend/test_properties.py")
 advice = _of("papers/recommend/advice.py", "papers/recommend/test_advice.py")
+board_ranks = _of("papers/board/ranks.py", "papers/board/test_ranks.py")
+board_judging = _of("papers/board/judging.py", "papers/board/test_pages.py")
+board_running = _of("papers/board/running.py", "papers/board/test_running.py")
 tables = _of("reporting/tables.py", "reporting/test_tables.py")
 fedssar = _of("sampling/fedssar.py", "sampling/test_fedssar.py", "methods/test_fedssar.py")
 sketches = _of(
@@ -1025,6 +1028,14 @@ MUTANTS = [
     judging(
         "a part is supported without correction", "if wanted in together and right", "if wanted in alone and right"
     ),
+    statistics("Holm without steps", "value * (len(p) - place)", "value * len(p)"),
+    statistics("Holm's order", "largest = max(largest, min(", "largest = max(0.0, min("),
+    board_ranks("the worst method comes first", "rankdata(-table, axis=0)", "rankdata(table, axis=0)"),
+    board_ranks("Nemenyi with twice the blocks", "/ (6 * blocks))", "/ (12 * blocks))"),
+    board_judging("a budget without limit", "if point[place] <= budget * FEW_MORE]", "]"),
+    board_judging("personal models on other samples", "if not each.entry.is_personal", "if True"),
+    board_running("the worst trial is chosen", "return max(finished, key=", "return min(finished, key="),
+    board_running("the last evaluation alone", "(1 - LATE) * len(history)", "len(history)"),
     tables("clients that were not heard of", ' and not name.startswith(f"{_CLIENTS}unheard.")', ""),
     fedssar("clients away count", " * (available_sizes / sizes)[selection.stratum]", ""),
     fedssar(

@@ -14,6 +14,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.reporting.statistics import (
     Difference,
     Estimate,
+    holm,
     paired_difference,
     seeds_needed,
     t_interval,
@@ -113,3 +114,17 @@ def test_the_seeds_that_a_difference_needs() -> None:
         assert t_interval(0.1, 0.2, n, together=together)[0] > 0 >= t_interval(0.1, 0.2, n - 1, together=together)[0]
     assert seeds_needed(Difference(0.0, 2, each=(-1.0, 1.0))) is None
     assert seeds_needed(paired_difference({0: 0.5, 1: 0.6, 2: 0.7}, {0: 0.1, 1: 0.1, 2: 0.1})) == 3
+
+
+def test_p_values_are_corrected_step_by_step() -> None:
+    # In ascending order: 4 · 0.01, 3 · 0.02, 2 · 0.03 and 1 · 0.04, which is below the value before.
+    found = holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.02})
+    assert found == pytest.approx({"b": 0.04, "d": 0.06, "c": 0.06, "a": 0.06})
+    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+    assert holm({}) == {}
+
+
+@given(st.dictionaries(st.integers(), st.floats(0, 1)))
+def test_holm_lies_between_no_correction_and_bonferroni(p: dict[int, float]) -> None:
+    for key, corrected in holm(p).items():
+        assert p[key] <= corrected <= min(1.0, len(p) * p[key])

@@ -40,7 +40,7 @@ Deploy to real sites"""
 GROUPS = {
     "Start": ("new", "explain", "completion"),
     "Run experiments": ("recommend", "run", "compare", "sweep"),
-    "Evaluate results": ("table", "report", "predict", "strata", "audit", "reproduce"),
+    "Evaluate results": ("table", "report", "predict", "strata", "audit", "reproduce", "board"),
     "Look up": ("methods", "datasets", "settings", "partition"),
     REAL_SITES: (
         *("keys", "deploy", "asks", "approve", "check", "submit", "status"),

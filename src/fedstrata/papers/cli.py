@@ -14,6 +14,7 @@ from pathlib import Path
 from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import common
 from fedstrata.cli.layout import say
+from fedstrata.papers.board.cli import add_board
 from fedstrata.papers.recommend.command import add_recommend
 
 
@@ -87,4 +88,4 @@ def _show(options: argparse.Namespace) -> Callable[[str], None]:
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
-COMMANDS = (add_reproduce, add_recommend)
+COMMANDS = (add_reproduce, add_recommend, add_board)

@@ -7,9 +7,9 @@ killed is resumed from its checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -27,7 +27,19 @@ ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
 """Keys of a run's metrics whose means over the rounds are stored in the results."""
 
 
-def results_file(out: Path, table: Table) -> Path:
+class Stored(Protocol):
+    """A set of cells whose results are in one file, such as a table."""
+
+    @property
+    def paper(self) -> str:
+        """The name of the folder that contains the file."""
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its suffix."""
+
+
+def results_file(out: Path, table: Stored) -> Path:
     """Return the path of the file with the results of a table."""
     return out / "cells" / table.paper / f"{table.name}.json"
 
@@ -45,7 +57,7 @@ def read(path: Path) -> Results:
     return results
 
 
-def keep(out: Path, table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
+def keep(out: Path, table: Stored, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Add results to the file of a table. Other processes may do this at the same time."""
     path = results_file(out, table)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,8 +111,34 @@ def run(
     return failed
 
 
-def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] | None:
+def measured(history: History, folder: Path) -> dict[str, Any]:
+    """Return the results of a run for the table of a paper.
+
+    Raises:
+        FedstrataError: The run broke down.
+    """
+    if history.warning:
+        raise FedstrataError(history.warning)
+    return {**figures(history), **about_strata(history, folder)}
+
+
+def run_one(
+    table: Stored,
+    cell: Cell,
+    out: Path,
+    runs: Path,
+    measure: Callable[[History, Path], dict[str, Any]] = measured,
+    finished: Callable[[Path], Container[str]] = known,
+) -> dict[str, Any] | None:
     """Run a cell (a row, a column and a seed of a table) if it is not finished and no other process runs it.
+
+    Args:
+        table: The table, in whose file the results are stored.
+        cell: The cell.
+        out: The folder of the results.
+        runs: The folder that contains the run folders.
+        measure: A function that returns the results of a run from its history and its folder.
+        finished: A function that returns the hashes of all finished cells (``Cell.hash``) in the folder of the results.
 
     Returns:
         The results of the cell; None if it was not run.
@@ -112,12 +150,10 @@ def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] |
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(f"{folder}.lock", blocking=False):
-            if cell.hash in known(out):
+            if cell.hash in finished(out):
                 return None
             history = carry_out(experiment_of(cell), out=folder, resume=True)
-            if history.warning:
-                raise FedstrataError(history.warning)
-            result = {**about(cell, folder), **figures(history), **about_strata(history, folder)}
+            result = {**about(cell, folder), **measure(history, folder)}
             keep(out, table, {cell.key: result})
             return result
     except Timeout:

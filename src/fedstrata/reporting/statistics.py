@@ -177,6 +177,21 @@ def paired_difference(
     return Difference(mean, n, interval, p, None if p is None else min(1.0, p * together), each)
 
 
+def holm(p: Mapping[K, float]) -> dict[K, float]:
+    """Return p-values that are corrected for their number by Holm's step-down procedure (1979).
+
+    In ascending order, the i-th of m p-values is multiplied by m − i + 1, and is at least as large as the one before.
+
+    >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+    {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    """
+    corrected, largest = dict[K, float](), 0.0
+    for place, (key, value) in enumerate(sorted(p.items(), key=lambda each: each[1])):
+        largest = max(largest, min(1.0, value * (len(p) - place)))
+        corrected[key] = largest
+    return corrected
+
+
 def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
     """Return the number of seeds for which the interval would exclude zero, if mean and deviation stay the same.
 

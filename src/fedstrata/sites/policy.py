@@ -20,7 +20,7 @@ from fedstrata.sites.disclosure import UNDECLARED, Declaration
 from fedstrata.sites.settings import read_setting
 from fedstrata.spec.experiment import line_of
 
-_EXAMPLES = {"methods": "[]", "budget": "8.0"}
+_EXAMPLES = {"methods": "[]", "budget": "8.0", "peers": "[]"}
 """For each key without a default, the value in the comment of a new file."""
 
 FILE = Path("local") / "policy.toml"

@@ -1,0 +1,186 @@
+"""Judge a column of the board: the values, ranks and differences of all entries, and the best entry at equal cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
+from fedstrata.papers.board.ranks import Ranking, ranking
+from fedstrata.papers.board.running import LATE, best, refusal, results_of
+from fedstrata.papers.running import Results
+from fedstrata.reporting.statistics import Difference, holm, paired_difference
+
+MEASURES = {
+    "accuracy": "accuracy",
+    "at_bytes": "at equal bytes",
+    "at_samples": "at equal samples",
+    "worst_class": "worst class",
+    "worst_client": "worst clients",
+}
+"""A mapping from the measures of the board to their headings. All are accuracies in percent."""
+BUDGETS = {"at_bytes": 2, "at_samples": 3}
+"""A mapping from the measures at equal cost to the place of the cost in a point of a curve."""
+FEW_MORE = 1.05
+"""A run may exceed the cost of the baseline by this factor, because messages of methods differ by a few bytes."""
+RESOLUTION = 0.01
+"""The unit to which results are rounded, in percentage points."""
+
+Curve = Sequence[Sequence[float]]
+"""The type of a curve; see ``running.curve``."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The results of an entry in a column.
+
+    Args:
+        entry: The entry.
+        settings: The chosen settings, as nested tables.
+        trials: The results of its trials.
+        runs: A mapping from each finished seed to the results of its run.
+    """
+
+    entry: Entry
+    settings: Mapping[str, Any]
+    trials: Sequence[Mapping[str, Any]]
+    runs: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def hours(self) -> float:
+        """The core hours of all trials and runs."""
+        seconds: float = sum(result["core_seconds"] for result in [*self.trials, *self.runs.values()])
+        return seconds / 3600
+
+    @property
+    def chosen(self) -> Mapping[str, Any]:
+        """The trial whose settings were chosen."""
+        return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
+
+    def mean(self, key: str) -> float:
+        """Return the mean of a number in the results over the seeds."""
+        return fmean(run[key] for run in self.runs.values())
+
+    def values(self, measure: str, baseline: Standing) -> dict[int, float | None]:
+        """Return the value of a measure for each seed; None if the entry spent more before its first evaluation."""
+        if (place := BUDGETS.get(measure)) is None:
+            return {seed: run[measure] for seed, run in self.runs.items()}
+        return {
+            seed: within(run["curve"], place, baseline.runs[seed]["curve"][-1][place])
+            for seed, run in self.runs.items()
+            if seed in baseline.runs
+        }
+
+
+def within(points: Curve, place: int, budget: float) -> float | None:
+    """Return the mean accuracy of a run when it has spent nearly a budget; None if no evaluation is within the budget.
+
+    The mean is over the evaluations in the last fifth of the rounds within the budget. A run that spends less than the
+    budget in total has the accuracy of its last rounds.
+
+    Args:
+        points: The curve; see ``running.curve``.
+        place: The place of the cost in a point of the curve.
+        budget: The largest cost, which may be exceeded by ``FEW_MORE``.
+    """
+    affordable = [point for point in points if point[place] <= budget * FEW_MORE]
+    if not affordable:
+        return None
+    first = (1 - LATE) * affordable[-1][0]
+    return fmean(point[1] for point in affordable if point[0] >= first)
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The judged results of a column.
+
+    Args:
+        column: The column.
+        standings: The results of all entries with at least one finished seed.
+        seeds: The seeds of the protocol.
+        refused: A mapping from the entries that cannot run in the column to the reason.
+        missing: The names of the entries that have not finished all seeds.
+    """
+
+    column: Column
+    standings: Mapping[str, Standing]
+    seeds: Sequence[int]
+    refused: Mapping[str, str]
+    missing: Sequence[str]
+
+    @cached_property
+    def complete(self) -> dict[str, Standing]:
+        """The results of the entries that have finished all seeds; empty if the baseline has not."""
+        every = {name: each for name, each in self.standings.items() if set(each.runs) >= set(self.seeds)}
+        return every if BASELINE in every else {}
+
+    def values(self, name: str, measure: str) -> list[float | None]:
+        """Return the values of a measure for an entry, in the order of the protocol's seeds."""
+        values = self.standings[name].values(measure, self.standings[BASELINE])
+        return [values.get(seed) for seed in self.seeds]
+
+    @cached_property
+    def rankings(self) -> dict[str, Ranking]:
+        """A mapping from each measure to the ranking of the complete entries, with the seeds as blocks."""
+        every = {measure: ranking({name: self.values(name, measure) for name in self.complete}) for measure in MEASURES}
+        return {measure: each for measure, each in every.items() if each is not None}
+
+    def difference(self, name: str, measure: str = "accuracy") -> Difference:
+        """Return the paired difference of an entry from the baseline in percentage points."""
+        own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, BASELINE))
+        return paired_difference(own, base, resolution=RESOLUTION)
+
+    @cached_property
+    def corrected(self) -> dict[str, float]:
+        """A mapping from each complete entry to the p-value of its difference of accuracies, corrected by Holm."""
+        p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
+        return holm({name: value for name, value in p.items() if value is not None})
+
+    def best_at(self, measure: str) -> str | None:
+        """Return the entry whose chosen trial has the best validation accuracy at the cost of the baseline's trial.
+
+        Entries with personal models are left out, because their trials are measured on other samples.
+        """
+        place, base = BUDGETS[measure], self.complete[BASELINE].chosen["curve"][-1]
+        values = {
+            name: within(each.chosen["curve"], place, base[place])
+            for name, each in self.complete.items()
+            if not each.entry.is_personal
+        }
+        known = {name: value for name, value in values.items() if value is not None}
+        return max(known, key=lambda name: known[name], default=None)
+
+
+def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
+    """Judge a column from the stored results."""
+    results = results_of(out, column)
+    standings, refused, missing = dict[str, Standing](), dict[str, str](), list[str]()
+    for entry in entries:
+        trials = protocol.trials(column, entry)
+        if (reason := refusal(trials, results)) is not None:
+            refused[entry.name] = reason
+            continue
+        standing = _standing(protocol, column, entry, results)
+        if standing is not None and standing.runs:
+            standings[entry.name] = standing
+        if standing is None or len(standing.runs) < len(protocol.seeds):
+            missing.append(entry.name)
+    return Verdicts(column, standings, protocol.seeds, refused, missing)
+
+
+def _standing(protocol: Protocol, column: Column, entry: Entry, results: Results) -> Standing | None:
+    trials = protocol.trials(column, entry)
+    if (settings := best(trials, results)) is None:
+        return None
+    runs = {cell.seed: results[cell.hash] for cell in protocol.runs(column, entry, settings) if cell.hash in results}
+    return Standing(entry, settings, [results[cell.hash] for cell, _ in trials], runs)
+
+
+def overall(columns: Sequence[Verdicts]) -> Ranking | None:
+    """Rank the entries that are complete in all columns, by their mean accuracies, with the columns as blocks."""
+    shared = [name for name in columns[0].complete if all(name in each.complete for each in columns)] if columns else []
+    return ranking({name: [each.complete[name].mean("accuracy") for each in columns] for name in shared})

@@ -1,0 +1,265 @@
+"""Write the results of the board: a page, a picture per column, and a summary as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fedstrata.base.jsonl import replace_file
+from fedstrata.papers.board.judging import BUDGETS, MEASURES, Standing, Verdicts, judged, overall
+from fedstrata.papers.board.picture import critical_difference_picture
+from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
+from fedstrata.papers.board.ranks import ALPHA, Ranking
+from fedstrata.papers.judging import difference_text
+from fedstrata.papers.pages import duration
+from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
+from fedstrata.reporting.tables import markdown_table
+
+PAGE, SUMMARY = "board.md", "board.json"
+"""The names of the page and of the summary."""
+QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
+FRACTIONS = ("accuracy", "worst_class", "worst_client")
+"""Measures in the summary, as fractions. The cells have percentages."""
+
+
+def write(
+    protocol: Protocol, columns: Sequence[Column], entries: Sequence[Entry], out: Path, summary: Path | None = None
+) -> list[str]:
+    """Write the page, the pictures and the summary of some columns, and return the names of the files.
+
+    Args:
+        protocol: The protocol.
+        columns: The columns to show.
+        entries: The entries to show.
+        out: The folder of the results and the page.
+        summary: The file of the summary; None for ``SUMMARY`` in ``out``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    verdicts = [judged(protocol, column, entries, out) for column in columns]
+    shown = [each for each in verdicts if each.standings]
+    rankings = {f"board-{each.column.label}.svg": ("seeds", each.rankings.get("accuracy")) for each in shown}
+    rankings["board.svg"] = "columns", _overall(shown)
+    names = []
+    for name, (blocks, ranking) in rankings.items():
+        if ranking is not None:
+            replace_file(out / name, critical_difference_picture(ranking, blocks).encode())
+            names.append(name)
+    replace_file(out / PAGE, page(protocol, verdicts).encode())
+    replace_file(summary or out / SUMMARY, _as_json(summarised(protocol, shown)).encode())
+    return [*names, PAGE, str(summary or SUMMARY)]
+
+
+def _overall(shown: Sequence[Verdicts]) -> Ranking | None:
+    return overall([each for each in shown if each.complete])
+
+
+def _as_json(summary: Mapping[str, Any]) -> str:
+    """Return the summary as JSON with a line per column."""
+    columns = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in summary["columns"].items())
+    return f'{{"protocol": {json.dumps(summary["protocol"])}, "columns": {{\n{columns}\n}}}}\n'
+
+
+def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, Any]:
+    """Return the summary for programs.
+
+    Returns:
+        ``protocol``, the name, and ``columns``. Each column has its sections ``partition`` and ``availability``, and a
+        mapping ``methods``. Each method has its ``seeds`` and, in this order, its accuracies as fractions. Costs are
+        means over the seeds; ``hours`` are the core hours of all its trials and runs.
+    """
+    columns = {
+        each.column.label: {
+            **{section: each.column.spec[section] for section in ("partition", "availability")},
+            "methods": {name: _summary(standing) for name, standing in each.standings.items()},
+            "refused": each.refused,
+        }
+        for each in verdicts
+    }
+    return {"protocol": protocol.name, "columns": columns}
+
+
+def _summary(standing: Standing) -> dict[str, Any]:
+    runs = [standing.runs[seed] for seed in sorted(standing.runs)]
+    return {
+        "method": standing.entry.method,
+        "seeds": sorted(standing.runs),
+        **{key: [round(run[key] / 100, 4) for run in runs] for key in FRACTIONS},
+        **{key: round(standing.mean(key)) for key in ("bytes_up", "bytes_down", "samples")},
+        "hours": round(standing.hours, 4),
+        "settings": standing.settings,
+    }
+
+
+def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
+    """Return the page: the ranking over all columns, each column, and the protocol."""
+    shown = [each for each in verdicts if each.standings]
+    lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", _first_sentence(protocol, shown), ""]
+    if (ranking := _overall(shown)) is not None:
+        lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
+        lines += ["![Average rank of each method over the columns](board.svg)", ""]
+    for each in shown:
+        lines += [*_column(each), ""]
+    return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
+
+
+def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
+    complete = sum(len(each.complete) for each in shown)
+    if not complete:
+        return "This page will rank the methods. No method has finished all seeds yet."
+    hours = sum(standing.hours for each in shown for standing in each.standings.values())
+    return (
+        f"This page ranks methods if clients drop out, under the protocol `{protocol.name}`. It has {complete} tuned "
+        f"methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired seeds each. All "
+        f"runs together took {duration(hours)} of one core."
+    )
+
+
+def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
+    first = next(iter(ranking.ranks))
+    p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
+    sentences = (
+        f"The picture ranks {len(ranking.ranks)} methods by their mean accuracy in {len(complete)} columns.{p}",
+        f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
+        f"Ranks that differ by less than {ranking.critical:.1f} cannot be distinguished.",
+        "All columns use the same data set, so the ranking may differ for other data.",
+    )
+    return " ".join(sentences)
+
+
+def _column(verdicts: Verdicts) -> list[str]:
+    """Return the lines about a column."""
+    label = verdicts.column.label
+    lines = [f"## {label}", ""]
+    if verdicts.complete:
+        lines += [*_sentences(verdicts), ""]
+    if "accuracy" in verdicts.rankings:
+        lines += [f"![Average rank of each method over the seeds](board-{label}.svg)", ""]
+    if verdicts.missing:
+        count = len(verdicts.missing)
+        has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
+        lines += [f"{has}. All verdicts on this column are provisional, and are corrected only for the others.", ""]
+    return lines + _folded(f"{len(verdicts.standings)} methods: accuracies in %, and costs", _table(verdicts))
+
+
+def _sentences(verdicts: Verdicts) -> list[str]:
+    """Return what a column shows: the comparison with the baseline, the ranking, and the best entries at equal cost."""
+    above = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) > 0]
+    below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
+    others = len(verdicts.complete) - 1 - len(above) - len(below)
+    lines = [_listed(above, "more accurate"), _listed(below, "less accurate")]
+    lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
+    if (ranking := verdicts.rankings.get("accuracy")) is not None:
+        rule = f"ranks that differ by less than {ranking.critical:.1f} cannot be distinguished"
+        lines.append(f"The ranking is over only {ranking.blocks} seeds of one data set, so {rule}.")
+    lines += [_best(verdicts, measure) for measure in BUDGETS]
+    return [f"- {line}" for line in lines]
+
+
+def _mean(verdicts: Verdicts, name: str) -> float:
+    return verdicts.difference(name).mean or 0.0
+
+
+def _listed(names: Sequence[str], what: str) -> str:
+    if not names:
+        return f"No method is significantly {what} than FedAvg."
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(f'`{name}`' for name in names)} {verb} {what} than FedAvg (paired t-test, Holm, 5 %)."
+
+
+def _best(verdicts: Verdicts, measure: str) -> str:
+    cost = MEASURES[measure].removeprefix("at equal ")
+    name = verdicts.best_at(measure)
+    if name in (None, BASELINE):
+        return f"At equal {cost}, the validation samples choose FedAvg."
+    difference = difference_text(verdicts.difference(str(name), measure))
+    return (
+        f"At equal {cost}, the validation samples choose `{name}`. On the fresh seeds, its accuracy minus FedAvg's is "
+        f"{difference} points."
+    )
+
+
+def _table(verdicts: Verdicts) -> list[str]:
+    """Return a table with a row per entry, best rank first, and then the entries without all seeds."""
+    ranked = verdicts.rankings["accuracy"].ranks if "accuracy" in verdicts.rankings else {}
+    names = [*ranked, *(name for name in verdicts.standings if name not in ranked)]
+    headings = [
+        "method",
+        *MEASURES.values(),
+        "− FedAvg",
+        "p (Holm)",
+        "rank",
+        "MB",
+        "sample-gradients",
+        "hours",
+        "settings",
+    ]
+    rows = [_row(verdicts, name) for name in names]
+    return markdown_table(headings, rows).splitlines()
+
+
+def _row(verdicts: Verdicts, name: str) -> list[str]:
+    standing, complete = verdicts.standings[name], name in verdicts.complete
+    measured = [_estimate(verdicts, name, measure) for measure in MEASURES]
+    compared = complete and name != BASELINE
+    rank = verdicts.rankings["accuracy"].ranks.get(name) if "accuracy" in verdicts.rankings else None
+    return [
+        f"{name}{' (personal)' * standing.entry.is_personal}",
+        *measured,
+        difference_text(verdicts.difference(name)) if compared else "",
+        f"{verdicts.corrected[name]:.3f}" if compared and name in verdicts.corrected else "",
+        "" if rank is None else f"{rank:.1f}",
+        f"{(standing.mean('bytes_up') + standing.mean('bytes_down')) / 1e6:,.0f}",
+        f"{standing.mean('samples'):,.0f}",
+        f"{standing.hours:.2f}",
+        ", ".join(f"{key} {value}" for part in standing.settings.values() for key, value in part.items()),
+    ]
+
+
+def _estimate(verdicts: Verdicts, name: str, measure: str) -> str:
+    if BASELINE not in verdicts.standings:
+        return ""
+    estimate = Estimate.over(verdicts.values(name, measure), (0.0, 100.0))
+    if estimate.mean is None:
+        return "–"
+    n = f" ({estimate.n} of {len(verdicts.seeds)})" if estimate.n < len(verdicts.seeds) else ""
+    spread = "" if estimate.sd is None or estimate.n < MIN_SEEDS else f" ± {estimate.sd:.1f}"
+    return f"{estimate.mean:.1f}{spread}{n}"
+
+
+def _folded(summary: str, lines: Sequence[str]) -> list[str]:
+    return [f"<details><summary>{summary}</summary>", "", *lines, "", "</details>"]
+
+
+def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
+    """Return the lines about the protocol, the judgement, and the entries that cannot run."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for each in verdicts:
+        for name, reason in each.refused.items():
+            refused.setdefault((name, reason), []).append(each.column.label)
+    rows = [[name, ", ".join(columns), reason] for (name, reason), columns in refused.items()]
+    table = markdown_table(["method", "columns", "reason"], rows, left=3).splitlines()
+    lines = ["## Methods that cannot run", "", *table, ""] if rows else []
+    about = files(__package__).joinpath("about.md").read_text(encoding="utf-8")
+    return [*lines, *about.format(**_numbers(protocol)).splitlines()]
+
+
+def _numbers(protocol: Protocol) -> Mapping[str, Any]:
+    training, data = protocol.spec["training"], protocol.spec["data"]
+    test = protocol.spec["evaluation"]["client_test"]
+    clients = protocol.partitions["iid"]["clients"]
+    return {
+        "protocol": protocol.name,
+        "clients": clients,
+        "samples": round(data["limit"] * (1 - test) / clients),
+        "own": round(data["limit"] * test / clients),
+        "validation": round(protocol.tuning["data"]["limit"] * protocol.tuning["evaluation"]["validation"]),
+        "trials": len(protocol.rates),
+        "seeds": len(protocol.seeds),
+        "rounds": training["rounds"],
+        "invited": training["clients_per_round"],
+        "epochs": training["local_epochs"],
+        "late": protocol.spec["evaluation"]["every"],
+    }

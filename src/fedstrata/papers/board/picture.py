@@ -1,0 +1,64 @@
+"""The critical-difference picture of a ranking (Demšar 2006), with a row per method."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fedstrata.papers.board.protocol import BASELINE
+from fedstrata.papers.board.ranks import Ranking
+from fedstrata.papers.svg import BLUE, INK, ORANGE, as_svg
+from fedstrata.reporting.draw import literal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROW, FRAME = 0.17, 1.0
+"""The height of a row in inches, and the height of the title and the axis in inches."""
+WIDTH = 5.6
+"""The width of the picture in inches; its text can still be read on a phone."""
+
+
+def critical_difference_picture(ranking: Ranking, blocks: str) -> str:
+    """Draw the average rank of each method, with a bar over the ranks that cannot be distinguished from it.
+
+    Args:
+        ranking: The ranking.
+        blocks: The word for the blocks, such as ``seeds``.
+
+    Returns:
+        The picture as SVG.
+    """
+    return as_svg(partial(_figure, ranking, blocks), size=9)
+
+
+def _figure(ranking: Ranking, blocks: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, FRAME + ROW * len(ranking.ranks)), layout="constrained")
+    draw(figure.subplots(), ranking, blocks)
+    return figure
+
+
+def draw(axes: Axes, ranking: Ranking, blocks: str) -> None:
+    """Draw the ranking: a dot at each average rank, and a line of half the critical difference to both sides.
+
+    The lines of two methods overlap if their ranks differ by less than the critical difference. The baseline is orange.
+    """
+    for place, (name, rank) in enumerate(ranking.ranks.items()):
+        colour = ORANGE if name == BASELINE else BLUE
+        ends = rank - ranking.critical / 2, rank + ranking.critical / 2
+        axes.plot(ends, [place, place], color=colour, lw=2, alpha=0.4, solid_capstyle="butt")
+        axes.plot(rank, place, "o", color=colour, ms=4)
+    if BASELINE in ranking.ranks:
+        for end in (-ranking.critical / 2, ranking.critical / 2):
+            axes.axvline(ranking.ranks[BASELINE] + end, color=INK, lw=0.5, ls=":")
+    axes.set_yticks(range(len(ranking.ranks)), [literal(name) for name in ranking.ranks])
+    axes.tick_params(left=False)
+    low, high = axes.get_xlim()
+    axes.set_xticks([1, *(tick for tick in axes.get_xticks() if 1 < tick <= len(ranking.ranks))])
+    axes.set(xlim=(low, high), ylim=(len(ranking.ranks) - 0.4, -0.6))
+    axes.set_xlabel(f"average rank over {ranking.blocks} {blocks} (1 is best)")
+    axes.set_title(f"critical difference {ranking.critical:.1f}", loc="left", fontsize="medium")
+    axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,0 +1,85 @@
+"""The progress of the board: finished and missing runs of each column and entry, and the expected hours."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstrata.papers.board.protocol import BOARD, Column, Entry, Protocol
+from fedstrata.papers.board.running import best, refusal, results_of
+from fedstrata.papers.pages import duration
+from fedstrata.papers.running import Results, read
+from fedstrata.reporting.tables import markdown_table
+
+HEADINGS = {"columns": "column", "entries": "entry"}
+"""A mapping from the parts of the progress to the heading of the first column of their tables."""
+
+
+def progress(
+    protocol: Protocol, columns: Sequence[Column], entries: Sequence[Entry], out: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Return how much of the board has been run.
+
+    Returns:
+        ``columns`` and ``entries``, each with a dict per column or entry: its ``name``, the numbers of ``cells`` and of
+        ``done`` cells (trials and seeds), and the expected ``hours`` for the missing cells on one core. Entries that
+        cannot run in a column have no cells there; ``refused`` counts them.
+    """
+    seconds = measured(out, protocol)
+    counts = [
+        {"column": column.label, "entry": entry.name, **_count(protocol, column, entry, results, seconds)}
+        for column in columns
+        for results in [results_of(out, column)]
+        for entry in entries
+    ]
+    return {
+        "columns": [_total(counts, "column", column.label) for column in columns],
+        "entries": [_total(counts, "entry", entry.name) for entry in entries],
+    }
+
+
+def _count(
+    protocol: Protocol, column: Column, entry: Entry, results: Results, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    trials = protocol.trials(column, entry)
+    if refusal(trials, results) is not None:
+        return {"cells": 0, "done": 0, "hours": 0.0, "refused": 1}
+    settings = best(trials, results)
+    runs = [] if settings is None else protocol.runs(column, entry, settings)
+    cells = len(trials) + len(protocol.seeds)
+    done = sum(cell.hash in results for cell in [*(cell for cell, _ in trials), *runs])
+    rate = seconds.get(entry.name, protocol.expected(entry.name))
+    return {"cells": cells, "done": done, "hours": (cells - done) * rate / 3600, "refused": 0}
+
+
+def _total(counts: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[str, Any]:
+    own = [count for count in counts if count[key] == name]
+    return {"name": name, **{each: sum(count[each] for count in own) for each in ("cells", "done", "hours", "refused")}}
+
+
+def measured(out: Path, protocol: Protocol) -> dict[str, float]:
+    """Return the mean seconds per run of each entry that has a finished run in any column."""
+    seconds: dict[str, list[float]] = {}
+    for path in sorted((out / "cells" / BOARD / protocol.name).glob("*.json")):
+        for key, result in read(path).items():
+            if "core_seconds" in result:
+                seconds.setdefault(key.split("/")[0], []).append(result["core_seconds"])
+    return {name: statistics.fmean(each) for name, each in seconds.items()}
+
+
+def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return the progress as Markdown tables, and the sum of the expected hours."""
+    texts: list[str] = []
+    for kind, each in rows.items():
+        headings = [HEADINGS[kind], "runs", "done", "left, on one core"]
+        texts += [*markdown_table(headings, map(_line, each)).splitlines(), ""]
+    hours = sum(row["hours"] for row in rows["columns"])
+    return [*texts, f"The missing runs need about {duration(hours)} on one core."]
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    missing = row["cells"] - row["done"]
+    left = duration(row["hours"]) if missing else "cannot run" if not row["cells"] else "–"
+    return [row["name"], str(row["cells"]), str(row["done"]), left]

@@ -1,0 +1,205 @@
+"""The protocol of the board: its columns, its entries with their grids, and its cells."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fedstrata.base.config import under
+from fedstrata.base.errors import SpecError, not_among
+from fedstrata.methods.base import METHODS
+from fedstrata.papers.tables import Cell
+from fedstrata.spec.experiment import deep_merge, parse_toml
+
+BOARD = "board"
+"""The name that stands in place of a paper's name in the cells of the board."""
+CURRENT = "absent-v1"
+"""The name of the protocol that ``fedstrata board`` uses."""
+BASELINE = "fedavg"
+"""The entry with which all other entries are compared."""
+TUNED = "tuned"
+"""The word in the keys of cells that run with the chosen settings, in place of the number of a trial."""
+PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
+"""Entries whose clients use personal models. Their settings are chosen by the accuracy of these models."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method, or a composition of choices, that the board ranks.
+
+    Args:
+        name: The name on the board.
+        method: The section ``method`` of its specs.
+        grid: A mapping from a setting of the method to the values that are tried; empty if only the learning rate is
+            tuned.
+    """
+
+    name: str
+    method: Mapping[str, Any]
+    grid: Mapping[str, Sequence[Any]]
+
+    @property
+    def is_personal(self) -> bool:
+        """Whether the entry's clients use personal models."""
+        return self.name in PERSONAL
+
+
+@dataclass(frozen=True)
+class Column:
+    """A partition with an availability model.
+
+    Args:
+        paper: The folder of the results, ``BOARD``.
+        name: The protocol and the column, such as ``absent-v1/dirichlet-label``, which name the file of the results.
+        spec: The settings that all cells of the column share, as nested tables.
+    """
+
+    paper: str
+    name: str
+    spec: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The name of the column without the protocol."""
+        return self.name.partition("/")[2]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A fixed protocol, which is read from a TOML file in this package.
+
+    Args:
+        name: The name with the version.
+        title: The title of the page.
+        seeds: The seeds of the runs that are ranked.
+        tuning_seed: The seed of the trials that choose settings.
+        rates: The learning rates of an entry without a setting of its own.
+        rates_with_setting: The learning rates of an entry with a setting of its own, which has two values.
+        spec: The settings that all cells share.
+        tuning: The settings that change in trials.
+        partitions: A mapping from names to the partitions of the columns.
+        availabilities: A mapping from names to the availability models of the columns.
+        more: A mapping from the names of further columns to their settings. They run only if they are named.
+        grid: The setting of each method that is tuned, with its values.
+        compositions: A mapping from the names of compositions to their section ``method``.
+        seconds: The expected seconds of a run on one core, for each entry; the key "" stands for all others.
+        quick: The methods, columns, seeds and changed settings of ``--quick``.
+        is_quick: Whether the cells are small.
+    """
+
+    name: str
+    title: str
+    seeds: Sequence[int]
+    tuning_seed: int
+    rates: Sequence[float]
+    rates_with_setting: Sequence[float]
+    spec: Mapping[str, Any]
+    tuning: Mapping[str, Any]
+    partitions: Mapping[str, Mapping[str, Any]]
+    availabilities: Mapping[str, Mapping[str, Any]]
+    more: Mapping[str, Mapping[str, Any]]
+    grid: Mapping[str, Mapping[str, Sequence[Any]]]
+    compositions: Mapping[str, Mapping[str, Any]]
+    seconds: Mapping[str, float]
+    quick: Mapping[str, Any]
+    is_quick: bool = False
+
+    def small(self) -> Protocol:
+        """Return the protocol of ``--quick``, which tests the software in less than a minute."""
+        return replace(self, seeds=self.quick["seeds"], is_quick=True)
+
+    def columns(self, names: Sequence[str] = ()) -> list[Column]:
+        """Return the columns with the given names; by default all columns except ``more``.
+
+        Raises:
+            SpecError: A name is unknown.
+        """
+        product = itertools.product(self.partitions.items(), self.availabilities.items())
+        specs = {f"{p}-{a}": {"partition": partition, "availability": model} for (p, partition), (a, model) in product}
+        every = {**specs, **self.more}
+        names = names or (self.quick["columns"] if self.is_quick else list(specs))
+        for name in names:
+            if name not in every:
+                raise SpecError("--columns", not_among("is not a column", name, every), name)
+        return [Column(BOARD, f"{self.name}/{name}", deep_merge(self.spec, every[name])) for name in names]
+
+    def entries(self, names: Sequence[str] = ()) -> list[Entry]:
+        """Return the entries with the given names; by default all methods and compositions.
+
+        Args:
+            names: Names of methods and compositions, classes ``module:Class``, and classes ``FILE.py:Class``.
+
+        Raises:
+            SpecError: A name is unknown, or the class cannot be imported.
+        """
+        names = names or (self.quick["methods"] if self.is_quick else [*METHODS, *self.compositions])
+        return [self._entry(name) for name in dict.fromkeys(names)]
+
+    def _entry(self, name: str) -> Entry:
+        if name in self.compositions:
+            return Entry(name, self.compositions[name], {})
+        if ":" not in name and name not in METHODS:
+            known = [*METHODS, *self.compositions]
+            raise SpecError("METHOD", not_among("is not an entry of the board", name, known), name)
+        name = importable(name)
+        under("METHOD", lambda: METHODS.find(name))
+        return Entry(name, {"name": name}, self.grid.get(name, {}))
+
+    def expected(self, entry: str) -> float:
+        """Return the expected seconds of a run of an entry on one core."""
+        return self.seconds.get(entry, self.seconds[""])
+
+    def trials(self, column: Column, entry: Entry) -> list[tuple[Cell, dict[str, Any]]]:
+        """Return the trials of an entry, each with the settings that it tries, as nested tables."""
+        rates = self.rates_with_setting if entry.grid else self.rates
+        own = [dict(zip(entry.grid, values, strict=True)) for values in itertools.product(*entry.grid.values())]
+        tried = [{"training": {"lr": lr}} | ({"method": setting} if setting else {}) for lr in rates for setting in own]
+        return [
+            (self._cell(column, entry, f"trial-{number}", self.tuning_seed, settings, self.tuning), settings)
+            for number, settings in enumerate(tried)
+        ]
+
+    def runs(self, column: Column, entry: Entry, settings: Mapping[str, Any]) -> list[Cell]:
+        """Return the cells of an entry with the chosen settings, one per seed."""
+        return [self._cell(column, entry, TUNED, seed, settings) for seed in self.seeds]
+
+    def _cell(
+        self,
+        column: Column,
+        entry: Entry,
+        kind: str,
+        seed: int,
+        settings: Mapping[str, Any],
+        changes: Mapping[str, Any] | None = None,
+    ) -> Cell:
+        small = self.quick["spec"] if self.is_quick else {}
+        layers = {"method": entry.method}, small, changes or {}, settings
+        spec = reduce(deep_merge, layers, {"seed": seed, **column.spec})
+        if self.is_quick:
+            spec["data"] = small["data"]
+        return Cell(column.paper, column.name, entry.name, kind, seed, spec, version=1)
+
+
+def read(name: str = CURRENT) -> Protocol:
+    """Read a protocol from its TOML file in this package."""
+    content = parse_toml(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    return Protocol(name, **content)
+
+
+def importable(name: str) -> str:
+    """Return ``module:Class`` for ``FILE.py:Class``, and let Python import modules from the folder of the file."""
+    path, colon, cls = name.partition(":")
+    if not colon or not path.endswith(".py"):
+        return name
+    file = Path(path)
+    if not file.is_file():
+        raise SpecError("METHOD", "the file does not exist. Give FILE.py:Class or module:Class.", name)
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    return f"{file.stem}:{cls}"

@@ -1,0 +1,206 @@
+"""Run the cells of the board: first the trials of an entry, then its seeds with the settings of the best trial.
+
+As for the papers' tables, several processes may run cells at the same time, and a killed run is resumed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.evaluation.history import History, number_in
+from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
+from fedstrata.papers.running import Results, keep, read, results_file, run_one
+from fedstrata.papers.tables import Cell, experiment_of
+from fedstrata.runs.preparation import prepare
+
+REFUSED = "refused"
+"""The key of a result that contains the reason why an entry cannot run in a column."""
+TRAFFIC = ("bytes_up", "bytes_down")
+"""Columns of a run's metrics that add up to its bytes."""
+LATE = 0.2
+"""The last fraction of a run's rounds, in whose evaluations accuracies are averaged."""
+
+
+def results_of(out: Path, column: Column) -> Results:
+    """Return the results of a column, as a mapping from ``Cell.hash``."""
+    return {result["spec_sha256"]: result for result in read(results_file(out, column)).values()}
+
+
+def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dict[str, Any] | None:
+    """Return the settings of the trial with the best validation result; None if a trial is not finished.
+
+    A trial that broke down is chosen only if all trials broke down. Of equal trials, the first is chosen.
+    """
+    finished = [(results[cell.hash], settings) for cell, settings in trials if cell.hash in results]
+    if len(finished) < len(trials) or any(REFUSED in result for result, _ in finished):
+        return None
+    return max(finished, key=lambda each: ("warning" not in each[0], each[0]["validation"]))[1]
+
+
+def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
+    """Return the reason why an entry cannot run in a column; None if it can run, or if this is not yet known."""
+    reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
+    return next((str(reason) for reason in reasons if reason is not None), None)
+
+
+class Board:
+    """A run of the board's cells by one process.
+
+    Args:
+        protocol: The protocol.
+        out: The folder of the results.
+        runs: The folder that contains the run folders.
+        seeds: The seeds to run; None for all seeds of the protocol.
+        show: A function that is called with a line about every finished run.
+    """
+
+    def __init__(
+        self, protocol: Protocol, out: Path, runs: Path, seeds: Iterable[int] | None, show: Callable[[str], None]
+    ) -> None:
+        self.protocol, self.out, self.runs, self.show = protocol, out, runs, show
+        self.seeds = set(protocol.seeds if seeds is None else seeds)
+        self.failed: dict[str, str] = {}
+
+    def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
+        """Run all cells without a result, and again while other processes finish trials on which cells wait."""
+        for column in columns:
+            self._check(column)
+        fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
+        places = [(column, entry) for column in columns for entry in fast_first]
+        while sum(self._run_entry(column, entry) for column, entry in places):
+            pass
+
+    def _check(self, column: Column) -> None:
+        """Prepare a run of the baseline, so that an error afterwards is due to an entry, and not to missing data."""
+        (baseline,) = self.protocol.entries([BASELINE])
+        prepare(experiment_of(self.protocol.trials(column, baseline)[0][0]))
+
+    def _run_entry(self, column: Column, entry: Entry) -> int:
+        """Run the missing cells of an entry in a column, and return their number."""
+        trials = self.protocol.trials(column, entry)
+        if not self._can_run(column, trials):
+            return 0
+        measure = partial(of_trial, personal=entry.is_personal)
+        progress = [self._run_cell(column, cell, measure) for cell, _ in trials]
+        settings = best(trials, results_of(self.out, column))
+        if settings is not None:
+            cells = [cell for cell in self.protocol.runs(column, entry, settings) if cell.seed in self.seeds]
+            progress += [self._run_cell(column, cell, partial(of_run, settings=settings)) for cell in cells]
+        return sum(progress)
+
+    def _can_run(self, column: Column, trials: Sequence[tuple[Cell, dict[str, Any]]]) -> bool:
+        """Return whether an entry can run in a column; if it is refused, store the reason."""
+        results = results_of(self.out, column)
+        if any(cell.hash in results for cell, _ in trials):
+            return refusal(trials, results) is None
+        cell = trials[0][0]
+        spec = experiment_of(cell)
+        try:
+            prepare(spec)
+        except SpecError as error:
+            keep(self.out, column, {cell.key: {"spec_sha256": cell.hash, REFUSED: str(error)}})
+            self.show(f"{column.label}: {cell.row} cannot run: {error}")
+            return False
+        return True
+
+    def _run_cell(self, column: Column, cell: Cell, measure: Callable[[History, Path], dict[str, Any]]) -> bool:
+        name = f"{column.label}: {cell.key}"
+        if name in self.failed:
+            return False
+        start = time.process_time()
+
+        def timed(history: History, folder: Path) -> dict[str, Any]:
+            return {**measure(history, folder), "core_seconds": round(time.process_time() - start, 2)}
+
+        try:
+            finished = partial(results_of, column=column)
+            result = run_one(column, cell, self.out, self.runs, timed, finished)
+        except FedstrataError as error:
+            self.failed[name] = str(error)
+            return False
+        if result is None:
+            return False
+        shutil.rmtree(self.runs / cell.folder / "checkpoint", ignore_errors=True)
+        accuracy = result.get("accuracy", result.get("validation"))
+        self.show(f"{name}: {accuracy:.2f} % in {result['core_seconds']:.0f} s")
+        return True
+
+
+def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
+    """Return the results of a trial: the accuracy in percent by which settings are chosen, and its curve.
+
+    Args:
+        history: The history of the trial.
+        personal: Whether personal models on the clients' own test samples are measured. Otherwise, the global model is
+            measured on the validation samples.
+    """
+    column = "personal.accuracy.mean" if personal else "validation.accuracy"
+    values = [number_in(record, column) for record in late(history)]
+    validation = _percent([value for value in values if value is not None])
+    return {"validation": validation, "curve": curve(history, column), **_ending(history)}
+
+
+def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a run with the chosen settings. Accuracies are in percent, and means over ``late``.
+
+    Returns:
+        ``accuracy`` and ``worst_class`` are measured on the test set. ``worst_client`` is the mean accuracy of the
+        worst tenth of the clients on their own test samples, and ``client_mean`` the mean over all clients. ``curve``
+        has for each evaluation the round, the accuracy, and the bytes and sample-gradients until this round.
+    """
+    records = late(history)
+    by_class = np.array([record["per_class"] for record in records], dtype=np.float64)
+    clients = [record["personal"]["accuracy"] for record in records]
+    return {
+        "rounds": len(history),
+        "settings": settings,
+        "accuracy": _percent([record["accuracy"] for record in records]),
+        "worst_class": _percent([float(by_class.mean(axis=0).min())]),
+        "worst_client": _percent([each["worst_10"] for each in clients]),
+        "client_mean": _percent([each["mean"] for each in clients]),
+        **{name: round(history.total(name)) for name in (*TRAFFIC, "samples")},
+        "curve": curve(history),
+        **_ending(history),
+    }
+
+
+def late(history: History) -> list[Mapping[str, Any]]:
+    """Return the records of the evaluations in the last fifth of the rounds.
+
+    Results are means over these evaluations, because the accuracy fluctuates from round to round.
+    """
+    first = (1 - LATE) * len(history)
+    return [record for record in history if record.get("accuracy") is not None and record["round"] >= first]
+
+
+def curve(history: History, column: str = "accuracy") -> list[tuple[int, float, int, int]]:
+    """Return the curve of an accuracy, against the bytes and the sample-gradients of all rounds so far.
+
+    Returns:
+        For each evaluation: the round, the accuracy in percent, the bytes, and the sample-gradients.
+    """
+    points, spent, trained = [], 0, 0
+    for record in history:
+        spent += sum(int(record.get(name) or 0) for name in TRAFFIC)
+        trained += int(record.get("samples") or 0)
+        if (value := number_in(record, column)) is not None:
+            points.append((record["round"], _percent([value]), spent, trained))
+    return points
+
+
+def _ending(history: History) -> dict[str, Any]:
+    warning = {"warning": history.warning} if history.warning else {}
+    return {"seconds": round(history.total("seconds"), 2), **warning}
+
+
+def _percent(fractions: Sequence[float]) -> float:
+    return round(100 * statistics.fmean(fractions), 2)

@@ -1,0 +1,176 @@
+"""Columns are judged from stored results, and shown on a page, in pictures and in a summary."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedstrata.papers.board import pages
+from fedstrata.papers.board.judging import judged, overall, within
+from fedstrata.papers.board.picture import critical_difference_picture, draw
+from fedstrata.papers.board.protocol import read
+from fedstrata.papers.board.ranks import Ranking
+from fedstrata.papers.running import keep
+
+SEEDS = range(5)
+ACCURACY = {
+    "fedavg": [50.0, 52.0, 51.0, 49.0, 53.0],
+    "fedau": [60.0, 62.0, 61.0, 60.0, 63.0],
+    "fedper": [10.0, 11.0, 10.0, 12.0, 9.0],
+    "rebafl": [50.0, 51.0, 53.0, 50.0, 52.0],
+}
+"""Accuracies in percent by seed. FedAU has ranks 1, and FedPer ranks 4."""
+BYTES = {"fedavg": 100, "fedau": 104, "fedper": 100, "rebafl": 200}
+VALIDATION = {"fedavg": 50.0, "fedau": 61.0, "fedper": 90.0, "rebafl": 66.0}
+
+
+def a_run(name, accuracy):
+    """The results of a run: the curve has half of the accuracy after half of the bytes."""
+    cost = BYTES[name]
+    return {
+        "accuracy": accuracy,
+        "worst_class": accuracy / 2,
+        "worst_client": accuracy / 4,
+        "client_mean": accuracy,
+        "bytes_up": cost,
+        "bytes_down": cost,
+        "samples": 10,
+        "core_seconds": 36.0,
+        "curve": [[30, accuracy / 2, cost // 2, 5], [60, accuracy, cost, 10]],
+    }
+
+
+@pytest.fixture
+def protocol():
+    return read()
+
+
+@pytest.fixture
+def out(protocol, tmp_path):
+    """Results of four entries in one column; ``fedtan`` cannot run, and ``moon`` is not finished."""
+    column = protocol.columns(["dirichlet-label"])[0]
+    for entry in protocol.entries([*ACCURACY, "moon"]):
+        trials = protocol.trials(column, entry)
+        for number, (cell, _) in enumerate(trials):
+            value = VALIDATION.get(entry.name, 1.0) - number
+            curve = [[60, value, BYTES.get(entry.name, 1), 10]]
+            result = {"validation": value, "curve": curve, "core_seconds": 36.0}
+            keep(tmp_path, column, {cell.key: {"spec_sha256": cell.hash, **result}})
+        for cell in protocol.runs(column, entry, trials[0][1]) if entry.name != "moon" else []:
+            result = a_run(entry.name, ACCURACY[entry.name][cell.seed]) | {"settings": trials[0][1]}
+            keep(tmp_path, column, {cell.key: {"spec_sha256": cell.hash, **result}})
+    (fedtan,) = protocol.entries(["fedtan"])
+    cell = protocol.trials(column, fedtan)[0][0]
+    keep(tmp_path, column, {cell.key: {"spec_sha256": cell.hash, "refused": "needs BatchNorm"}})
+    return tmp_path
+
+
+def judge(protocol, out, names=(*ACCURACY, "moon", "fedtan")):
+    return judged(protocol, protocol.columns(["dirichlet-label"])[0], protocol.entries(names), out)
+
+
+def test_a_column_by_hand(protocol, out):
+    verdicts = judge(protocol, out)
+    assert set(verdicts.complete) == set(ACCURACY)
+    assert verdicts.missing == ["moon"]
+    assert verdicts.refused == {"fedtan": "needs BatchNorm"}
+    ranks = verdicts.rankings["accuracy"].ranks
+    # FedAvg and ReBaFL: 2.5 and 2.5, then 2 and 3, 3 and 2, 3 and 2, 2 and 3.
+    assert dict(ranks) == {"fedau": 1.0, "fedavg": 2.5, "rebafl": 2.5, "fedper": 4.0}
+    assert verdicts.difference("fedau").mean == pytest.approx(10.2)
+    # The differences of ReBaFL are 0, −1, 2, 1, −1; Holm leaves the largest p-value as it is.
+    assert verdicts.difference("rebafl").mean == pytest.approx(0.2)
+    assert verdicts.corrected["rebafl"] == pytest.approx(verdicts.difference("rebafl").p)
+    smallest = min(verdicts.difference(name).p for name in ("fedau", "fedper"))
+    assert min(verdicts.corrected.values()) == pytest.approx(3 * smallest)
+    assert verdicts.standings["fedau"].hours == pytest.approx(9 * 36 / 3600)
+
+
+def test_accuracy_at_the_cost_of_fedavg(protocol, out):
+    verdicts = judge(protocol, out)
+    assert verdicts.values("fedavg", "at_bytes") == ACCURACY["fedavg"]
+    assert verdicts.values("fedau", "at_bytes") == ACCURACY["fedau"], "a few bytes more are the same cost"
+    assert verdicts.values("rebafl", "at_bytes") == [value / 2 for value in ACCURACY["rebafl"]]
+    assert verdicts.values("rebafl", "at_samples") == ACCURACY["rebafl"]
+    # ReBaFL is best on the validation samples, but only with twice the bytes; FedPer is measured on other samples.
+    assert verdicts.best_at("at_samples") == "rebafl"
+    assert verdicts.best_at("at_bytes") == "fedau"
+
+
+@pytest.mark.parametrize(
+    ("budget", "accuracy"), [(1000, 35.0), (100, 35.0), (96, 35.0), (95, 25.0), (50, 10.0), (9, None)]
+)
+def test_the_accuracy_within_a_budget(budget, accuracy):
+    # Five percent more than the budget are allowed. The means are over rounds 8 to 10, 6.4 to 8, and 4.
+    curve = [[4, 10.0, 40, 1], [7, 20.0, 70, 2], [8, 30.0, 80, 3], [10, 40.0, 100, 4]]
+    assert within(curve, 2, budget) == accuracy
+
+
+def test_a_column_without_its_baseline_is_not_judged(protocol, out):
+    verdicts = judge(protocol, out, ["fedau", "rebafl", "fedper"])
+    assert (verdicts.complete, verdicts.rankings, verdicts.corrected) == ({}, {}, {})
+    assert "significantly" not in pages.page(protocol, [verdicts])
+
+
+def test_the_page_says_what_the_results_show(protocol, out):
+    column = protocol.columns(["dirichlet-label"])[0]
+    written = pages.write(protocol, [column], protocol.entries([*ACCURACY, "moon", "fedtan"]), out)
+    assert written == ["board-dirichlet-label.svg", "board.md", "board.json"]
+    text = (out / "board.md").read_text()
+    for words in (
+        "- `fedau` is more accurate than FedAvg (paired t-test, Holm, 5 %).",
+        "- `fedper` is less accurate than FedAvg (paired t-test, Holm, 5 %).",
+        "- Methods that do not differ significantly from FedAvg: 1.",
+        "- The ranking is over only 5 seeds of one data set, so ranks that differ by less than 2.1 cannot",
+        "- At equal bytes, the validation samples choose `fedau`. On the fresh seeds, its accuracy minus FedAvg's is",
+        "1 method has not finished all seeds. All verdicts on this column are provisional",
+        "| fedtan | dirichlet-label | needs BatchNorm |",
+        "| fedper (personal) | 10.4 ± 1.1 |",
+    ):
+        assert words in text, words
+    assert "{" not in text.replace("{doc}", "")
+
+
+def test_the_summary_for_programs(protocol, out):
+    column = protocol.columns(["dirichlet-label"])[0]
+    pages.write(protocol, [column], protocol.entries([*ACCURACY]), out, out / "summary.json")
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["protocol"] == "absent-v1"
+    content = summary["columns"]["dirichlet-label"]
+    assert content["availability"]["name"] == "label-correlated"
+    assert content["methods"]["fedau"] == {
+        "method": {"name": "fedau"},
+        "seeds": [0, 1, 2, 3, 4],
+        "accuracy": [0.6, 0.62, 0.61, 0.6, 0.63],
+        "worst_class": [0.3, 0.31, 0.305, 0.3, 0.315],
+        "worst_client": [0.15, 0.155, 0.1525, 0.15, 0.1575],
+        "bytes_up": 104,
+        "bytes_down": 104,
+        "samples": 10,
+        "hours": 0.09,
+        "settings": {"training": {"lr": 0.06}, "method": {"cutoff": 10}},
+    }
+
+
+def test_the_ranking_over_columns_has_columns_as_blocks(protocol, out):
+    verdicts = judge(protocol, out)
+    ranking = overall([verdicts, verdicts])
+    assert dict(ranking.ranks) == {"fedau": 1.0, "rebafl": 2.0, "fedavg": 3.0, "fedper": 4.0}
+    assert ranking.blocks == 2
+    assert overall([]) is None
+
+
+def test_lines_overlap_if_ranks_cannot_be_distinguished():
+    from matplotlib.figure import Figure
+
+    ranking = Ranking({"a": 1.0, "fedavg": 2.0, "c": 4.0}, blocks=4, p=0.01, critical=1.5)
+    axes = Figure().subplots()
+    draw(axes, ranking, "seeds")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "fedavg", "c"]
+    lines = {line.get_ydata()[0]: list(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 2}
+    assert lines == {0: [0.25, 1.75], 1: [1.25, 2.75], 2: [3.25, 4.75]}
+    text = critical_difference_picture(ranking, "seeds")
+    assert text == critical_difference_picture(ranking, "seeds")
+    for words in ("critical difference 1.5", "average rank over 4 seeds (1 is best)"):
+        assert text.count(f">{words}</text>") == 1
