@@ -30,13 +30,13 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.certificates import fingerprint
-from fedstrata.federation.secure.fit import FitForm
 from fedstrata.federation.secure.protocol import Opened, Propose, RevealAll, RevealSet, Roster
 from fedstrata.federation.secure.requests import Masked, MaskedReply, SiteStep, Step, StepReply
 from fedstrata.federation.secure.server import Exchange, Server
 from fedstrata.federation.secure.simulated import question_of
 from fedstrata.federation.secure.site import Site
 from fedstrata.runs.preparation import prepare
+from fedstrata.sites.disclosure import declaration_of
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import FILE, Policy
 from fedstrata.sites.rehearsal import rehearse_file
@@ -69,6 +69,19 @@ def test_a_run_over_sites_has_the_model_of_a_simulation(sites: int, tmp_path: Pa
     for one, other in zip(history, expected, strict=True):
         for name in ("clients_trained", "clients_returned", "train_loss", "samples", "accuracy"):
             assert one[name] == other[name]
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddyn", "rebafl", "fednova", "fedexp", "fedrep"])
+def test_other_methods_over_sites_have_the_model_of_a_simulation(method: str, tmp_path: Path) -> None:
+    made = spec(4, method=method, training={"momentum": 0.0, "optimizer_state": "reset"})
+    assert same(Deployment(made, tmp_path).run(), fs.run(made))
+
+
+@pytest.mark.parametrize("method", [{"name": "stratify"}, {"name": "fedsampling", "reuse": False}])
+def test_sites_sum_only_replies_to_training(method: dict[str, Any]) -> None:
+    made = spec(4, method=method, training={"momentum": 0.0, "optimizer_state": "reset"})
+    with pytest.raises(fs.SpecError, match="privacy.sums = 'secure': the reply to .* has no secure sum"):
+        declaration_of(made, clients=4, own_data=False)
 
 
 def test_the_server_reads_no_vector_but_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +306,7 @@ class Malicious:
         roster = self.server.enrol(packages)
         deals = {name: self.step(name, roster).deal for name in names}
         assert self.server.deliver(deals)
-        self.ring = FitForm(config).ring
+        self.ring = fs.FedAvg().forms(config)[Fit].ring
 
     def call(self, site: str, body: Any, *acks: Any) -> Any:
         return records.decode(self.deployment.site_servers[site].call(SERVER, records.encode(Envelope([*acks], body))))
