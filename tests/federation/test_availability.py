@@ -68,7 +68,7 @@ def test_groups_have_frequencies_of_their_own():
     assert there[:, 100:150].all()
     assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
     model.check(Population(400))
-    with pytest.raises(SpecError, match="the groups have 400 clients in total, but partition.clients is 401"):
+    with pytest.raises(SpecError, match=r"the groups have 400 clients in total, but partition\.clients is 401"):
         model.check(Population(401))
 
 

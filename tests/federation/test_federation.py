@@ -211,7 +211,7 @@ WAYS = {
     "inf": "the reply contains NaN or infinity",
     "shape": r"params\['0.weight'\] has shape (6, 4) and type torch.float32, but must have shape (6, 5)",
     "broadcast": r"params\['0.weight'\] has shape (1, 1) and type torch.float32, but must have shape (6, 5)",
-    "dtype": r"params\['0.weight'\] has shape (6, 5) and type torch.float64, but must have shape (6, 5) and type torch.float32",
+    "dtype": r"params\['0.weight'\] has shape (6, 5) and type torch.float64, but must have shape (6, 5) and",
     "complex": r"params\['0.weight'\] has shape (6, 5) and type torch.complex64, but must have",
     "missing": "params lacks '0.weight'",
     "unknown": "params has an unknown tensor 'another'",

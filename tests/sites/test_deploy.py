@@ -76,16 +76,16 @@ def test_the_example_are_four_hospitals_with_their_own_data() -> None:
     [
         ("", "site: is required"),
         ("[site]", "site"),
-        ("[site.a]\nfile = 'x'", r"site.a.file.*is not a known key\..*line 2.*Use one of: data, keys"),
-        ("[site.a]\n[site.'b c']", "site = 'b c': is not a valid name. Use letters, digits and hyphens"),
-        ("[site.server]", "site = 'server': is not a valid name"),
+        ("[site.a]\nfile = 'x'", r"site.a.file.*line 2\): is not a known key\. Use one of: data, keys"),
+        ("[site.a]\n[site.'b c']", "site = 'b c'.*: is not a valid name. Use letters, digits and hyphens"),
+        ("[site.server]", "site = 'server'.*: is not a valid name"),
         (f"[site.{'a' * 65}]", "has 65 characters. Use at most 64"),
         (f"federation = '{'a' * 300}'\n[site.a]", "has 300 characters. Use at most 64"),
-        (f"server.host = '{'a' * 65}'\n[site.a]", "server.host = 'a+': has 65 characters. Use at most 64"),
-        ("server.host = '::1'\n[site.a]", "server.host = '::1': is an IPv6 address or has a port"),
-        ("server.host = '[::1]:8002'\n[site.a]", r"server.host = '\[::1\]:8002': is an IPv6 address or has a port"),
-        ("least = 3\n[site.a]", "least = 3: is above the number of sites. Use at most 1"),
-        ("[site.a]\ndata = 'a.csv'", "site.a.data = 'a.csv': requires own_data = true"),
+        (f"server.host = '{'a' * 65}'\n[site.a]", "server.host = 'a+' .*: has 65 characters. Use at most 64"),
+        ("server.host = '::1'\n[site.a]", "server.host = '::1' .*: is an IPv6 address or has a port"),
+        ("server.host = '[::1]:8002'\n[site.a]", r"server.host = '\[::1\]:8002' .*: is an IPv6 address or has a port"),
+        ("least = 3\n[site.a]", "least = 3 .*: is above the number of sites. Use at most 1"),
+        ("[site.a]\ndata = 'a.csv'", "site.a.data = 'a.csv' .*: requires own_data = true"),
         ("site = 3 =", "is not valid TOML"),
     ],
 )
@@ -124,19 +124,20 @@ def test_a_sites_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('date = "own.npz"', r"date = 'own.npz': is not a known key; did you mean 'data'"),
-        ("patience = -1", r"patience = -1: must be greater than 0"),
-        ('patience = "long"', r"patience = 'long': .*number"),
-        ('secure = "perhaps"', r"secure = 'perhaps': .*true or false"),
-        ("data = 5", r"data = 5: .*path"),
-        ('allow = "own"', r"allow = 'own': .*list"),
+        ('date = "own.npz"', r"date = 'own.npz'.* is not a known key; did you mean 'data'"),
+        ("patience = -1", r"patience = -1.* must be greater than 0"),
+        ('patience = "long"', r"patience = 'long'.*number"),
+        ('secure = "perhaps"', r"secure = 'perhaps'.*true or false"),
+        ("data = 5", r"data = 5.*path"),
+        ('allow = "own"', r"allow = 'own'.*list"),
     ],
 )
 def test_what_is_wrong_with_a_sites_own_settings_is_said_and_where(tmp_path: Path, line: str, problem: str) -> None:
     (tmp_path / LOCAL).parent.mkdir()
     (tmp_path / LOCAL).write_text(f"# ours\n{line}")
-    with pytest.raises(SpecError, match=rf"{problem}.*fedstrata\.toml, line 2\)"):
+    with pytest.raises(SpecError, match=problem) as caught:
         SiteSettings.read(tmp_path)
+    assert f"({tmp_path / LOCAL}, line 2): " in str(caught.value)
 
 
 @pytest.mark.parametrize(
