@@ -255,7 +255,7 @@ def test_schedules_by_hand():
 
 
 def test_epochs_or_steps_and_not_both():
-    with pytest.raises(SpecError, match=r"^local_epochs and local_steps cannot be set together"):
+    with pytest.raises(SpecError, match=r"^local_steps = 5: cannot be set together with local_epochs"):
         Training(local_epochs=2, local_steps=5)
     assert Training(local_steps=5).local_steps == 5
 

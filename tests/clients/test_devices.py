@@ -30,7 +30,7 @@ def test_a_device_that_is_none_says_which_there_are():
 def test_without_a_gpu_one_is_refused_before_anything_is_written(device, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        SpecError, match=rf"training\.device = '{device}': PyTorch finds 0 CUDA devices on this machine. .*'auto'$"
+        SpecError, match=rf"training\.device = '{device}': PyTorch finds 0 CUDA devices on this machine. .*'auto'\.$"
     ):
         fs.run(spec(device), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -100,7 +100,7 @@ def test_without_the_extra(monkeypatch):
 
 def test_a_hub_that_cannot_be_reached():
     with pytest.raises(
-        DataError, match=r"data 'hub:owner/there-is-none': Hugging Face did not deliver 'owner/there-is-none'"
+        DataError, match=r"data\.name = 'hub:owner/there-is-none': Hugging Face did not deliver 'owner/there-is-none'"
     ):
         Data("hub:owner/there-is-none").load()
 

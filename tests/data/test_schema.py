@@ -245,7 +245,7 @@ def test_all_columns_with_missing_values_are_named_at_once_but_not_to_others():
     with pytest.raises(DataError) as error:
         parsed(rows, meaning.completed(rows))
     assert str(error.value).startswith("t, row 3, column 'beds': is missing. ")
-    assert str(error.value).endswith(". Other columns with missing values: 'ward', 'fit'")
+    assert str(error.value).endswith(". Other columns with missing values: 'ward', 'fit'.")
     assert "ward" not in error.value.public
 
 

@@ -125,7 +125,7 @@ def test_files_that_are_no_data_set(folder):
         "single": "is a single array",
         "half": r"lacks the arrays y_train, x_test, y_test, and has only x_train, other",
         "objects": "Object arrays cannot be loaded when allow_pickle=False",
-        "wrong": "data 'wrong': y_train has 3 values for 20 samples",
+        "wrong": "data.name = 'wrong': y_train has 3 values for 20 samples",
         "torn": "is damaged",
         "text": "damaged",
     }.items():

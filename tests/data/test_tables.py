@@ -65,7 +65,7 @@ def test_another_delimiter_a_mark_of_utf_8_and_lines_within_cells(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('﻿a;y\n"1\n";0\n2;1\n\n3;0\n4;1\n5;x\n', encoding="utf-8")
     schema = {"label": "y", "delimiter": ";", "classes": ["0", "1"]}
-    with pytest.raises(DataError, match=r"a.csv, line 8, column 'y' = 'x': is not a class"):
+    with pytest.raises(DataError, match=r"a\.csv': line 8, column 'y' = 'x': is not a class"):
         Data(str(path), schema=schema).load()
     path.write_text(path.read_text(encoding="utf-8").replace("x", "1"), encoding="utf-8")
     data = Data(str(path), schema=schema, normalize="none").load()
@@ -265,3 +265,10 @@ def test_labels_that_numpy_would_merge_are_refused():
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)
     with pytest.raises(DataError, match="y_train: a text ends with a NUL character, which NumPy cuts off"):
         fs.from_arrays([[1.0], [2.0]], ["a", "a\0"], [[1.0], [2.0]], ["a", "a"])
+
+
+def test_a_file_with_another_delimiter_is_told_how_to_set_it(tmp_path):
+    (tmp_path / "a.csv").write_text("age;sick\n50;0\n60;1\n", encoding="utf-8")
+    problem = r"a\.csv has no such column, because its only column is 'age;sick'\. Set data\.schema\.delimiter = ';'\."
+    with pytest.raises(SpecError, match=problem):
+        Data(str(tmp_path / "a.csv"), schema={"label": "sick"}).load()

@@ -68,7 +68,7 @@ def test_groups_have_frequencies_of_their_own():
     assert there[:, 100:150].all()
     assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
     model.check(Population(400))
-    with pytest.raises(SpecError, match=r"add up to 400. Make the sum equal to partition.clients, which is 401"):
+    with pytest.raises(SpecError, match=r"the groups have 400 clients in total, but partition\.clients is 401"):
         model.check(Population(401))
 
 
@@ -225,7 +225,7 @@ def test_a_model_that_does_not_fit_the_federation_has_its_place_in_the_list():
         partition=fs.IID(clients=3),
         availability=[fs.Markov(), fs.Grouped(groups=[AvailabilityGroup(clients=2, p=0.5)])],
     )
-    with pytest.raises(SpecError, match=r"availability\.1\.groups: the sizes add up to 2\."):
+    with pytest.raises(SpecError, match=r"availability\.1\.groups: the groups have 2 clients in total"):
         fs.prepare(spec)
 
 

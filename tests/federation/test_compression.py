@@ -456,9 +456,12 @@ def test_prototypes_have_no_place_in_a_memory() -> None:
     [
         (
             {"method": "sfl"},
-            "communication = 'sfl': has no effect, because clients of this method do not send updates of one model",
+            "communication: has no effect, because clients of sfl do not send updates of one model",
         ),
-        ({"method": {"name": "stratify", "mode": "single"}}, "communication = 'stratify'"),
+        (
+            {"method": {"name": "stratify", "mode": "single"}},
+            "communication: has no effect, because clients of stratify",
+        ),
         (
             {"communication": {"down": {"name": "top-k", "damping": 0.5}}},
             r"communication.down.damping = 0.5: has no effect on models that the server sends\. Remove this key\.",

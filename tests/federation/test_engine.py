@@ -90,7 +90,10 @@ def test_a_hop_that_fails_says_so_and_the_model_stays():
 
 @pytest.mark.parametrize(
     ("amount", "problem"),
-    [(float("inf"), "the reply contains NaN"), (-1.0, "params['w'] is (2,) torch.float32, expected")],
+    [
+        (float("inf"), "the reply contains NaN"),
+        (-1.0, "params['w'] has shape (2,) and type torch.float32, but must have"),
+    ],
 )
 def test_a_model_that_is_not_like_the_one_that_was_sent_is_refused(amount, problem):
     engine, relay = start()

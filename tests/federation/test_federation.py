@@ -209,10 +209,10 @@ WAYS = {
     "raise": "ZeroDivisionError: on purpose",
     "nan": "the reply contains NaN or infinity",
     "inf": "the reply contains NaN or infinity",
-    "shape": r"params\['0.weight'\] is (6, 4) torch.float32, expected (6, 5) torch.float32",
-    "broadcast": r"params\['0.weight'\] is (1, 1) torch.float32, expected (6, 5) torch.float32",
-    "dtype": r"params\['0.weight'\] is (6, 5) torch.float64, expected (6, 5) torch.float32",
-    "complex": r"params\['0.weight'\] is (6, 5) torch.complex64, expected",
+    "shape": r"params\['0.weight'\] has shape (6, 4) and type torch.float32, but must have shape (6, 5)",
+    "broadcast": r"params\['0.weight'\] has shape (1, 1) and type torch.float32, but must have shape (6, 5)",
+    "dtype": r"params\['0.weight'\] has shape (6, 5) and type torch.float64, but must have shape (6, 5) and",
+    "complex": r"params\['0.weight'\] has shape (6, 5) and type torch.complex64, but must have",
     "missing": "params lacks '0.weight'",
     "unknown": "params has an unknown tensor 'another'",
     "list": "Weights.params.0.weight: input should be an instance of tensor",
@@ -422,7 +422,11 @@ def test_when_every_hop_raises_the_program_is_at_fault(tiny):
 
 @pytest.mark.parametrize(
     ("way", "reason"),
-    [("raise", "LookupError: stumbled"), ("nan", "the reply contains NaN"), ("shape", "params['0.weight'] is (1, 5)")],
+    [
+        ("raise", "LookupError: stumbled"),
+        ("nan", "the reply contains NaN"),
+        ("shape", "params['0.weight'] has shape (1, 5)"),
+    ],
 )
 def test_a_hop_that_fails_costs_one_hop(tiny, way, reason):
     federation = tiny(5)

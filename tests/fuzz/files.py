@@ -163,9 +163,24 @@ def compare(data: Dataset, wrote: dict[str, Any]) -> None:
             bad = same.index(False)
             raise SilentDifferenceError(f"x_{split}: {flat[bad]!r} was written and {there[bad]!r} read ({was.dtype})")
     labels = [wrote.get("y_train"), wrote.get("y_test")]
-    if any(part is None for part in labels) or "classes" in wrote:
+    if any(part is None for part in labels):
         return
-    values = [_exact(value) for part in labels for value in part.reshape(-1).tolist()]  # type: ignore[union-attr]
+    if not data.task.has_classes:
+        compare_numbers(data, labels)
+    elif "classes" not in wrote:
+        compare_classes(data, labels)
+
+
+def compare_numbers(data: Dataset, wrote: Sequence[Any]) -> None:
+    """Compare the targets of a task without classes with the targets that were written."""
+    for split, was, found in zip(("train", "test"), wrote, (data.y_train, data.y_test), strict=True):
+        if found.reshape(-1).tolist() != was.astype(np.float64).reshape(-1).tolist():
+            raise SilentDifferenceError(f"y_{split}: {was.tolist()} was written and {found.tolist()} read")
+
+
+def compare_classes(data: Dataset, labels: Sequence[Any]) -> None:
+    """Compare the classes and their names with the labels that were written."""
+    values = [_exact(value) for part in labels for value in part.reshape(-1).tolist()]
     codes = [*data.y_train.tolist(), *data.y_test.tolist()]
     pairs = set(zip(values, codes, strict=True))
     if not len(pairs) == len(set(values)) == len(set(codes)):

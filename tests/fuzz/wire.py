@@ -192,10 +192,10 @@ def lied_to(chance: random.Random, place: Path) -> str:
     (place / "table.json").write_text(json.dumps(table, default=str))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        prepared = prepare(fs.Experiment.from_table(table), data=combinations.data())
-        engine = Lying(make_context(prepared), StateStore())
-        engine.chance = chance
         try:
+            prepared = prepare(fs.Experiment.from_table(table), data=combinations.data())
+            engine = Lying(make_context(prepared), StateStore())
+            engine.chance = chance
             with Simulation(prepared, engine) as simulation:
                 for _ in range(2):
                     simulation.step()

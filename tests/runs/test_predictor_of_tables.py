@@ -240,7 +240,7 @@ def test_a_row_is_refused_as_the_run_refuses_it(trained: Path, case: str) -> Non
         fs.Data(str(path), schema={**SCHEMA, "columns": categories}).load()
     with pytest.raises(FedstrataError) as by_predictor:
         fs.load(trained).predict(read_csv(path))
-    assert str(by_predictor.value) == str(by_run.value).removeprefix(f"data {str(path)!r}: ")
+    assert str(by_predictor.value) == str(by_run.value).replace(f"data.name = {str(path)!r}: ", f"{path}, ")
     assert message.format(path=path) in str(by_predictor.value)
     with pytest.raises(FedstrataError, match=r"row 1, column '|has no such column"):
         fs.load(trained).predict(cells)

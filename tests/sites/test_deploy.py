@@ -76,16 +76,16 @@ def test_the_example_are_four_hospitals_with_their_own_data() -> None:
     [
         ("", "site: is required"),
         ("[site]", "site"),
-        ("[site.a]\nfile = 'x'", r"site.a.file.*is not a known key\..*line 2.*Use one of: data, keys"),
-        ("[site.a]\n[site.'b c']", "'b c': is not a valid name. Use letters, digits and hyphens"),
-        ("[site.server]", "'server': is not a valid name"),
+        ("[site.a]\nfile = 'x'", r"site.a.file.*line 2\): is not a known key\. Use one of: data, keys"),
+        ("[site.a]\n[site.'b c']", "site = 'b c'.*: is not a valid name. Use letters, digits and hyphens"),
+        ("[site.server]", "site = 'server'.*: is not a valid name"),
         (f"[site.{'a' * 65}]", "has 65 characters. Use at most 64"),
         (f"federation = '{'a' * 300}'\n[site.a]", "has 300 characters. Use at most 64"),
-        (f"server.host = '{'a' * 65}'\n[site.a]", "server.host = 'a+': has 65 characters. Use at most 64"),
-        ("server.host = '::1'\n[site.a]", "server.host = '::1': is an IPv6 address or has a port"),
-        ("server.host = '[::1]:8002'\n[site.a]", r"server.host = '\[::1\]:8002': is an IPv6 address or has a port"),
-        ("least = 3\n[site.a]", "least = 3: there are only 1 sites. Use at most 1"),
-        ("[site.a]\ndata = 'a.csv'", "a.csv is a data file of a site, which requires own_data = true"),
+        (f"server.host = '{'a' * 65}'\n[site.a]", "server.host = 'a+' .*: has 65 characters. Use at most 64"),
+        ("server.host = '::1'\n[site.a]", "server.host = '::1' .*: is an IPv6 address or has a port"),
+        ("server.host = '[::1]:8002'\n[site.a]", r"server.host = '\[::1\]:8002' .*: is an IPv6 address or has a port"),
+        ("least = 3\n[site.a]", "least = 3 .*: is above the number of sites. Use at most 1"),
+        ("[site.a]\ndata = 'a.csv'", "site.a.data = 'a.csv' .*: requires own_data = true"),
         ("site = 3 =", "is not valid TOML"),
     ],
 )
@@ -124,19 +124,20 @@ def test_a_sites_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('date = "own.npz"', r"date = 'own.npz': is not a known key; did you mean 'data'"),
-        ("patience = -1", r"patience = -1: must be greater than 0"),
-        ('patience = "long"', r"patience = 'long': .*number"),
-        ('secure = "perhaps"', r"secure = 'perhaps': .*true or false"),
-        ("data = 5", r"data = 5: .*path"),
-        ('allow = "own"', r"allow = 'own': .*list"),
+        ('date = "own.npz"', r"date = 'own.npz'.* is not a known key; did you mean 'data'"),
+        ("patience = -1", r"patience = -1.* must be greater than 0"),
+        ('patience = "long"', r"patience = 'long'.*number"),
+        ('secure = "perhaps"', r"secure = 'perhaps'.*true or false"),
+        ("data = 5", r"data = 5.*path"),
+        ('allow = "own"', r"allow = 'own'.*list"),
     ],
 )
 def test_what_is_wrong_with_a_sites_own_settings_is_said_and_where(tmp_path: Path, line: str, problem: str) -> None:
     (tmp_path / LOCAL).parent.mkdir()
     (tmp_path / LOCAL).write_text(f"# ours\n{line}")
-    with pytest.raises(SpecError, match=rf"{problem}.*fedstrata\.toml, line 2\)"):
+    with pytest.raises(SpecError, match=problem) as caught:
         SiteSettings.read(tmp_path)
+    assert f"({tmp_path / LOCAL}, line 2): " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -749,12 +750,12 @@ def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> Non
     [
         (
             {"method": {"name": "stratify", "mode": "single"}},
-            "site.a: this site would not take part: .*'policy.min_samples'",
+            "site.a: the rule 'policy.min_samples' of this site refuses the job, because ",
         ),
-        ({"data": "mnist"}, "site.a: this site would not take part: .*'data'.*data.name = 'mnist'"),
+        ({"data": "mnist"}, "site.a: the rule 'data' of this site refuses the job, because data.name = 'mnist'"),
         (
             {"method": "asking:Counted"},
-            "site.a: this site would not take part: method.name = 'asking:Counted': .*'allow' is empty",
+            "site.a: this site would refuse the job. method.name = 'asking:Counted': .*'allow' is empty",
         ),
     ],
     ids=str,
@@ -772,7 +773,7 @@ def test_a_job_that_its_sites_would_refuse_is_not_deployed(tmp_path: Path, table
 def test_a_request_that_is_not_declared_is_not_deployed(tmp_path: Path) -> None:
     spec = fs.Experiment.from_table({"partition": {"name": "iid", "clients": 2}, "method": "asking:Counted"})
     sites = Sites.model_validate({"site": {"a": {"allow": ["asking"]}, "b": {"allow": ["asking"]}}})
-    with pytest.raises(SpecError, match=r"site\.a: this site would not take part: .*'declared'"):
+    with pytest.raises(SpecError, match=r"site\.a: the rule 'declared' of this site refuses the job"):
         provision(spec, sites, tmp_path / "out")
 
 

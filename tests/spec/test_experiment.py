@@ -76,7 +76,7 @@ def test_a_truth_value_is_not_a_number(tmp_path, text, key):
 def test_a_byte_order_mark_is_skipped(tmp_path):
     path = write(tmp_path, "\ufeffseed = 3\n[training]\nrounds = 2\n")
     assert Experiment.from_toml(path).seed == 3
-    with pytest.raises(SpecError, match=r"seed = -1: .* \(.*spec\.toml, line 1\)"):
+    with pytest.raises(SpecError, match=r"seed = -1 \(.*spec\.toml, line 1\): "):
         Experiment.from_toml(write(tmp_path, "\ufeffseed = -1\n"))
 
 
@@ -129,7 +129,7 @@ def test_several_availabilities_round_trip(tmp_path):
 
 def test_an_error_in_a_list_names_the_line_of_its_table(tmp_path):
     text = "[[availability]]\nname = 'markov'\n[[availability]]\nname = 'cyclic'\np = 2\n"
-    with pytest.raises(SpecError, match=r"availability\.1\.p = 2: .* \(.*, line 5\)"):
+    with pytest.raises(SpecError, match=r"availability\.1\.p = 2 \(.*, line 5\): "):
         Experiment.from_toml(write(tmp_path, text))
     assert [line_of(text, key) for key in ("availability", "availability.0", "availability.1.q")] == [1, 1, 3]
 
@@ -183,15 +183,11 @@ def test_an_error_names_file_and_line(tmp_path):
     with pytest.raises(SpecError) as caught:
         Experiment.from_toml(path)
     assert (caught.value.key, caught.value.value) == ("partition.alfa", 0.1)
-    assert f"did you mean 'alpha'? ({path}, line 8) Use one of: " in str(caught.value)
+    assert f"partition.alfa = 0.1 ({path}, line 8): is not a known key" in str(caught.value)
     path.write_text("seed = -1")
     with pytest.raises(SpecError) as caught:
         Experiment.from_toml(path)
-    assert str(caught.value).endswith(f". ({path}, line 1)")
-    path.write_text("[evaluation]\nprimary = 'acc'")
-    with pytest.raises(SpecError) as caught:
-        Experiment.from_toml(path)
-    assert f"of this run. ({path}, line 2) Add it to evaluation.metrics, or use one of: " in str(caught.value)
+    assert str(caught.value).startswith(f"seed = -1 ({path}, line 1): ")
 
 
 def test_files_that_are_none(tmp_path):
@@ -373,7 +369,7 @@ def test_the_file_of_a_partition_is_looked_for_beside_the_spec(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert Experiment.from_toml(path).partition == fs.Given(indices=[[0], [1]])
     monkeypatch.chdir(tmp_path / "there")
-    with pytest.raises(SpecError, match=r"partition\.file = 'p\.npz': there is no file .* \(.*spec.toml, line 3\)"):
+    with pytest.raises(SpecError, match=r"partition\.file = 'p\.npz' \(.*spec\.toml, line 3\): there is no file "):
         Experiment.from_toml(path)
 
 

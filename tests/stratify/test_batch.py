@@ -327,10 +327,13 @@ def test_a_pool_that_begins_anew_comes_in_another_order(start, balanced):
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
-        ({"missing": torch.zeros(3, dtype=torch.bool)}, "missing is (3,) torch.bool, expected (200,) torch.bool"),
-        ({"missing": torch.zeros(200)}, "missing is (200,) torch.float32, expected (200,) torch.bool"),
-        ({"missing": torch.zeros(200, 1, dtype=torch.bool)}, "missing is (200, 1) torch.bool"),
-        ({"exhausted": torch.zeros(2)}, "exhausted is (2,) torch.float32, expected (-1,) torch.int64"),
+        (
+            {"missing": torch.zeros(3, dtype=torch.bool)},
+            "missing has shape (3,) and type torch.bool, but must have shape (200,) and type torch.bool",
+        ),
+        ({"missing": torch.zeros(200)}, "missing has shape (200,) and type torch.float32, but must have shape (200,)"),
+        ({"missing": torch.zeros(200, 1, dtype=torch.bool)}, "missing has shape (200, 1) and type torch.bool"),
+        ({"exhausted": torch.zeros(2)}, "exhausted has shape (2,) and type torch.float32, but must have shape (-1,)"),
         ({"missing": None}, "ReserveReply.missing: input should be an instance of tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -355,7 +358,10 @@ def test_a_client_that_answers_a_reservation_with_garbage_is_done_without(start,
     [
         ({"buffers": {}}, "buffers lacks '1.running_mean'"),
         ({"buffers": {"1.running_mean": torch.zeros(3)}}, "buffers lacks '1.running_var'"),
-        ({"buffers": "double"}, "buffers['1.running_mean'] is (16,) torch.float64, expected (16,) torch.float32"),
+        (
+            {"buffers": "double"},
+            "buffers['1.running_mean'] has shape (16,) and type torch.float64, but must have shape (16,)",
+        ),
         ({"gradient": {}}, "gradient lacks '0.weight'"),
         ({"samples": 0}, "the reply is about 0 samples"),
         ({"loss": float("nan")}, "NaN or infinity"),

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
 import fedstrata as fs
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.runs.simulation import make_context
+from fedstrata.sampling.label_counts import LabelReply
 
 
 class RareLabels(fs.ClientSampler):
@@ -60,3 +66,16 @@ def test_rows_add_up_to_sizes_and_classes_below_the_minimum_are_left_out():
         everything = simulation.state.clients.counts
     with fs.Simulation(fs.prepare(digits.replace(privacy={"min_samples": 20}))) as simulation:
         assert (simulation.state.clients.counts == np.where(everything < 20, 0, everything)).all()
+
+
+@pytest.mark.parametrize("label", [3, -1, 2**62])
+def test_a_label_that_the_data_do_not_have_is_refused(label):
+    class Lying(LocalEngine):
+        def ask(self, requests, **rest):
+            outcomes = super().ask(requests, **rest)
+            return {**outcomes, 1: LabelReply(torch.tensor([0, label]), outcomes[1].counts)}
+
+    prepared = fs.prepare(spec(partition=fs.Natural()), data=of_three())
+    with fs.Simulation(prepared, Lying(make_context(prepared), StateStore())) as simulation:
+        assert simulation.state.clients.known.tolist() == [0, 2]
+        assert simulation.state.clients.counts.tolist() == [[3, 1, 0], [0, 0, 1]]

@@ -420,9 +420,15 @@ class Lying(Listening):
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
-        ({"missing": torch.zeros(7, dtype=torch.bool)}, "missing is (7,) torch.bool, expected"),
-        ({"missing": torch.zeros(1, dtype=torch.uint8)}, "missing is (1,) torch.uint8, expected (1,) torch.bool"),
-        ({"exhausted": torch.zeros(1)}, "exhausted is (1,) torch.float32, expected (-1,) torch.int64"),
+        ({"missing": torch.zeros(7, dtype=torch.bool)}, "missing has shape (7,) and type torch.bool, but must"),
+        (
+            {"missing": torch.zeros(1, dtype=torch.uint8)},
+            "missing has shape (1,) and type torch.uint8, but must have shape (1,) and type torch.bool",
+        ),
+        (
+            {"exhausted": torch.zeros(1)},
+            "exhausted has shape (1,) and type torch.float32, but must have shape (-1,) and type torch.int64",
+        ),
         ({"loss": torch.zeros(1)}, "the loss must be one number"),
         ({"loss": torch.tensor(torch.nan)}, "NaN or infinity"),
     ],

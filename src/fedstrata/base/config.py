@@ -209,7 +209,7 @@ class Registry(Generic[T]):
         if not isinstance(value, Mapping):
             raise SpecError("", "must be a name, or a table with a name.", value)
         if "name" not in value:
-            raise SpecError("name", f"is required, but not set. Use one of: {', '.join(self._paths)}")
+            raise SpecError("name", f"is required, but not set. Use one of: {', '.join(self._paths)}.")
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:

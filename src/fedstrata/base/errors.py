@@ -32,19 +32,21 @@ class SpecError(FedstrataError):
         key: The dotted name of the setting, such as ``"partition.alpha"``.
         problem: The problem, and the values that are accepted.
         value: The value of the setting, which the message shows. By default, the message shows no value.
+        place: The file and line of the setting, if they are known.
     """
 
-    def __init__(self, key: str, problem: str, value: object = ...) -> None:
-        self.key, self.problem, self.value = key, problem, value
+    def __init__(self, key: str, problem: str, value: object = ..., place: str = "") -> None:
+        self.key, self.problem, self.value, self.place = key, problem, value, place
         given = "" if value is ... else f" = {_shown(value)}"
+        given += f" ({place})" if place else ""
         super().__init__(f"{key}{given}: {problem}" if key or given else problem)
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[object, ...]]:
-        return SpecError, (self.key, self.problem, self.value)
+        return SpecError, (self.key, self.problem, self.value, self.place)
 
     def under(self, section: str) -> SpecError:
         """Return the error with ``section`` before its key."""
-        return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value)
+        return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value, self.place)
 
 
 class DataError(FedstrataError):

@@ -189,7 +189,7 @@ def elsewhere(error: SpecError) -> SpecError:
         return error
     problem, _, accepted = error.problem.partition(". ")
     problem = f"{problem}. {word} belongs to {' and '.join(sections[:3])}. {accepted}"
-    return SpecError(error.key, problem, error.value)
+    return SpecError(error.key, problem, error.value, error.place)
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:

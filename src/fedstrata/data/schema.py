@@ -404,10 +404,11 @@ class Table:
     def require(self, column: str, key: str) -> None:
         """Raise ``SpecError`` for ``key`` if the table lacks the column."""
         if column not in self.columns:
-            hint = nearest(column, self.columns)
-            error = SpecError(
-                key, f"{self.source} has no such column{hint} Use one of: {_listed(self.columns)}.", column
-            )
+            accepted = f"{nearest(column, self.columns)} Use one of: {_listed(self.columns)}."
+            for other in ";\t|":
+                if other in (only := ", ".join(self.columns)) and len(self.columns) == 1:
+                    accepted = f", because its only column is {only!r}. Set data.schema.delimiter = {other!r}."
+            error = SpecError(key, f"{self.source} has no such column{accepted}", column)
             raise error.publicly(f"{key} = {column!r}: there is no such column")
 
     def cells(self, column: str, missing: Iterable[str] = ()) -> list[Any]:
@@ -469,9 +470,9 @@ def parsed(table: Table, schema: Schema) -> Floats:
         for row, cell in enumerate(cells):
             if cell is None:
                 if column.impute is None:
-                    rules = f"Add a value, or a rule in [data.schema.columns]: {_rules(name, column)}"
+                    rules = f"Add a value, or a rule in [data.schema.columns]: {_rules(name, column)}."
                     others = [repr(each) for each in _without_rule(table, schema) if each != name]
-                    rest = f". Other columns with missing values: {_listed(others)}" if others else ""
+                    rest = f" Other columns with missing values: {_listed(others)}." if others else ""
                     raise table.wrong(row, name, f"is missing. {rules}{rest}", f"a value is missing. {rules}")
                 values[row] = math.nan
                 continue
@@ -502,7 +503,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         cells = [text_of(cell).lower() for cell in _known(table, schema.test, schema)]
         wrong = next((row for row, text in enumerate(cells) if text not in PARTS), None)
         if wrong is not None:
-            problem = f"does not say whether the row is for training or testing. Use one of: {', '.join(PARTS)}"
+            problem = f"does not say whether the row is for training or testing. Use one of: {', '.join(PARTS)}."
             raise table.wrong(wrong, schema.test, problem, f"a cell {problem}")
         return np.array([PARTS[text] == 1 for text in cells], dtype=bool)
     labels = np.zeros(len(table), dtype=np.int64)

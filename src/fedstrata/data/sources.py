@@ -134,7 +134,8 @@ with warnings.catch_warnings():
                     self._table(seed, task) if self.name.endswith(SUFFIXES) else self.declared(self._arrays(seed, task))
                 )
             except DataError as error:
-                raise DataError(f"data {self.name!r}: {error}") from None
+                problem = str(error).removeprefix(self.name).lstrip(", ")  # of a message that begins with the file
+                raise DataError(f"data.name = {self.name!r}: {problem}") from None
             if self.limit is not None and self.limit < data.train_size:
                 draws = rng(seed, "data limit")
                 if data.task.has_classes:

@@ -213,7 +213,8 @@ class Grouped(Availability):
         if total != population.clients:
             raise SpecError(
                 "groups",
-                f"the sizes add up to {total}. Make the sum equal to partition.clients, which is {population.clients}.",
+                f"the groups have {total} clients in total, but partition.clients is {population.clients}. "
+                "Make both numbers equal.",
             )
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:

@@ -220,7 +220,8 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
         other = got[name]
         if other.shape != tensor.shape or other.dtype != tensor.dtype:
             raise ReplyRefusedError(
-                f"{what}[{name!r}] is {tuple(other.shape)} {other.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
+                f"{what}[{name!r}] has shape {tuple(other.shape)} and type {other.dtype}, but must have shape "
+                f"{tuple(tensor.shape)} and type {tensor.dtype}"
             )
 
 

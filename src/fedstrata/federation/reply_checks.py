@@ -84,4 +84,5 @@ def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what:
     """
     fits = got.ndim == len(shape) and all(wanted in (-1, side) for wanted, side in zip(shape, got.shape, strict=True))
     if not fits or got.dtype != dtype:
-        raise ReplyRefusedError(f"{what} is {tuple(got.shape)} {got.dtype}, expected {shape} {dtype}")
+        actual = f"has shape {tuple(got.shape)} and type {got.dtype}"
+        raise ReplyRefusedError(f"{what} {actual}, but must have shape {shape} and type {dtype}")

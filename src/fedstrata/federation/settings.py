@@ -226,7 +226,8 @@ class Training(Setting):
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> Training:
         if self.local_steps is not None and self.local_epochs is not None:
-            raise ValueError("local_epochs and local_steps cannot be set together. Set only one of them.")
+            problem = "cannot be set together with local_epochs. Set only one of the two keys."
+            raise SpecError("local_steps", problem, self.local_steps)
         return self
 
     @model_validator(mode="after")

@@ -233,10 +233,10 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
             raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = (
-            "has no effect, because clients of this method do not send updates of one model that all of them get. "
+            f"has no effect, because clients of {spec.method.name} do not send updates of one model that all of them "
+            "get. Remove this section."
         )
-        problem += "Remove this section."
-        raise SpecError("communication", problem, spec.method.name)
+        raise SpecError("communication", problem)
 
 
 def refuse_attack(spec: Experiment) -> None:

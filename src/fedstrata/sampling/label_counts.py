@@ -73,8 +73,14 @@ class LabelCounts:
 
         A sampler or method that calls this function in ``init`` must list ``allowed_label_counts()`` in ``allowed``.
         """
-        replies = federation.ask(federation.candidates().tolist(), LabelReport())
-        counts = np.zeros((len(replies), federation.config.strata), dtype=np.int64)
+        strata = federation.config.strata
+
+        def check(reply: LabelReply) -> None:
+            if bool(((reply.labels < 0) | (reply.labels >= strata)).any()):
+                raise ReplyRefusedError(f"a label is not in 0 … {strata - 1}")
+
+        replies = federation.ask(federation.candidates().tolist(), LabelReport(), check=check)
+        counts = np.zeros((len(replies), strata), dtype=np.int64)
         for row, reply in enumerate(replies.values()):
             counts[row, reply.labels.numpy()] = reply.counts.numpy()
         return cls(np.fromiter(replies, dtype=np.int64), counts)

@@ -92,7 +92,8 @@ def read(path: Path) -> Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as a certificate: {error}. {ASK}") from None
+        problem = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read as a certificate: {problem}. {ASK}") from None
 
 
 def fingerprint(kit: Path) -> str:

@@ -97,14 +97,12 @@ class Sites(Setting):
 
     @model_validator(mode="after")
     def _fits(self) -> Sites:
-        for name in (self.federation, *self.site):
+        for key, name in (("federation", self.federation), *(("site", name) for name in self.site)):
             if len(name) > LONGEST_NAME:
-                raise ValueError(f"{name!r}: has {len(name)} characters. Use at most {LONGEST_NAME}.")
+                raise SpecError(key, f"has {len(name)} characters. Use at most {LONGEST_NAME}.", name)
             if not _NAME.fullmatch(name) or name in RESERVED:
-                raise ValueError(
-                    f"{name!r}: is not a valid name. Use letters, digits and hyphens, but none of "
-                    f"{', '.join(RESERVED)}."
-                )
+                accepted = f"Use letters, digits and hyphens, but none of {', '.join(RESERVED)}."
+                raise SpecError(key, f"is not a valid name. {accepted}", name)
         host = self.server.host
         if ":" in host:
             problem = (
@@ -115,15 +113,12 @@ class Sites(Setting):
         if len(host) > LONGEST_NAME:
             raise SpecError("server.host", f"has {len(host)} characters. Use at most {LONGEST_NAME}.", host)
         if self.least > len(self.site):
-            raise ValueError(
-                f"least = {self.least}: there are only {len(self.site)} sites. Use at most {len(self.site)}."
-            )
-        files = [file for file in (self.server.data, *(entry.data for entry in self.site.values())) if file]
-        if not self.own_data and files:
-            raise ValueError(
-                f"{files[0]} is a data file of a site, which requires own_data = true. Set own_data, or remove "
-                "the file."
-            )
+            raise SpecError("least", f"is above the number of sites. Use at most {len(self.site)}.", self.least)
+        files = {"server": self.server.data, **{f"site.{name}": entry.data for name, entry in self.site.items()}}
+        for party, file in files.items():
+            if file and not self.own_data:
+                problem = "requires own_data = true. Set own_data, or remove the file."
+                raise SpecError(f"{party}.data", problem, file)
         return self
 
     @classmethod

@@ -92,9 +92,10 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             with only_from(own.packages):
                 policy.check(declared(spec.to_toml(), own, clients=len(site_of_client), own_data=sites.own_data))
         except (RuleError, SpecError) as error:
-            problem = (
-                f"this site would not take part: {str(error).rstrip('.')}. Change the job, or [policy] in sites.toml."
-            )
+            problem = f"this site would refuse the job. {error}"
+            if isinstance(error, RuleError):
+                problem = f"the rule {error.rule!r} of this site refuses the job, because {error.reason}"
+            problem = f"{problem.rstrip('.')}. Change the job, or [policy] in sites.toml."
             raise SpecError(f"site.{name}", problem) from None
     try:
         refuse_files(spec.to_spec(), catalog, data=not sites.own_data)

@@ -38,9 +38,6 @@ COMPARE = "compare"
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
 """Pairs of keys that exclude each other: an override of one key removes the other key."""
 
-ACCEPTED = re.compile(r"(.*[.?]) ((?=[A-Z]).*\b[Uu]se (?:one|some) of: .*)", re.DOTALL)
-"""A pattern of an error's text: the problem, and a last sentence that lists all accepted words."""
-
 LARGEST_SEED = 2**128 - 1
 """The largest seed. Random generators use 128 bits, so larger seeds would only repeat random numbers."""
 
@@ -255,16 +252,9 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add the path of the spec file to an error and, if the file contains the error's key, also the key's line.
-
-    The path and line stand at the end of the message, or before its list of accepted words, which may be long.
-    """
+    """Add the path of the spec file and the line of the error's key to an error, if the file contains the key."""
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
-    if not line:
-        return error
-    parts = ACCEPTED.fullmatch(error.problem)
-    problem, *accepted = parts.groups() if parts else [error.problem]
-    return SpecError(error.key, " ".join([problem, f"({path}, line {line})", *accepted]), error.value)
+    return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:

@@ -53,9 +53,8 @@ def device_of(setting: str) -> torch.device:
         return torch.device("cuda" if count else "cpu")
     device = torch.device(setting)
     if device.type == "cuda" and (device.index or 0) >= count:
-        problem = f"PyTorch finds {count} CUDA devices on this machine. Use one of: 'cpu', 'auto'" + ", 'cuda:N'" * (
-            count > 0
-        )
+        accepted = "'cpu', 'auto', 'cuda:N'" if count else "'cpu', 'auto'"
+        problem = f"PyTorch finds {count} CUDA devices on this machine. Use one of: {accepted}."
         raise SpecError("training.device", problem, setting)
     return device
 

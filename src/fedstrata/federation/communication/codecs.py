@@ -87,7 +87,9 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
     for name in actual | forms:
         wanted = {part: (shape, _in_memory(dtype)) for part, (shape, dtype) in forms.get(name, {}).items()}
         if actual.get(name) != wanted:
-            raise FedstrataError(f"the payload's {name!r} is {actual.get(name)}, expected {forms.get(name)}")
+            raise FedstrataError(
+                f"the payload's {name!r} has the form {actual.get(name)}, but must have {forms.get(name)}"
+            )
     flat = [_bytes(payload[name][part], dtype) for name, parts in forms.items() for part, (_, dtype) in parts.items()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
@@ -101,7 +103,7 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     sizes = [_length(shape, dtype) for parts in forms.values() for shape, dtype in parts.values()]
     if packed.dtype != torch.uint8 or packed.shape != (sum(sizes),):
         raise ReplyRefusedError(
-            f"the payload is {packed.dtype} of shape {tuple(packed.shape)}, expected {sum(sizes)} bytes"
+            f"the payload has shape {tuple(packed.shape)} and type {packed.dtype}, but must have {sum(sizes)} bytes"
         )
     pieces = iter(torch.split(packed, sizes))
     payload = {
