@@ -62,12 +62,12 @@ class Attack(Setting):
         if self.clients is not None:
             if (largest := max(self.clients)) >= clients:
                 raise SpecError(
-                    "attack.clients", f"there are only the clients 0 … {clients - 1}. Use these numbers.", largest
+                    "attack.clients", f"the clients have the numbers 0 to {clients - 1}. Use these numbers.", largest
                 )
             return tuple(sorted(set(self.clients)))
         share = self.share or DEFAULT_SHARE
         if not (number := round(share * clients)):
-            problem = f"means 0 of {clients} clients after rounding. Use a larger share, or set attack.clients."
+            problem = f"is rounded to 0 of {clients} clients. Use a larger share, or set attack.clients."
             raise SpecError("attack.share", problem, share)
         drawn = rng(seed, "attackers").choice(clients, size=number, replace=False)
         return tuple(sorted(drawn.tolist()))
