@@ -97,7 +97,7 @@ where clients run. `python tests/tables.py` runs the tests and writes this page.
 | …, through the server | sites of NVFlare, whose messages to each other pass through the server |
 
 If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending
-the test, and only messages to real sites can be damaged on their way. The table gives the fault of a client in brackets.
+the test, and only messages to real sites can be damaged on their way. The table gives the fault in brackets.
 
 :::{dropdown} All cases
 """
