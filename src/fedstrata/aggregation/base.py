@@ -226,7 +226,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n for n_k samples of client k in the round.
+    """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k uses in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
     draw has the same weight instead. Weights by size would count the numbers of samples a second time.

@@ -198,7 +198,7 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with consecutive ids, each with its own probability of being online (ReBaFL).
+    """Groups of clients with consecutive ids; each group has its own probability that a client is online (ReBaFL).
 
     Args:
         groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =

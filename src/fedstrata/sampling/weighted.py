@@ -22,9 +22,9 @@ class Weighted(ClientSampler):
     estimate of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn more than once per round. If false, clients with more than 1/m of all
-            samples are always drawn, where m is the number of draws, and the others by systematic sampling (Madow
-            1949).
+        replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
+            sampling (Madow 1949). Clients with more than 1/m of all samples are then always drawn, where m is the
+            number of draws.
     """
 
     tells_sizes = True

@@ -19,7 +19,7 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class Classification(Task):
-    """The prediction of one class per sample, with the cross-entropy as loss.
+    """The prediction of one class per sample. The loss is the cross-entropy.
 
     Args:
         class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled to the mean

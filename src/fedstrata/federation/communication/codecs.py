@@ -270,7 +270,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Number of rounds after which a stored error is dropped. Default: never.
+        forget_after: Number of rounds after which a stored error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
 
@@ -341,8 +341,8 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors P and Q. ``int8`` sends one more byte per tensor, for a scale. Error
-            feedback also corrects the rounding of the factors.
+        factors: Number format of the two factors P and Q. With ``int8``, each tensor needs one additional byte for a
+            scale. Error feedback also corrects the rounding errors of the factors.
     """
 
     linear = True
@@ -541,8 +541,8 @@ class Communication(Setting):
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. With a codec, clients receive the encoded changes since their
-            latest version, or the whole model if it takes fewer bytes.
+        down: Codec of the model that clients receive. With a codec, clients receive encoded changes of the version that
+            they have, or the whole model if that takes fewer bytes.
     """
 
     up: AnyCodec = Uncompressed()
