@@ -262,7 +262,7 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """The mean model of each stratum, averaged over strata with weights in proportion to their sizes (FedSTS, FedSTaS).
+    """The mean model of each stratum, averaged over strata in proportion to the strata's sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h are the m_h clients of stratum h that replied. Strata without a reply are left out, and

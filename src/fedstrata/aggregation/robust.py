@@ -141,7 +141,7 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 
 
 class Krum(RobustAggregator):
-    """The update that is closest to its neighbours (Krum, Blanchard et al. 2017).
+    """The update with the smallest distances to its nearest updates (Krum, Blanchard et al. 2017).
 
     With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
     update with the smallest score is used, and all other updates are ignored.

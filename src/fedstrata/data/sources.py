@@ -72,8 +72,8 @@ with warnings.catch_warnings():
                 ``classes``.
             classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
             range: Smallest and largest values that an array file may contain.
-            shift: Number that is subtracted from each channel or feature. Default: computed according to ``normalize``.
-            scale: Factor by which each channel or feature is multiplied after the subtraction of ``shift``. Set both
+            shift: Number to subtract from each channel or feature. Default: computed according to ``normalize``.
+            scale: Factor by which to multiply each channel or feature after the subtraction of ``shift``. Set both
                 ``shift`` and ``scale``, or neither.
             augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
                 ``"module:function"``.

@@ -30,7 +30,7 @@ class Evaluation(Setting):
         primary: Metric by which the best round and the best settings are selected; tables and figures show this metric
             first: ``accuracy``, ``loss`` or a metric in ``metrics``.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
-            target. To set targets of other metrics, use a table from each metric to a list of values, such as ``{
+            target. To set targets of other metrics, use a table with a list of values for each metric, such as ``{
             macro-f1 = [0.5] }``.
         validation: Fraction of the training samples that is held out to choose the best round and to stop early. The
             samples are drawn from each class before the partition. With the partition ``natural``, the samples are

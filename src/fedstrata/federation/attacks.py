@@ -29,8 +29,8 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of the clients that attack in every round, rounded to whole clients. The seed decides which
-            clients attack. Default: 0.2.
+        share: Fraction of the clients that attack in every round; the number of attackers is rounded. The seed decides
+            which clients attack. Default: 0.2.
         clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
     """
 

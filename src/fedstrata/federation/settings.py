@@ -161,8 +161,8 @@ class Training(Setting):
         local_epochs: Number of epochs for which a client trains per round. Default: 5.
         local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
             ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples uses all its samples in each
-            mini-batch.
+        batch_size: Number of samples in a mini-batch. A client with fewer samples than ``batch_size`` uses all its
+            samples in each mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples, but needs only the memory for ``batch_size`` samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.

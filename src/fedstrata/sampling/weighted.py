@@ -15,7 +15,7 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws the clients of a round in proportion to their numbers of samples, which each client sends once.
+    """Draws the clients of a round in proportion to their numbers of samples. Each client sends this number once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
     / Σn, where n_k is its number of samples and Σn the sum over all clients. The aggregate is therefore an unbiased

@@ -86,7 +86,7 @@ class Stratify(Method):
         stream: Fraction of each client's samples that become available only during the rounds in single-sample mode;
             only in hybrid mode.
         masking: Form in which the server sees labels. ``none`` shows labels, ``prf`` shows keyed hashes of labels, and
-            ``ckks`` shows encrypted labels. With the same keys, all three values train the same model.
+            ``ckks`` shows encrypted labels. With the same secret keys, all three values train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -42,9 +42,9 @@ class Dirichlet(Partition):
             nearly IID.
         balance: Number and meaning of the Dirichlet draws. ``class``: one draw per class divides the samples of the
             class among the clients, so clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients
-            below ``min_size`` get samples from the largest client. ``client``: one draw per client gives its class
-            probabilities, and all clients have the same size (±1). When a class has no samples left, clients draw from
-            the other classes.
+            below ``min_size`` get samples from the largest client. ``client``: one draw per client gives the client's
+            class probabilities, and all clients have the same size (±1). When a class has no samples left, clients draw
+            from the other classes.
         prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: α times the class's fraction
             of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten
             equally frequent classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.

@@ -205,7 +205,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """Stochastic rounding to multiples of 1 / ``levels`` of a bucket's largest absolute value (Alistarh et al. 2017).
+    """Random rounding to multiples of M / ``levels``; M is a bucket's largest absolute value (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
     paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels (``levels``), the variance of a
@@ -541,8 +541,8 @@ class Communication(Setting):
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. With a codec, clients receive encoded changes of the version that
-            they have, or the whole model if that takes fewer bytes.
+        down: Codec of the model that clients receive. With a codec, each client receives the encoded difference from
+            its latest version, or the whole model if the model takes fewer bytes.
     """
 
     up: AnyCodec = Uncompressed()
