@@ -27,8 +27,8 @@ class Evaluation(Setting):
         every: Number of rounds between evaluations. With 0, only the model of the last round is evaluated.
         batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
-        primary: Metric by which the best round and the best settings are selected; tables and figures show this metric
-            first: ``accuracy``, ``loss`` or a metric in ``metrics``.
+        primary: Metric that selects the best round and the best settings: ``accuracy``, ``loss`` or a metric in
+            ``metrics``. Tables and figures show this metric first.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
             target. To set targets of other metrics, use a table with a list of values for each metric, such as ``{
             macro-f1 = [0.5] }``.

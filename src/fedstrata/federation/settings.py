@@ -168,9 +168,9 @@ class Training(Setting):
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
             SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: an
-            empty state. ``keep``: the state after the latest round in which the client trained; with ``adamw``, each
-            client then stores twice the size of the model. Fine-tuning for evaluation always starts with an empty
-            state.
+            empty state. ``keep``: the state after the latest round in which the client trained. With ``adamw``, each
+            client then stores twice as many numbers as the model has. Fine-tuning for evaluation always starts with an
+            empty state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
         weight_decay: Factor of the weight decay. ``sgd`` adds the decay to the gradient; ``adamw`` applies the decay
@@ -183,9 +183,9 @@ class Training(Setting):
         batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages the clients' statistics.
             ``local``: each client keeps its own statistics, and evaluations of the global model use the statistics of
             the test batches. Stratify, SFL and FedTAN require ``average``.
-        execution: Way in which engines compute sums over clients. ``fused``: an engine may sum over several clients in
-            one pass, which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several
-            times slower.
+        execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
+            which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
+            slower.
         threads: Number of threads that each PyTorch operation uses. Another number of threads may change the last bits
             of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:

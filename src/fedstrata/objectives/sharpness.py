@@ -54,7 +54,7 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss. Gradients are computed at w + ρ d / ‖d‖, where d = w_old − w_t is a change of the global model.
+    """The task's loss. Gradients are computed at w + ρ d / ‖d‖, where d = w_old − w_t for two global models.
 
     The current global model is w_t. The client received w_old, an earlier global model, in the last round in which the
     server used its reply. The difference estimates the direction in which the loss of the whole federation grows. A
