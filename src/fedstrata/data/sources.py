@@ -61,7 +61,7 @@ with warnings.catch_warnings():
                 ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
             normalize: Scaling of each channel or feature. ``standard``: to mean 0 and standard deviation 1 over the
                 training samples. ``unit``: to the range from 0 to 1 over the training samples. ``none``: only
-                conversion to float32. ``keep``: whole numbers stay whole numbers, as token models require.
+                conversion to float32. ``keep``: integers stay integers, as token models require.
             limit: Number of training samples to use, drawn at random from each class in proportion to its size.
                 Default: all.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
@@ -71,13 +71,13 @@ with warnings.catch_warnings():
                 normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
                 ``classes``.
             classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
-            range: Smallest and largest value that an array file may contain.
-            shift: Number that is subtracted from each channel or feature. Default: computed according to ``normalize``.
-            scale: Factor by which each channel or feature is multiplied afterwards. Set both ``shift`` and ``scale``,
-                or neither.
+            range: Smallest and largest values that an array file may contain.
+            shift: Number to subtract from each channel or feature. Default: computed according to ``normalize``.
+            scale: Factor by which to multiply each channel or feature after the subtraction of ``shift``. Set both
+                ``shift`` and ``scale``, or neither.
             augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
                 ``"module:function"``.
-            custom: Description of the arrays that a Python program passed. Only fedstrata sets this key.
+            custom: Description of the arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

@@ -17,7 +17,8 @@ class FedAU(Recipe):
     probability that client k replies. Clients that are often absent then have the same influence as other clients.
 
     Args:
-        cutoff: Longest interval between two replies, in rounds (K). A longer absence counts as several intervals.
+        cutoff: Longest interval between two replies of a client, in rounds (K). A longer absence counts as several
+            intervals.
     """
 
     paper = "Wang and Ji 2024, Tackling Unknown Participation Statistics in Federated Averaging (arXiv:2306.03401)"

@@ -13,7 +13,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class PersonalLayers(CrossEntropy):
-    """Cross-entropy of a model with personal layers, which each client keeps; the server averages the other layers.
+    """Cross-entropy for models with personal layers, which clients keep; the server averages all other layers.
 
     For the personal layers, clients send back the values that they received, and these bytes are counted.
 
@@ -46,14 +46,14 @@ class PersonalLayers(CrossEntropy):
 
 
 class HeadThenBody(BodyOnly):
-    """Cross-entropy that trains first the client's own head, and then the body, which the server averages.
+    """Cross-entropy; each client first trains its own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
     its trained head. To the server, each client sends back the head that it received.
 
     Args:
-        head_epochs: Number of epochs in which the client trains its head. The spec's section ``training`` sets the
-            epochs of the body.
+        head_epochs: Number of epochs for which the client trains its head. The spec's section ``training`` sets the
+            number of epochs for the body.
     """
 
     head_epochs: PositiveInt = 10
