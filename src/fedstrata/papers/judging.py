@@ -297,13 +297,13 @@ MOST = 2
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
     """Return how many differences support a claim, and the smallest and the largest difference, as text."""
-    one = {wanted: "supports the claim", "not significant": "is inconclusive"}
-    more = {wanted: "support the claim", "not significant": "are inconclusive"}
-    counts = Counter(order if (order := each.order(within)) in one else "opposite" for each in differences)
-    texts = [
-        f"{count} {one.get(order, 'shows the opposite') if count == 1 else more.get(order, 'show the opposite')}"
-        for order, count in sorted(counts.items())
-    ]
+    names = {
+        wanted: ("supports the claim", "support the claim"),
+        "not significant": ("is inconclusive", "are inconclusive"),
+    }
+    opposite = ("shows the opposite", "show the opposite")
+    counts = Counter(names.get(each.order(within), opposite) for each in differences)
+    texts = [f"{count} {name[count > 1]}" for name, count in sorted(counts.items(), reverse=True)]
     text = f"Of {len(differences)} comparisons, {', '.join(texts[:-1])} and {texts[-1]}"
     if len(texts) == 1:
         text = f"All {texts[0].replace(' ', ' comparisons ', 1)}"
