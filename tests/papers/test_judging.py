@@ -196,7 +196,7 @@ def test_a_row_in_one_column_no_worse_than_in_another(table, x, verdict):
     about = {"table": "mine", "row": "b", "reference": "y", "within": 1.0}
     found = judged(Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): x, ("b", "y"): BASE}))
     assert found.verdict == verdict
-    support = "Differences of at least −1 support the claim. Compared with `y`, the accuracy of `b` changes by"
+    support = "Differences of at least −1 points support the claim. Compared with `y`, the accuracy of `b` changes by"
     assert found.measure == (support if verdict != "not tested" else "The claim is")
 
 

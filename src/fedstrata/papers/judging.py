@@ -265,7 +265,7 @@ class _Case:
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
-            measure = f"Differences of at least −{within:g} support the claim. {measure}"
+            measure = f"Differences of at least −{within:g} points support the claim. {measure}"
         if tested and len(tested) < len(comparisons):
             evidence += f". Of {len(comparisons)} comparisons, {len(comparisons) - len(tested)} are not tested yet"
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)

@@ -399,7 +399,7 @@ def _limit() -> Made:
     few, many = (errors[60][counts.index(m)] for m in (10, 10_000))
     text = (
         f"{few:.3f} with 10 clients of 60 samples, and {many:.3f} with 10,000 such clients. With 600 samples per "
-        f"client, the two errors are {errors[600][0]:.3f} and {errors[600][-1]:.3f}. Sizes are then clipped to "
+        f"client, the errors are {errors[600][0]:.3f} and {errors[600][-1]:.3f}. Sizes are then clipped to "
         f"{bound - 1}, so p̃ tends to {clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}

@@ -176,7 +176,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"At equal {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure))
     return (
-        f"At equal {cost}, `{name}` has the best validation accuracy. On the fresh seeds, its accuracy at equal {cost} "
+        f"At equal {cost}, `{name}` has the best validation accuracy. On fresh seeds, its accuracy at equal {cost} "
         f"differs from FedAvg's by {difference} points."
     )
 
