@@ -138,7 +138,7 @@ def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(ta
     assert "earlier version" not in page_of(table, there)
     for old in (first, second):
         old["source"] = "old.json"
-    taken = "† For 2 runs, the results of the same spec come from an earlier version of fedstrata (`old.json`)."
+    taken = "† The results of 2 runs come from an earlier version of fedstrata with the same spec (`old.json`)."
     assert f"{taken}\n" in page_of(table, there)
     assert page_of(table, there).count(" | 3† | ") == 2, "one of a and one of b"
     first["repeated"] = {"rounds": 10, "points": 0.25}

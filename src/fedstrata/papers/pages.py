@@ -48,7 +48,7 @@ DOWNLOADS = (
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. The intervals in the tables are not corrected for several comparisons, and decide no verdict. The intervals of
+baseline. The intervals in the tables are not corrected for several comparisons, and do not decide verdicts. The intervals of
 claims can be corrected and therefore wider, so they can contain 0 even if the interval in the table does not. Rows with
 fewer than {MIN_SEEDS} seeds are not shown.
 """
@@ -468,8 +468,8 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    earlier = f"the results of the same spec come from an earlier version of fedstrata ({sources})"
-    line = f"† For {len(results)} runs, {earlier}."
+    earlier = f"an earlier version of fedstrata with the same spec ({sources})"
+    line = f"† The results of {len(results)} runs come from {earlier}."
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += f" We repeated the first {rounds} rounds of {len(repeated)} of these runs."

@@ -331,7 +331,7 @@ def _label_variance() -> Made:
     return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]
 
 
-@_reading("neyman-zero", "An example has ten strata of ten clients with orthogonal updates, and ten draws.")
+@_reading("neyman-zero", "An example has ten strata of ten clients, orthogonal updates and ten draws. In this example,")
 def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
@@ -408,7 +408,7 @@ def _limit() -> Made:
 
 @_reading(
     "fedssar-bias",
-    "With ten draws and orthogonal updates, the bias of the mean update, as a percentage of its length, is",
+    "We assume ten draws and orthogonal updates. The bias of the mean update, as a percentage of its length, is",
 )
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
