@@ -48,9 +48,9 @@ DOWNLOADS = (
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. The intervals in the tables are not corrected for several comparisons, and do not decide verdicts. The intervals of
-claims can be corrected and therefore wider, so they can contain 0 even if the interval in the table does not. Rows with
-fewer than {MIN_SEEDS} seeds are not shown.
+baseline. The intervals in the tables are not corrected for several comparisons, and do not decide verdicts. The
+intervals of claims can be corrected and therefore wider, so they can contain 0 even if the interval in the table does
+not. Rows with fewer than {MIN_SEEDS} seeds are not shown.
 """
 
 

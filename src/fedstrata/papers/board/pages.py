@@ -111,9 +111,9 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
         return "This page will rank the methods. No method has finished all seeds yet."
     hours = sum(standing.hours for each in shown for standing in each.standings.values())
     return (
-        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page has {complete} "
-        f"tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired seeds per "
-        f"method. All runs together took {duration(hours)} on one core."
+        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page has "
+        f"{complete} tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired "
+        f"seeds per method. All runs together took {duration(hours)} on one core."
     )
 
 
