@@ -380,7 +380,7 @@ def test_wire_names_and_fields_stay():
 
 
 def test_two_classes_cannot_share_a_wire_name():
-    with pytest.raises(ValueError, match=r"@record\('test/Pair'\) of .*Other: is the wire name of .*Pair\."):
+    with pytest.raises(ValueError, match=r"@record\('test/Pair'\) of .*Other: .*Pair already has this wire name\."):
 
         @record("test/Pair")
         class Other:

@@ -107,7 +107,7 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of the"),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
-        ({"features": ["sick"]}, "data.schema.features: is the column of the label, and cannot be a feature."),
+        ({"features": ["sick"]}, "data.schema.features = 'sick': is the column of data.schema.label, and cannot be"),
         ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.features = ['age'"),
     ],
 )  # fmt: skip

@@ -471,7 +471,9 @@ def test_a_job_declares_only_requests_for_sums() -> None:
 
 def test_masks_need_the_local_engine_and_no_listener() -> None:
     prepared = fs.prepare(spec(privacy={"simulate_masks": True}))
-    with pytest.raises(SpecError, match=r"privacy\.simulate_masks = True: is not for the engine 'ray'\. Use 'local'"):
+    with pytest.raises(
+        SpecError, match=r"privacy\.simulate_masks = True: has no effect with the engine 'ray'\. Use the engine 'local'"
+    ):
         fs.Simulation(prepared, engine="ray")
     with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': a listener, such as an audit"):
         fs.Simulation(prepared, listener=lambda round, replies: None)

@@ -412,16 +412,16 @@ def many_messages(server: Malicious) -> Any:
 
 
 ATTACKS: dict[Callable[[Malicious], Any], str] = {
-    plain_question: "does not declare that it asks Fit",
+    plain_question: "does not declare the request Fit",
     no_masks: "Masked.begin = None is not as declared",
     no_beginning: "FedstrataError. Read the log of site a.",
-    simulated_step: "does not declare that it asks Step",
+    simulated_step: "does not declare the request Step",
     no_message: "KeyError. Read the log of site a.",
     another_roster: "the roster is unknown or is not the newest",
     the_exchange_again: "exchange 0 was used before",
     the_round_again: "refused by the rule 'repeat': Masked of Fit may come at most 1 time(s) in a round",
     another_model_for_one_site: "'d' has not signed that it sent its vector in this exchange",
-    two_votes: "it has already voted in this exchange",
+    two_votes: "the site has already voted in this exchange",
     a_small_set: "the set has too few sites",
     shares_without_votes: "too few sites have voted for the same set",
     many_messages: "refused by the rule 'repeat': SiteStep may come at most 4 time(s) in a round",

@@ -77,14 +77,17 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     if not stored:
         since = f"after round {before.round}" if before else f"up to round {last.round}"
         problem = (
-            f"no client stored prototypes that it sent {since}. Set it to true, and use a run in which clients took "
-            "part more than once."
+            f"no client stored prototypes that it sent {since}. Set this key to true, and use a run in which clients "
+            "took part more than once."
         )
         raise SpecError("keep_prototypes", problem).under("method")
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = "other clients sent prototypes than in the run. Use the data and the version of fedstrata of the run."
+        problem = (
+            "the clients that sent prototypes are not the same as in the run. Use the data and the version of "
+            "fedstrata of the run."
+        )
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be repeated: {problem}")
     return sent
 
@@ -103,7 +106,7 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
         )
     if last.remote:
         raise CheckpointError(
-            f"{folder} is a run over real sites, whose messages are not stored here. Use a simulated run."
+            f"{folder} is a run over real sites, and does not contain their messages. Use a simulated run."
         )
     return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
 

@@ -250,7 +250,7 @@ class Exchange:
         elif self.stage == "opening":
             self._open(asked)
         else:
-            raise ValueError(f"the exchange is {self.stage}, and expects no replies")
+            raise ValueError(f"the exchange is in the stage {self.stage!r}, which expects no replies")
 
     def _collect_vectors(self, replies: Mapping[str, Any]) -> None:
         for name, reply in replies.items():
