@@ -68,11 +68,8 @@ def _table(options: argparse.Namespace) -> None:
         if options.figure.suffix.lower() not in FIGURES:
             raise SpecError("--figure", f"must end with {', '.join(FIGURES)}.", str(options.figure))
         if options.by_client is not None:
-            raise SpecError(
-                "--figure",
-                "shows differences between methods, not between clients. Remove --by-client.",
-                str(options.figure),
-            )
+            problem = "shows differences between methods, not between clients. Remove --by-client."
+            raise SpecError("--figure", problem, str(options.figure))
     runs = load_runs(options.folders)
     finished = runs.finished()
     if left_out := sum(map(len, runs.values())) - sum(map(len, finished.values())):

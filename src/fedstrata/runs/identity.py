@@ -191,10 +191,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
             )
     for name in sorted(before["code"].keys() | now["code"].keys()):
         if before["code"].get(name) != now["code"].get(name):
-            problem = (
-                f"the module {name!r} has changed since the run in this folder began. Restore the module, {elsewhere}"
-            )
-            raise SpecError("code", problem)
+            problem = f"the module {name!r} has changed since the run in this folder began"
+            raise SpecError("code", f"{problem}. Restore the module, {elsewhere}")
     if before["results_version"] != now["results_version"]:
         raise SpecError(
             "out",

@@ -125,16 +125,11 @@ class Ring:
             WithheldError: A number is not finite, or the weight or a count is out of range.
         """
         if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
-            raise ValueError(
-                f"the parts and counts are {sorted(parts)} and {sorted(counts)}, but must be {sorted(self.parts)} and "
-                f"{sorted(self.counts)}"
-            )
+            raise ValueError(f"the parts and counts are {[*parts, *counts]}, but must be {[*self.parts, *self.counts]}")
         factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
         if not all(0 <= factor <= 1 for factor in factors.values()):
             # The message does not say the weight, which depends on the size of the site.
-            raise WithheldError(
-                "the client did not send its answer, because the client has more samples than privacy.largest."
-            )
+            raise WithheldError("the client did not send its answer, because its size is above privacy.largest.")
         words = np.zeros(self.length, dtype=np.uint32)
         begin, scaled = 0, 0
         for name, part in self.parts.items():
@@ -143,9 +138,7 @@ class Ring:
                 raise ValueError(f"{name} has shape {vector.shape}, but must have shape {(part.size,)}")
             largest = float(np.max(np.abs(vector))) if part.size else 0.0
             if not math.isfinite(largest):
-                raise WithheldError(
-                    f"the client did not send its answer, because the answer contains NaN or infinity. {DIVERGED}"
-                )
+                raise WithheldError(f"the client did not send its answer, which contains NaN or infinity. {DIVERGED}")
             scaled += largest > part.range
             unit = max(part.range, largest)
             for first in range(0, part.size, _CHUNK):
