@@ -603,7 +603,7 @@ def test_boxes_that_do_not_open_give_an_event(box: bytes) -> None:
     continues(world, exchange, "abcd")
     assert (exchange.stage, exchange.total) == ("failed", None)
     assert {(name, error.check) for name, error in world.refusals} == {(name, "box") for name in "bcd"}
-    assert "the box of 'a'" in str(world.refusals[0][1])
+    assert "the encrypted shares from 'a'" in str(world.refusals[0][1])
 
 
 def masked_changes() -> dict[str, Change]:

@@ -520,7 +520,7 @@ def test_a_site_sums_only_with_its_peers(tmp_path: Path) -> None:
     history = deployment.run(tmp_path / "run")
     assert [record["clients_trained"] for record in history] == [3, 3, 3]
     reasons = [event.get("reason", "") for event in read_jsonl(tmp_path / "run" / "events.jsonl")]
-    assert "the package of 'd' is wrong: its certificate is not among the peers" in reasons[0]
+    assert "the package of 'd' is wrong: its certificate is not on the list policy.peers" in reasons[0]
     assert [entry.refused for entry in deployment.entries("a", "SiteStep")] == ["secure-sums"]
     assert [record["exchanges"] for record in history] == [3, 3, 2]  # site a is asked for keys once more
     assert [record["clients_failed"] for record in history] == [1, 1, 1]

@@ -281,7 +281,7 @@ def read_folder(folder: Path) -> Arrays:
             try:
                 arrays[file.stem] = np.load(file, mmap_mode="r" if file.stem.startswith("x_") else None)
             except (OSError, ValueError, EOFError) as error:
-                raise DataError(f"{file} is not a .npy file, or is damaged: {error}") from None
+                raise DataError(f"{file} is not a .npy file, or is damaged: {error}. Check the file.") from None
     arrays = _joined(arrays)
     if missing := [f"{key}.npy" for key in NEEDED if key not in arrays]:
         raise DataError(f"{folder} lacks {', '.join(missing)}. Save each array with np.save(file, array).")

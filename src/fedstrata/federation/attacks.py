@@ -69,7 +69,7 @@ class Attack(Setting):
             return tuple(sorted(set(self.clients)))
         share = self.share or DEFAULT_SHARE
         if not (number := round(share * clients)):
-            problem = f"means 0 of {clients} clients after rounding. Use a larger share, or set attack.clients."
+            problem = f"is rounded to 0 of {clients} clients. Use a larger share, or set attack.clients."
             raise SpecError("attack.share", problem, share)
         drawn = rng(seed, "attackers").choice(clients, size=number, replace=False)
         return tuple(sorted(drawn.tolist()))

@@ -19,7 +19,7 @@ TINY = 1e-12
 
 
 def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
-    """Return a direction with the given norm over all its tensors; zeros stay zeros.
+    """Scale a direction to a norm over all its tensors. A direction of zeros does not change.
 
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}

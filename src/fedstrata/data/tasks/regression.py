@@ -71,7 +71,9 @@ class Regression(Task):
                 f"y_test has {widths[1]} values for each sample, but y_train has {widths[0]}. Use the same number."
             )
         if names is not None and len(names) != widths[0]:
-            raise DataError(f"class_names has {len(names)} names for {widths[0]} targets. Give one for each target.")
+            raise DataError(
+                f"class_names has {len(names)} names for {widths[0]} targets. Give one name for each target."
+            )
         train_y, test_y = map(torch.from_numpy, both)
         return Targets(train_y, test_y, tuple(names or ()), widths[0])
 
