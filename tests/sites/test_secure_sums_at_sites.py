@@ -413,7 +413,7 @@ def many_messages(server: Malicious) -> Any:
 
 ATTACKS: dict[Callable[[Malicious], Any], str] = {
     plain_question: "does not declare the request Fit",
-    no_masks: "Masked.begin = None is not as declared",
+    no_masks: "Masked.begin = None does not match the declaration",
     no_beginning: "FedstrataError. Read the log of site a.",
     simulated_step: "does not declare the request Step",
     no_message: "KeyError. Read the log of site a.",
