@@ -287,7 +287,7 @@ def test_codecs_and_fedtan_are_refused_because_clients_start_at_different_models
         fs.prepare(compressed, data=seven, model=nn.Linear(2, 3))
     tan = spec(Echoes()).model_copy(update={"method": fs.FedTAN(aggregator=Echoes())})
     norm = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    with pytest.raises(fs.SpecError, match=r"^method\.aggregator = 'fedawe': FedTAN's clients start at the same model"):
+    with pytest.raises(fs.SpecError, match=r"^method\.aggregator = 'fedawe': FedTAN requires that all clients"):
         fs.prepare(tan, data=seven, model=norm)
 
 

@@ -264,7 +264,7 @@ def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
     shutil.copytree(run, folder)
     last = checkpoint.load(folder / "checkpoint")
     checkpoint.save(folder / "checkpoint", last.round, last.state, StateStore(), remote=True)
-    with pytest.raises(CheckpointError, match="is a run over real sites, whose messages are not"):
+    with pytest.raises(CheckpointError, match="is a run over real sites, and does not contain"):
         audit_prototypes(folder, steps=1)
 
 

@@ -51,7 +51,7 @@ BAD = {
     "a wrong trace": ('[availability]\nname = "trace"\nfile = "wrong.csv"', "availability.file = 'wrong.csv' (s.toml, line 3): is not a valid trace of availability: line 2 must have three whole numbers. Correct the file."),
     "groups that do not fit": ('[availability]\nname = "groups"\ngroups = [{ clients = 3, p = 0.5 }]', "availability.groups (s.toml, line 3): the groups have 3 clients in total, but partition.clients is 100. Make both numbers equal."),
     "p over 1": ('[availability]\nname = "bernoulli"\np = 1.5', "availability.p = 1.5 (s.toml, line 3): must be less than or equal to 1."),
-    "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2] (s.toml, line 2): 2.0 is not an accuracy in (0, 1]. Use fractions, such as [0.02]."),
+    "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2] (s.toml, line 2): 2.0 is not between 0 (excluded) and 1. Use fractions, such as [0.02]."),
     "a target in percent": ("[evaluation]\ntargets = [90]", "Use fractions, such as [0.9]."),
     "somebody else's key": ('[partition]\nname = "iid"\nalpha = 0.1', "partition.alpha = 0.1 (s.toml, line 3): is not a known key. alpha belongs to dirichlet, domain, but this partition"),
     "another section's key": ("[training]\nalpha = 0.1", "alpha belongs to partition (dirichlet, domain) and method (fedssar, feddyn, fedrs, fedgs) and "),

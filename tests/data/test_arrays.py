@@ -81,7 +81,7 @@ def test_labels_that_only_the_test_set_has_are_named():
 
 
 def test_a_test_set_of_which_nothing_can_be_learnt_is_refused():
-    message = r"y_test has the labels 'A', 'B', but y_train has only the labels 'a', 'b'\. Use the same labels\."
+    message = r"y_test has the labels 'A', 'B', but y_train has only the labels 'a', 'b'\. Use only labels of y_train\."
     with pytest.raises(DataError, match=message):
         labelled(["a", "b", "a", "b"], ["A", "B"])
     with pytest.raises(DataError, match=r"has the labels '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', …, but"):

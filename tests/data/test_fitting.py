@@ -130,9 +130,9 @@ def test_statistics_travel():
         ({"counts": {}}, "counts for the columns"),
         ({"squares": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values for 9 samples"),
-        ({"low": torch.full((4,), math.nan, dtype=torch.float64)}, "a smallest value"),
-        ({"low": torch.full((4,), -math.inf, dtype=torch.float64)}, "a smallest value"),
-        ({"high": torch.full((4,), -1e9, dtype=torch.float64)}, "a smallest value"),
+        ({"low": torch.full((4,), math.nan, dtype=torch.float64)}, "the minimum of a column"),
+        ({"low": torch.full((4,), -math.inf, dtype=torch.float64)}, "the minimum of a column"),
+        ({"high": torch.full((4,), -1e9, dtype=torch.float64)}, "the minimum of a column"),
         (
             {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.ones(3, 2, dtype=torch.complex64))},
             "counts for the columns",

@@ -104,10 +104,10 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
         ({"columns": {"sick": "category"}}, "columns.sick: is the column of the label, and cannot be a feature."),
-        ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of the"),
+        ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of data"),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
-        ({"features": ["sick"]}, "data.schema.features: is the column of the label, and cannot be a feature."),
+        ({"features": ["sick"]}, "data.schema.features = 'sick': is the column of data.schema.label, and cannot be"),
         ({"ignore": ["age", "sex", "smoker", "site"]}, "data.schema.features = ['age'"),
     ],
 )  # fmt: skip

@@ -228,9 +228,9 @@ def test_whole_numbers_that_a_feature_would_round_are_refused():
 @pytest.mark.parametrize(
     ("rows", "given"),
     [
-        ("1,a\n", "rows: 1 (1 for training, 0 for testing), with 1 different labels"),
-        ("1,a\n2,b\n", "rows: 2 (1 for training, 1 for testing), with 2 different labels"),
-        ("1,a\n2,b\n3,c\n", "rows: 3 (2 for training, 1 for testing), with 3 different labels"),
+        ("1,a\n", "there are too few rows (1 for training, 0 for testing) for 1 label(s)"),
+        ("1,a\n2,b\n", "there are too few rows (1 for training, 1 for testing) for 2 label(s)"),
+        ("1,a\n2,b\n3,c\n", "there are too few rows (2 for training, 1 for testing) for 3 label(s)"),
     ],
 )
 def test_a_table_with_too_few_rows_says_how_many_are_needed(tmp_path, rows, given):

@@ -19,8 +19,8 @@ PLAIN = Allowed(SizeReport, where={"bound": 0, "alpha": 1.0})
     ("request_", "wrong"),
     [
         (SizeReport(1, 0, 1.0), ""),
-        (SizeReport(1, 5, 1.0), "SizeReport.bound = 5 is not as declared (0)"),
-        (SizeReport(1, 0, float("nan")), "SizeReport.alpha = nan is not as declared (1.0)"),
+        (SizeReport(1, 5, 1.0), "SizeReport.bound = 5 does not match the declaration (0)"),
+        (SizeReport(1, 0, float("nan")), "SizeReport.alpha = nan does not match the declaration (1.0)"),
     ],
     ids=str,
 )
@@ -31,7 +31,8 @@ def test_fields_are_what_was_agreed(request_: Any, wrong: str) -> None:
 def test_a_bound_is_of_a_round() -> None:
     allowed = Allowed(SizeReport, where={"bound": by_round("ten times the round", lambda r: 10 * r)})
     assert allowed.wrong(SizeReport(2, 20, 1.0), 2) == ""
-    assert allowed.wrong(SizeReport(2, 10, 1.0), 2) == "SizeReport.bound = 10 is not as declared (ten times the round)"
+    problem = "SizeReport.bound = 10 does not match the declaration (ten times the round)"
+    assert allowed.wrong(SizeReport(2, 10, 1.0), 2) == problem
     assert [SHARE.holds(value, 1) for value in (0.0, 1e-9, 1.0, 1.1, float("nan"))] == [False, True, True, False, False]
 
 

@@ -375,7 +375,7 @@ def test_changes_of_another_line_of_models_are_refused() -> None:
         each.params = {name: tensor + 0.1 for name, tensor in each.params.items()}
     world.store.put(0, other.store.get(0))  # the right number, and another model
     assert set(world.ask()) == {1, 2, 3}
-    assert "do not lead to version 1" in world.federation.events[0]["reason"]
+    assert "differs from the server's version 1" in world.federation.events[0]["reason"]
 
 
 BASE: dict[str, Any] = {

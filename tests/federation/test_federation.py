@@ -154,7 +154,7 @@ def test_a_quorum_is_kept_to(tiny):
 
 def test_there_are_only_so_many_clients(tiny):
     for wrong in (-1, 4):
-        with pytest.raises(ValueError, match=r"there are only 0 … 3"):
+        with pytest.raises(ValueError, match=r"only the clients 0 … 3 exist"):
             tiny().ask([0, wrong], Say("1"))
 
 
@@ -213,10 +213,10 @@ WAYS = {
     "broadcast": r"params\['0.weight'\] has shape (1, 1) and type torch.float32, but must have shape (6, 5)",
     "dtype": r"params\['0.weight'\] has shape (6, 5) and type torch.float64, but must have shape (6, 5) and",
     "complex": r"params\['0.weight'\] has shape (6, 5) and type torch.complex64, but must have",
-    "missing": "params lacks '0.weight'",
+    "missing": "params lacks the tensor '0.weight'",
     "unknown": "params has an unknown tensor 'another'",
     "list": "Weights.params.0.weight: input should be an instance of tensor",
-    "message": r"the message has \['extra'\], but must have \[\]",
+    "message": r"the message has the entries \['extra'\], but must have the entries \[\]",
     "none": "FitReply.message: input should be a valid dictionary",
 }
 

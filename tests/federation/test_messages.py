@@ -27,7 +27,7 @@ GOOD = {"weights": WEIGHTS, "samples": 3, "steps": 1, "seen": 3, "loss": 0.5, "m
             {"weights": Weights({"w": torch.zeros(3)}, WEIGHTS.buffers)},
             r"params\['w'\] has shape \(3,\) and type torch.float32",
         ),
-        ({"weights": Weights(WEIGHTS.params, {})}, "buffers lacks 'n'"),
+        ({"weights": Weights(WEIGHTS.params, {})}, "buffers lacks the tensor 'n'"),
         ({"samples": -1}, "a negative count"),
         ({"steps": -1}, "a negative count"),
         ({"seen": -1}, "a negative count"),
@@ -45,12 +45,12 @@ def test_an_objectives_message_is_like_what_the_server_expects():
     expected = {"c": {"w": torch.zeros(2)}}
     check_message(FitReply(**{**GOOD, "message": {"c": {"w": torch.ones(2)}}}), expected)
     for message, problem in (
-        ({}, r"message has \[\], but must have \['c'\]"),
+        ({}, r"message has the entries \[\], but must have the entries \['c'\]"),
         ({"c": {"w": torch.ones(1)}}, r"c\['w'\] has shape"),
     ):
         with pytest.raises(ReplyRefusedError, match=problem):
             check_message(FitReply(**{**GOOD, "message": message}), expected)
-    with pytest.raises(ReplyRefusedError, match=r"message has \['c'\], but must have \[\]"):
+    with pytest.raises(ReplyRefusedError, match=r"message has the entries \['c'\], but must have the entries \[\]"):
         check_message(FitReply(**{**GOOD, "message": {"c": {}}}), {})
 
 

@@ -603,7 +603,7 @@ def test_boxes_that_do_not_open_give_an_event(box: bytes) -> None:
     continues(world, exchange, "abcd")
     assert (exchange.stage, exchange.total) == ("failed", None)
     assert {(name, error.check) for name, error in world.refusals} == {(name, "box") for name in "bcd"}
-    assert "the box of 'a'" in str(world.refusals[0][1])
+    assert "the encrypted shares from 'a'" in str(world.refusals[0][1])
 
 
 def masked_changes() -> dict[str, Change]:
@@ -803,7 +803,7 @@ def test_a_false_vector_spoils_the_sum_unless_it_is_out_of_range() -> None:
     false = ring.encode({"update": [-1.0]}, {"samples": 0}, rounding(0, 1, 3, 0))
     assert ring.decode(add([*honest, false]), 4).parts["update"][0] == pytest.approx(0.5)
     false[1] = 2**31
-    with pytest.raises(ReplyRefusedError, match="the sum of samples is out of range: a site sent a false vector"):
+    with pytest.raises(ReplyRefusedError, match="the sum of samples is out of range, so a site sent an invalid vector"):
         ring.decode(add([*honest, false]), 4)
 
 

@@ -176,7 +176,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path):
     with pytest.raises(SpecError, match=named):
         train(spec_of(training={"rounds": 3}), model=on(1), out=run, resume=True)
     assert (fs.load(run, model=on(0)).predict(passages()[2]) == passages()[3]).mean() == history.final_accuracy
-    with pytest.raises(SpecError, match=r"which is not stored in a file\. Pass such a module"):
+    with pytest.raises(SpecError, match=r"which is not stored in a file\. Pass the module"):
         fs.load(run)
     assert len(train(spec_of(training={"rounds": 3}), model=on(0), out=run, resume=True)) == 3
 

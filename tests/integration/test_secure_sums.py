@@ -362,7 +362,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an attack": ({"attack": {"name": "sign-flip", "clients": [1]}}, "attack = 'sign-flip': the server does not see"),
     "a codec": ({"communication": {"up": "powersgd"}}, "communication: codecs have no secure sum yet"),
     "diversity": ({"evaluation": {"weight_diversity": True}}, "evaluation.weight_diversity = True: the server does"),
-    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of single clients are no sums"),
+    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of single clients are not sums"),
     "noise": (
         {"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}},
         "privacy.dp: is not supported with privacy.sums = 'secure' yet",
@@ -471,7 +471,9 @@ def test_a_job_declares_only_requests_for_sums() -> None:
 
 def test_masks_need_the_local_engine_and_no_listener() -> None:
     prepared = fs.prepare(spec(privacy={"simulate_masks": True}))
-    with pytest.raises(SpecError, match=r"privacy\.simulate_masks = True: is not for the engine 'ray'\. Use 'local'"):
+    with pytest.raises(
+        SpecError, match=r"privacy\.simulate_masks = True: has no effect with the engine 'ray'\. Use the engine 'local'"
+    ):
         fs.Simulation(prepared, engine="ray")
     with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': a listener, such as an audit"):
         fs.Simulation(prepared, listener=lambda round, replies: None)

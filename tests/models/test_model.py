@@ -210,7 +210,7 @@ def test_wrong_tensors_and_nesting_are_refused_and_leave_the_model_usable():
     cases = [
         ({k: v for k, v in params.items() if k != "fc_out.bias"}, {}, "missing: fc_out.bias"),
         ({**params, "nobody": torch.ones(1)}, {}, "'nobody' is not a parameter"),
-        ({**params, "fc_out.bias": torch.ones(1)}, {}, r"'fc_out.bias' has shape \(1,\), expected \(3,\)"),
+        ({**params, "fc_out.bias": torch.ones(1)}, {}, r"'fc_out.bias' has shape \(1,\), but must have shape \(3,\)"),
         (params, {"bn.mean": torch.ones(6)}, "'bn.mean' is not a buffer"),
     ]
     for given, buffers, message in cases:

@@ -293,13 +293,13 @@ MUTANTS = [
     protocol("keys twice", "names |= {owners[entry], package.name}", "pass"),
     site(
         "all after a set",
-        'self._require("vote", current.voted is None, "it has already voted in this exchange")\n'
+        'self._require("vote", current.voted is None, "the site has already voted in this exchange")\n'
         '        self._require("all"',
         'self._require("all"',
     ),
     site(
         "a set after all",
-        'self._require("vote", current.voted is None, "it has already voted in this exchange")\n'
+        'self._require("vote", current.voted is None, "the site has already voted in this exchange")\n'
         '        self._require("subset", set',
         'self._require("subset", set',
     ),

@@ -59,7 +59,7 @@ OTHERS = {
     "model.hidden = [9]: the run in this folder has [8]": {"model": {"hidden": [9]}},
     "method.name = 'scaffold': the run in this folder has 'fedavg'": {"method": "scaffold"},
     "availability.name = 'bernoulli': the run in this folder has 'always'": {"availability": "bernoulli"},
-    "training.rounds = 1: the run in this folder has 2 (it may only grow)": {"training": {"rounds": 1}},
+    "training.rounds = 1: the run in this folder has 2, and this value may only grow": {"training": {"rounds": 1}},
 }
 
 
@@ -71,7 +71,7 @@ def test_what_decides_a_result_may_not_differ(folder: Path, message: str) -> Non
         fs.run(spec(**OTHERS[message]), out=folder, resume=True)
     # Several keys may differ where a section has another name; the first is named.
     assert str(caught.value).split(". Use")[0] == message or caught.value.key.startswith(message.split(".")[0])
-    assert "Use the old value, or another folder than" in str(caught.value)
+    assert "Use the old value, or use another folder than" in str(caught.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
@@ -80,7 +80,7 @@ def test_an_edited_spec_file_is_not_what_the_run_was(folder: Path, edited: str, 
     """An empty one finished as the experiment of all defaults."""
     (folder / "spec.toml").write_text(edited)
     assert main(["run", "--resume", str(folder), "--quiet"]) == 2
-    assert "Use the old value, or another folder than" in capsys.readouterr().err
+    assert "Use the old value, or use another folder than" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_the_checkpoint_says_it_where_run_json_was_edited(folder: Path) -> None:
     (folder / "run.json").write_text(text.replace('"training.lr": 0.1', '"training.lr": 0.2'))
     with pytest.raises(
         SpecError,
-        match=r"training\.lr = 0\.2: the run in this folder has 0\.1\. Use the old value, or another folder than",
+        match=r"training\.lr = 0\.2: the run in this folder has 0\.1\. Use the old value, or use another folder than",
     ):
         fs.run(spec(training={"lr": 0.2}), out=folder, resume=True)
 

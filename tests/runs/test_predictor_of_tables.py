@@ -267,8 +267,8 @@ def test_what_is_no_table(trained: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
-    "order": ({"features": ["age", "dose"]}, "table.features are not the features of table.schema"),
-    "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed does not have exactly the columns with a value of"),
+    "order": ({"features": ["age", "dose"]}, "table.features differs from the features of table.schema"),
+    "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed must name exactly the columns of table.schema"),
     "number": ({"imputed": {"dose": "many"}}, "could not convert string to float"),
     "schema": ({"schema": {"label": 5}}, "label = 5: "),
     "open": ({"schema": {"label": "ill", "columns": {"kind": "category"}}}, "lacks the categories of a column"),

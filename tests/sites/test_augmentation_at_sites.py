@@ -60,8 +60,8 @@ def test_a_site_calls_only_functions_that_it_allows(tmp_path: Path) -> None:
     refused = Site(tmp_path / "closed", table).begin()
     assert isinstance(refused, Refused)
     assert refused.reason.startswith(
-        "data.augment.name = 'augmentations:noise': is not in a package that this party allows: its list 'allow' is "
-        "empty."
+        "data.augment.name = 'augmentations:noise': is not in a package that this party allows. The party's list "
+        "'allow' is empty."
     )
     assert isinstance(Site(tmp_path / "open", table, allow=["augmentations"]).begin(), Begun)
     table["data"]["augment"] = CROPS

@@ -71,7 +71,7 @@ def test_code_that_a_kits_spec_names_is_imported_from_what_the_kit_allows(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(tmp_path)
     spec.write_text(spec.read_text().replace('"mlp"', '"brought:net"'))
-    assert "its list 'allow' is empty" in problems(kit, server=False)
+    assert "The party's list 'allow' is empty" in problems(kit, server=False)
     assert not Path("ran").exists()
     (kit / "local" / "fedstrata.toml").write_text('data = "own.csv"\nallow = ["brought"]\n')
     assert "brought" in problems(kit, server=False)

@@ -318,7 +318,7 @@ def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     refused = asked(few)
     assert isinstance(refused, Refused)
     assert "refused by the rule 'policy.min_samples'" in refused.reason
-    assert "a target that 'bins' counts" in refused.reason
+    assert "targets for 'bins'" in refused.reason
     assert not few.ledger.answered
     few.site_server.policy = Policy(approved=[hash_of(few.spec)])
     assert asked(few).statistics.counts["days"][:, 1].min() < 5
@@ -333,7 +333,7 @@ def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
     strict = spec_of(place, task, schema, privacy={"min_samples": smallest + 1})
     refused = asked(site(place, strict, min_samples=2))
     assert isinstance(refused, Refused)
-    assert f"too few samples (below {smallest + 1})" in refused.reason
+    assert f"a count that this site would send is below {smallest + 1}." in refused.reason
 
 
 def test_a_site_tells_of_targets_only_what_the_task_needs(place: Path) -> None:
@@ -388,7 +388,7 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     [
         ({"count": [40.0, 39.0]}, "exactly one target for each of the 40 samples"),
         ({"counts": {"y": [[1.0, 39.0]]}}, "exactly one target for each of the 40 samples"),
-        ({"counts": {}}, r"there are counts for the columns \[\] instead of \['y'\]"),
+        ({"counts": {}}, r"counts for the columns \[\], but must have counts for the columns \['y'\]"),
         ({"mean": [0.0]}, "the statistics have shape"),
     ],
     ids=str,

@@ -412,16 +412,16 @@ def many_messages(server: Malicious) -> Any:
 
 
 ATTACKS: dict[Callable[[Malicious], Any], str] = {
-    plain_question: "does not declare that it asks Fit",
-    no_masks: "Masked.begin = None is not as declared",
+    plain_question: "does not declare the request Fit",
+    no_masks: "Masked.begin = None does not match the declaration",
     no_beginning: "FedstrataError. Read the log of site a.",
-    simulated_step: "does not declare that it asks Step",
+    simulated_step: "does not declare the request Step",
     no_message: "KeyError. Read the log of site a.",
     another_roster: "the roster is unknown or is not the newest",
     the_exchange_again: "exchange 0 was used before",
     the_round_again: "refused by the rule 'repeat': Masked of Fit may come at most 1 time(s) in a round",
     another_model_for_one_site: "'d' has not signed that it sent its vector in this exchange",
-    two_votes: "it has already voted in this exchange",
+    two_votes: "the site has already voted in this exchange",
     a_small_set: "the set has too few sites",
     shares_without_votes: "too few sites have voted for the same set",
     many_messages: "refused by the rule 'repeat': SiteStep may come at most 4 time(s) in a round",
@@ -520,7 +520,7 @@ def test_a_site_sums_only_with_its_peers(tmp_path: Path) -> None:
     history = deployment.run(tmp_path / "run")
     assert [record["clients_trained"] for record in history] == [3, 3, 3]
     reasons = [event.get("reason", "") for event in read_jsonl(tmp_path / "run" / "events.jsonl")]
-    assert "the package of 'd' is wrong: its certificate is not among the peers" in reasons[0]
+    assert "the package of 'd' is wrong: its certificate is not on the list policy.peers" in reasons[0]
     assert [entry.refused for entry in deployment.entries("a", "SiteStep")] == ["secure-sums"]
     assert [record["exchanges"] for record in history] == [3, 3, 2]  # site a is asked for keys once more
     assert [record["clients_failed"] for record in history] == [1, 1, 1]

@@ -356,14 +356,14 @@ def test_a_client_that_answers_a_reservation_with_garbage_is_done_without(start,
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
-        ({"buffers": {}}, "buffers lacks '1.running_mean'"),
-        ({"buffers": {"1.running_mean": torch.zeros(3)}}, "buffers lacks '1.running_var'"),
+        ({"buffers": {}}, "buffers lacks the tensor '1.running_mean'"),
+        ({"buffers": {"1.running_mean": torch.zeros(3)}}, "buffers lacks the tensor '1.running_var'"),
         (
             {"buffers": "double"},
             "buffers['1.running_mean'] has shape (16,) and type torch.float64, but must have shape (16,)",
         ),
-        ({"gradient": {}}, "gradient lacks '0.weight'"),
-        ({"samples": 0}, "the reply is about 0 samples"),
+        ({"gradient": {}}, "gradient lacks the tensor '0.weight'"),
+        ({"samples": 0}, "the reply covers 0 samples"),
         ({"loss": float("nan")}, "NaN or infinity"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

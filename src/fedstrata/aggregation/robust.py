@@ -43,7 +43,9 @@ class RobustAggregator(Aggregator):
         invited = sampler.most_invited(config)
         if invited < self.least_replies:
             problem = f"needs at least {self.least_replies} replies, but a round invites {invited} clients. "
-            raise SpecError("method.aggregator", f"{problem}Invite more clients, or reduce attackers.", self.name)
+            raise SpecError(
+                "method.aggregator", f"{problem}Invite more clients, or set a smaller number of attackers.", self.name
+            )
 
     def shortage(self, replies: int) -> str:
         """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""

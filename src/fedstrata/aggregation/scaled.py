@@ -42,7 +42,7 @@ class Normalised(MeanBySize):
             raise SpecError("training.optimizer", problem, training.optimizer.label)
         if training.optimizer_state == "keep":
             problem = (
-                "the aggregator fednova cannot divide out the momentum of earlier rounds. Use 'reset', or another "
+                "the aggregator fednova cannot correct for the momentum of earlier rounds. Use 'reset', or another "
                 "aggregator."
             )
             raise SpecError("training.optimizer_state", problem, "keep")

@@ -280,7 +280,7 @@ def _require_parts(prepared: Prepared) -> None:
     spec, task = prepared.spec, prepared.data.task
     if not task.plain:
         problem = (
-            "the attacks assume the cross-entropy of classes. Use a run of classification with equal class weights."
+            "the attacks assume classification with cross-entropy and equal class weights. Use a run of such a task."
         )
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
@@ -291,11 +291,11 @@ def _require_parts(prepared: Prepared) -> None:
     if has_batchnorm(prepared.config.model.module):
         raise SpecError(
             "model",
-            "has BatchNorm layers, so a client's gradient depends on other clients' samples. Use a run whose model "
-            "does not have them.",
+            "has BatchNorm layers, so a client's gradient depends on other clients' samples. Use a run of a model "
+            "without BatchNorm.",
         )
     if getattr(spec.method, "local_steps", 1) != 1:
-        raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Set it to 1.")
+        raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Use a run with 1.")
 
 
 class Attacker:

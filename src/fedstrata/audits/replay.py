@@ -77,8 +77,8 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     if not stored:
         since = f"after round {before.round}" if before else f"up to round {last.round}"
         problem = (
-            f"no client stored prototypes that it sent {since}. Set it to true, and use a run in which clients took "
-            "part more than once."
+            f"no client stored prototypes that it sent {since}. Set this key to true, and use a run in which clients "
+            "took part more than once."
         )
         raise SpecError("keep_prototypes", problem).under("method")
     sent = _send_again(prepared, before, last.round, stored, watch)
@@ -105,7 +105,7 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
         )
     if last.remote:
         raise CheckpointError(
-            f"{folder} is a run over real sites, whose messages are not stored here. Use a simulated run."
+            f"{folder} is a run over real sites, and does not contain their messages. Use a simulated run."
         )
     return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
 

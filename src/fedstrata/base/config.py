@@ -242,7 +242,7 @@ class FromRegistry:
         except SpecError as error:
             if "is not a known key" not in error.problem or "did you mean" in error.problem:
                 raise
-            problem = f"{error.problem.rstrip('.')}. Set name, because its default is {self.default!r}."
+            problem = f"{error.problem.rstrip('.')}. Without a name, {self.default!r} is used. Set name."
             raise SpecError(error.key, problem, error.value) from None
 
 

@@ -39,9 +39,10 @@ def load_object(path: str, kind: str) -> Any:
     """
     packages, advice = _ALLOWED.get() or (None, "")
     if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:
-        accepted = f"has only {', '.join(sorted(packages))}" if packages else "is empty"
+        accepted = f"contains only {', '.join(sorted(packages))}" if packages else "is empty"
         by_list = (
-            f"is not in a package that this party allows: its list 'allow' {accepted}. Add the package to the list."
+            f"is not in a package that this party allows. The party's list 'allow' {accepted}. Add the package to the "
+            "list."
         )
         raise SpecError("name", advice or by_list, path)
     return import_object(path, kind)

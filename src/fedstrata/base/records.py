@@ -76,7 +76,7 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
         old = RECORDS.get(name, new)
         # A notebook cell that runs twice declares a class again. The newer class then replaces the older class.
         if old.__qualname__ != new.__qualname__ or fields_of(old) != fields_of(new):
-            problem = f"is the wire name of {old.__module__}.{old.__qualname__}. Choose another name"
+            problem = f"{old.__module__}.{old.__qualname__} already has this wire name. Choose another name"
             raise ValueError(f"@record({name!r}) of {new.__module__}.{new.__qualname__}: {problem}.")
         register({name: new})
         return new
@@ -208,7 +208,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
     try:
         (length,) = _LENGTH.unpack_from(data)
         if length > len(data) - _LENGTH.size:
-            raise WireError(f"the message ends {length + _LENGTH.size - len(data)} bytes too early.")
+            raise WireError(f"the last {length + _LENGTH.size - len(data)} bytes of the message are missing.")
         skeleton = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         block = data[_LENGTH.size + length :]
         tensors = safetensors.torch.load(block) if block else {}

@@ -68,7 +68,8 @@ def _table(options: argparse.Namespace) -> None:
         if options.figure.suffix.lower() not in FIGURES:
             raise SpecError("--figure", f"must end with {', '.join(FIGURES)}.", str(options.figure))
         if options.by_client is not None:
-            raise SpecError("--figure", "shows differences between methods. Remove --by-client.", str(options.figure))
+            problem = "shows differences between methods, not between clients. Remove --by-client."
+            raise SpecError("--figure", problem, str(options.figure))
     runs = load_runs(options.folders)
     finished = runs.finished()
     if left_out := sum(map(len, runs.values())) - sum(map(len, finished.values())):
@@ -117,7 +118,7 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
     if not with_baseline:
         raise SpecError(
             "--figure",
-            ("shows differences between methods, but there is only one method. Name more folders."),
+            ("shows differences between methods, but there is only one method. Give the folders of more methods."),
             str(path),
         )
     draw_forest(with_baseline, path)
@@ -193,8 +194,7 @@ def _sweep(options: argparse.Namespace) -> int:
         key = next(iter(grid))
         raise SpecError(
             "--set",
-            "a key with several values forms a grid, which cannot be combined with --search. Use --search "
-            f"{key}=choice:….",
+            f"a key with several values cannot be combined with --search. Use --search {key}=choice:….",
             key,
         )
     table = read_table(options.spec, fixed)

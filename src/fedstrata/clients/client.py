@@ -141,7 +141,7 @@ class Client:
                 number of samples.
         """
         if samples < (least := self.context.privacy.min_samples) and least > 1:
-            problem = f"it is based on fewer than privacy.min_samples = {least} samples"
+            problem = f"the answer is based on fewer than privacy.min_samples = {least} samples"
             raise WithheldError(f"the client did not send its answer, because {problem}.")
         self.n_contributing = samples
 

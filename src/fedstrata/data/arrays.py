@@ -34,7 +34,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
         texts = np.asarray(values, dtype=object).flat
         if any(isinstance(text, str) and text.endswith("\0") for text in texts):
-            problem = f"{key}: a text ends with a NUL character, which NumPy cuts off. Remove it."
+            problem = f"{key}: a text ends with a NUL character, which NumPy cuts off. Remove the character."
             raise DataError(problem).publicly(problem)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # pandas stores text in arrays of objects
@@ -82,7 +82,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         if array.dtype.kind not in "fiub":
             raise DataError(f"{part} is of type {array.dtype}. Inputs must be numbers or booleans.")
         if array.ndim < 1 or array.size == 0:
-            raise DataError(f"{part} has shape {array.shape}. Give at least one sample, (N, …).")
+            raise DataError(f"{part} has shape {array.shape}. Use shape (N, …), with at least one sample.")
         tensors[name] = _tensor(array if array.dtype.kind == "b" else _storable(array, part, exact=False))
     if not tensors:
         raise DataError(f"{key} contains no arrays of inputs. Give at least one.")
@@ -90,7 +90,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())
         raise DataError(
-            f"{key}: the inputs have different numbers of samples: {listed}. Give each input one value per sample."
+            f"{key}: the inputs have different numbers of samples: {listed}. Give all inputs the same number."
         )
     return tensors
 
@@ -251,7 +251,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
     if array.dtype.kind not in "fiub":
         raise DataError(f"{key} is of type {array.dtype}. The task needs numbers as targets.")
     if array.ndim not in (1, 2) or 0 in array.shape[1:]:
-        raise DataError(f"{key} has shape {array.shape}. Give one or several numbers per sample, (N,) or (N, K).")
+        raise DataError(f"{key} has shape {array.shape}. Use shape (N,) or (N, K), with one or K numbers per sample.")
     _require_length(array, key, samples)
     numbers = array.reshape(samples, -1).astype(np.float64)
     if (bad := ~np.isfinite(numbers)).any():
@@ -277,7 +277,7 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
     if array.dtype.kind not in "iub":
         raise DataError(f"{key} is of type {array.dtype}. The task needs whole numbers as targets.")
     if array.ndim < 2:
-        raise DataError(f"{key} has shape {array.shape}. Give one class for each token or pixel, (N, …).")
+        raise DataError(f"{key} has shape {array.shape}. Use shape (N, …), with one class for each token or pixel.")
     _require_length(array, key, samples)
     return array.astype(np.int64)
 
@@ -372,7 +372,8 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     count = int(np.isin(test.numpy(), unseen).sum())
     if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
-        raise DataError(f"y_test has the labels {named}, but y_train has only the labels {known}. Use the same labels.")
+        problem = f"y_test has the labels {named}, but y_train has only the labels {known}"
+        raise DataError(f"{problem}. Use only labels of y_train.")
     problem = (
         f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. "
         "Predictions for these samples count as errors."

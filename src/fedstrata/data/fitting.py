@@ -128,7 +128,10 @@ class Statistics(Message):
         tables = list(other.counts.values())
         pairs = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
         if other.counts.keys() != self.counts.keys() or not pairs:
-            raise DataError(f"there are counts for the columns {sorted(other.counts)} instead of {sorted(self.counts)}")
+            raise DataError(
+                f"the statistics have counts for the columns {sorted(other.counts)}, but must have counts for the "
+                f"columns {sorted(self.counts)}"
+            )
         if not all(each.isfinite().all() for each in (other.count, other.mean, other.squares, *tables)):
             raise DataError("the statistics contain NaN or infinity")
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
@@ -141,9 +144,9 @@ class Statistics(Message):
         some = other.count[: len(other.low)] > 0
         low, high = other.low[some], other.high[some]
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
-            raise DataError("a smallest value is not finite, or is above the largest value")
+            raise DataError("the minimum of a column is not finite, or is above the maximum")
         if len(other.low) and not bool(((other.low[~some] == math.inf) & (other.high[~some] == -math.inf)).all()):
-            raise DataError("a column without values has a smallest or a largest value")
+            raise DataError("a column without values has a minimum or a maximum")
 
 
 @dataclass(frozen=True, eq=False)

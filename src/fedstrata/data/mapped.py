@@ -57,7 +57,7 @@ class MappedFile:
             values = np.memmap(self.path, dtype=self.dtype, mode="c", offset=self.offset, shape=self.shape)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self.path} cannot be memory-mapped: {error}. Put the file there on each machine."
+                f"{self.path} cannot be memory-mapped: {error}. Put the file at this path on each machine."
             ) from None
         return torch.from_numpy(values)
 
@@ -72,7 +72,7 @@ class MappedFile:
         """
         if self.dtype not in TYPES or not all(self.shape):
             problem = f"is memory-mapped as {self.dtype} of shape {self.shape}"
-            raise DataError(f"{key} {problem}. Store at least one sample, as one of: {', '.join(TYPES)}.")
+            raise DataError(f"{key} {problem}. Store at least one sample, with one of the types {', '.join(TYPES)}.")
         tensor = self.open()
         if tensor.is_floating_point():
             for start, chunk in enumerate(torch.split(tensor.view(-1), CHUNK)):

@@ -108,7 +108,7 @@ class Column(Setting):
             accepted = "'most-frequent', 'separate-category' or 'constant'"
             raise SpecError("impute", f"cannot be computed for a category. Use one of: {accepted}.", self.impute)
         if self.type != "category" and self.impute == "separate-category":
-            raise SpecError("impute", "requires type = 'category'. For other types, set 'indicator'.", self.impute)
+            raise SpecError("impute", "requires type = 'category'. For other types, set indicator = true.", self.impute)
         if self.step is not None and not (self.type == "number" and self.counted):
             raise SpecError(
                 "step",
@@ -304,8 +304,9 @@ class Schema(Setting):
         if name in self.roles:
             raise SpecError(
                 key,
-                f"is the column of the {self.roles[name]}, and cannot be a feature. Remove the column from the "
+                f"is the column of data.schema.{self.roles[name]}, and cannot be a feature. Remove it from the "
                 "features.",
+                name if given is None else ...,
             )
         if column.type is not None and (column.type != "category" or column.categories is not None):
             return column
@@ -372,7 +373,7 @@ class Schema(Setting):
         """Raise ``SpecError`` if the label is described as a number although the task has classes."""
         if self.label in (self.columns or {}):
             problem = (
-                "describes the label as a number, but the task has classes. Set task = 'regression', or remove it."
+                "describes the label as a number, but the task has classes. Set task = 'regression', or remove the key."
             )
             raise SpecError(f"data.schema.columns.{self.label}", problem)
 

@@ -172,8 +172,8 @@ with warnings.catch_warnings():
                 raise SpecError("data.shift", problem, list(self.shift))
             if len(self.shift) != shape[0]:
                 problem = (
-                    f"has {len(self.shift)} numbers, but the data have {shape[0]} channels or features. Give one for "
-                    "each."
+                    f"has {len(self.shift)} numbers, but the data have {shape[0]} channels or features. Give one "
+                    "number for each."
                 )
                 raise SpecError("data.shift", problem, list(self.shift))
             return torch.tensor(self.shift), torch.tensor(self.scale)
@@ -199,7 +199,7 @@ with warnings.catch_warnings():
                 if not len(y):
                     continue
                 if data.shape != self.shape:
-                    accepted = f"data.shape is {list(self.shape)}. Correct one of them."
+                    accepted = f"data.shape is {list(self.shape)}. Correct the data or data.shape."
                     error = DataError(f"a sample has the shape {list(data.shape)}, but {accepted}")
                     raise error.publicly(f"samples have the wrong shape: {accepted}")
                 if not 0 <= int(y.min()) <= int(y.max()) < self.classes:

@@ -129,7 +129,7 @@ def dataset_of(
     size, n_test, n_labels = len(table), int(held.sum()), len(np.unique(y))
     with_classes = task is None or task.has_classes
     if n_test in (0, size) or (with_classes and n_labels == size):
-        rows = f"rows: {size} ({size - n_test} for training, {n_test} for testing), with {n_labels} different labels"
+        rows = f"there are too few rows ({size - n_test} for training, {n_test} for testing) for {n_labels} label(s)"
         raise DataError(f"{rows}. Add rows, so that a row for training and a row for testing have the same label.")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     known = unfitted.statistics([np.arange(int((~held).sum()))])
@@ -193,7 +193,9 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
         for row in reader:
             if row:  # empty lines are skipped
                 if len(row) != len(names):
-                    problem = f"the row has {len(row)} cells, but line 1 has {len(names)}. Correct one of them."
+                    problem = (
+                        f"the row has {len(row)} cells, but line 1 has {len(names)}. Correct one of the two lines."
+                    )
                     raise DataError(f"{path}, line {before + 1}: {problem}")
                 rows.append(row)
                 lines.append(before + 1)

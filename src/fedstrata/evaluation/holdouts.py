@@ -237,7 +237,7 @@ def _cut_own(
     if len(short):
         has = "one sample" if sizes[short[0]] else "no sample"
         problem = (
-            f"client {short[0]} has {has}, but needs at least two, one of them for its test samples. Set "
+            f"client {short[0]} has {has}, but needs at least two, because one is held out for tests. Set "
             "partition.min_size = 2."
         )
         raise SpecError("evaluation.client_test", problem, share)

@@ -77,7 +77,9 @@ class Evaluate(Request):
         if any(bool((count < 0).any()) for count in counts) or sums.samples < 0 or sums.loss < 0:
             raise ReplyRefusedError("the reply contains a negative count")
         if int(sums.confusion.sum()) != sums.samples:
-            raise ReplyRefusedError(f"the confusion matrix has {int(sums.confusion.sum())} samples, not {sums.samples}")
+            raise ReplyRefusedError(
+                f"the confusion matrix counts {int(sums.confusion.sum())} samples, but the reply has {sums.samples}"
+            )
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
             raise ReplyRefusedError("the number of scores differs from the number of samples in the confusion matrix")

@@ -86,7 +86,7 @@ class Evaluation(Setting):
         for target in targets.get("accuracy", []) if isinstance(targets, dict) else targets:
             if not 0 < target <= 1:
                 shown = target / 100 if 1 < target <= 100 else 0.9
-                raise ValueError(f"{target} is not an accuracy in (0, 1]. Use fractions, such as [{shown:g}].")
+                raise ValueError(f"{target} is not between 0 (excluded) and 1. Use fractions, such as [{shown:g}].")
         return targets
 
     @model_validator(mode="after")

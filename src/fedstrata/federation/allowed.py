@@ -128,7 +128,7 @@ class Allowed:
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):
-                return f"{self.request.__name__}.{name} = {_short(value)} is not as declared ({accepted})"
+                return f"{self.request.__name__}.{name} = {_short(value)} does not match the declaration ({accepted})"
         if self.inside is not None:
             return self.inside.wrong(request.request, round)  # type: ignore[attr-defined]
         return ""

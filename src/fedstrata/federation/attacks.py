@@ -62,7 +62,9 @@ class Attack(Setting):
         if self.clients is not None:
             if (largest := max(self.clients)) >= clients:
                 raise SpecError(
-                    "attack.clients", f"the clients have the numbers 0 to {clients - 1}. Use these numbers.", largest
+                    "attack.clients",
+                    f"the clients have the numbers 0 to {clients - 1}. Use these numbers.",
+                    largest,
                 )
             return tuple(sorted(set(self.clients)))
         share = self.share or DEFAULT_SHARE

@@ -164,7 +164,8 @@ class Exchanges:
             return requests
         if clients[0] < 0 or clients[-1] >= self._config.clients:
             raise ValueError(
-                f"requests for clients {clients[0]} … {clients[-1]}, but there are only 0 … {self._config.clients - 1}"
+                f"there are requests for clients {clients[0]} … {clients[-1]}, but only the clients 0 … "
+                f"{self._config.clients - 1} exist"
             )
         log.invited.update(clients)
         if self.log.round > 0 and not self._availability.always_online:

@@ -214,7 +214,7 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:
-            raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
+            raise ReplyRefusedError(f"{what} lacks the tensor {missing[0]!r}")
         raise ReplyRefusedError(f"{what} has an unknown tensor {next(name for name in got if name not in like)!r}")
     for name, tensor in like.items():
         other = got[name]
@@ -374,6 +374,8 @@ def check_message(reply: FitReply, expected: Extra) -> None:
         ReplyRefusedError: The message differs.
     """
     if reply.message.keys() != expected.keys():
-        raise ReplyRefusedError(f"the message has {sorted(reply.message)}, but must have {sorted(expected)}")
+        raise ReplyRefusedError(
+            f"the message has the entries {sorted(reply.message)}, but must have the entries {sorted(expected)}"
+        )
     for name, tensors in expected.items():
         require_like(reply.message[name], tensors, name)

@@ -346,10 +346,10 @@ class Recipe(Method):
             why = "weight decay" if decays else "BatchNorm's running statistics"
             why = "the length of an optimiser's steps" if adaptive else why
             problem = (
-                f"is required, because with epochs, {why} would disclose a client's size, which method.data_sampler "
-                "keeps "
+                f"is required, because method.data_sampler keeps the clients' sizes private. With local_epochs, {why} "
+                "would disclose the sizes. "
             )
-            raise SpecError("training.local_steps", f"{problem}private. Set it to a number of steps for all clients.")
+            raise SpecError("training.local_steps", f"{problem}Set a number of steps for all clients.")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Return the initial global model, and the initial states of the samplers, the objective and the aggregator."""

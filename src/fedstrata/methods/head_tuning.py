@@ -67,8 +67,8 @@ class HeadTuning(Setting):
         key = f"{section}.per_class"
         if config.server_data is None:
             problem = (
-                "the server trains the head on samples that no client has, but with real sites it has no samples. Use "
-                "another method."
+                "the server trains the head on samples that no client has. With real sites, the server has no samples. "
+                "Use another method."
             )
             raise SpecError(key, problem, self.per_class)
         fewest = int(config.server_data.counts().min())

@@ -130,7 +130,7 @@ class Model:
             RuntimeError: The model is not loaded; see ``loaded``.
         """
         if self._installed is None:
-            raise RuntimeError("current_buffers() is for use inside 'with model.loaded(...)'")
+            raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
         self.untrained.refuse_changes()
         self.untrained.gather()
         return _copies(self.untrained.sent)
@@ -275,7 +275,7 @@ class Model:
             RuntimeError: The model is not loaded.
         """
         if self._installed is None:
-            raise RuntimeError("share() is for use inside 'with model.loaded(...)'")
+            raise RuntimeError("share() can be called only inside 'with model.loaded(...)'")
         self.untrained.gather()
         for name, leaf in self._leaves.items():
             given, initial = params[name], self._initial_params[name]
@@ -372,7 +372,7 @@ def _check(given: Mapping[str, Tensor], expected: Params, kind: str) -> None:
         if name not in expected:
             raise ValueError(f"{name!r} is not a {kind} of this model. Use one of: {', '.join(expected) or 'none'}")
         if tensor.shape != expected[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
-            shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+            shapes = f"{tuple(tensor.shape)}, but must have shape {tuple(expected[name].shape)}"
             raise ValueError(f"{kind} {name!r} has shape {shapes}")
 
 

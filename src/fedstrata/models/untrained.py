@@ -95,9 +95,9 @@ class Untrained:
         for name in sorted(self.frozen.keys() & changed):
             if name in self.constant:
                 problem = (
-                    "is not sent, because a trial before the run did not change it. However, a later pass changed it"
+                    "is not sent, because a trial before the run did not change this buffer. A later pass changed it"
                 )
-                advice = "Change it in every training pass, or register it with persistent=False."
+                advice = "Change the buffer in every training pass, or register it with persistent=False."
             else:
                 problem, advice = "is frozen and therefore not sent, but a pass changed it", "Register it as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")

@@ -234,7 +234,7 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
     if isinstance(spec, Custom):
         return spec.build(shape, classes)
     if isinstance(shape, Mapping):
-        problem = f"takes one input, but the samples have {len(shape)} ({', '.join(shape)}). Use a model of your own."
+        problem = f"takes one input, but the samples have {len(shape)} inputs ({', '.join(shape)}). Use your own model."
         raise SpecError("model.name", problem, name)
     return spec.build(shape, classes)
 

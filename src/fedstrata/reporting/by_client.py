@@ -48,7 +48,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         raise SpecError("--by-client", not_among("is not a result of these runs", column, columns), column)
     if not all("name" in row for row in rows) and any(len(members) > 1 for members in results.values()):
         problem = (
-            "each seed assigns samples to clients differently, so that client 0 of one seed is not client 0 of another"
+            "each seed assigns samples to clients differently, so client 0 of one seed is not client 0 of another seed"
         )
         raise SpecError("--by-client", f"{problem}. Use runs of one seed, or data that define the clients.")
     names = dict.fromkeys(str(row.get("name", row["client"])) for row in rows)

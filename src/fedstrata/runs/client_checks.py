@@ -34,7 +34,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
     at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
-    single = "the server clips single updates, which it does not see. Use 'plain', or remove privacy.clients."
+    single = "the server would clip single updates, but it sees only sums. Use 'plain', or remove privacy.clients."
     online = "the clients that are online would decide which other clients are invited. Remove it."
     colluding = "attackers may use other clients' updates, so the bound does not hold. Use 'label-flip', or remove it."
     buffers = "has buffers or whole-number parameters, which get no noise. Use a model without BatchNorm."

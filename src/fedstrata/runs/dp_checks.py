@@ -42,11 +42,11 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     if has_batchnorm(config.model.module):
         refuse("BatchNorm lets a sample affect the gradients of other samples. Use a model without BatchNorm.")
     if config.task.weighted:
-        refuse(f"does not support the task {config.task.name!r}, whose samples have different weights.")
+        refuse(f"does not support the task {config.task.name!r}, which weights samples. Use another task.")
     if not vars(type(objective)).get("single_samples", False):
         refuse(f"the objective of {method.name!r} is not a sum of losses of single samples. {USE}")
     if not is_plain(objective, "displacement"):
-        refuse(f"the objective of {method.name!r} moves the point of a gradient, which DP-SGD does not. {USE}")
+        refuse(f"the objective of {method.name!r} computes gradients at moved parameters, unlike DP-SGD. {USE}")
     asked = method.declared(config)
     unprotected = [each.label for each in asked or () if each.innermost.request is not Fit]
     if asked is None or unprotected:

@@ -162,7 +162,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
     Raises:
         SpecError: A difference is not permitted, because it would change the results.
     """
-    elsewhere = f"or another folder than {where}."
+    elsewhere = f"or use another folder than {where}."
     advice = f". Use the old value, {elsewhere}"
     require_same_frozen(before.get("frozen", {}), now.get("frozen", {}), f"the run in {where}")
     changes = []
@@ -173,7 +173,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
             continue
         allowed = _may_change(key)
         if allowed is None or (allowed.upwards and not _grows(was, will)):
-            only = " (it may only grow)" if allowed is not None else ""
+            only = ", and this value may only grow" if allowed is not None else ""
             raise SpecError(key, f"the run in this folder has {was!r}{only}{advice}", will)
         changes.append(f"{key} was {was!r} and is {will!r}")
     if any(change.startswith("training.rounds ") for change in changes) and (why := _rounds_decide(new)):
@@ -191,8 +191,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
             )
     for name in sorted(before["code"].keys() | now["code"].keys()):
         if before["code"].get(name) != now["code"].get(name):
-            problem = f"the module {name!r} has changed since the run in this folder began. Restore it, {elsewhere}"
-            raise SpecError("code", problem)
+            problem = f"the module {name!r} has changed since the run in this folder began"
+            raise SpecError("code", f"{problem}. Restore the module, {elsewhere}")
     if before["results_version"] != now["results_version"]:
         raise SpecError(
             "out",

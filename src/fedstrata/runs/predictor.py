@@ -478,9 +478,9 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     if any(column.type == "category" and column.categories is None for column in columns.values()):
         raise ValueError("table.schema lacks the categories of a column")
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
-        raise ValueError("table.features are not the features of table.schema and input_shape")
+        raise ValueError("table.features differs from the features of table.schema, or does not fit input_shape")
     if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
-        raise ValueError("table.imputed does not have exactly the columns with a value of 'impute'")
+        raise ValueError("table.imputed must name exactly the columns of table.schema that have the key 'impute'")
     return Features(schema, imputed)
 
 
@@ -491,7 +491,7 @@ def _check(about: Mapping[str, Any]) -> None:
     for name, one in about.get("inputs", {}).items():
         _check_input(f"inputs.{name}.shape", one["shape"], one["normalisation"], image=False)
         if not isinstance(getattr(torch, one["dtype"], None), torch.dtype):
-            raise ValueError(f"inputs.{name}.dtype is {one['dtype']!r}")
+            raise ValueError(f"inputs.{name}.dtype has the invalid value {one['dtype']!r}")
     task = about.get("task") or ""
     if ":" not in (task if isinstance(task, str) else task["name"]):  # the user's own task is imported later
         _task_of(about)
@@ -520,11 +520,11 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
             are normalised along their last axis.
     """
     if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):
-        raise ValueError(f"{key} is {shape}")
+        raise ValueError(f"{key} has the invalid value {shape}")
     if normalisation is not None:
         width = shape[0] if image else [1, *shape][-1]
         if normalisation["dtype"] not in ("float32", "float64"):
-            raise ValueError(f"normalisation.dtype is {normalisation['dtype']!r}")
+            raise ValueError(f"normalisation.dtype has the invalid value {normalisation['dtype']!r}")
         for which in ("shift", "scale"):
             values = normalisation[which]
             if len(values) != width or not all(isinstance(value, (int, float)) for value in values):
@@ -541,7 +541,7 @@ def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Mo
     if name == CUSTOM:
         own = about["model"].get("class")
         problem = f"the run in {folder} trained your own module {own}, which is not stored in a file"
-        raise SpecError("model", f"{problem}. Pass such a module: fedstrata.load(…, model=…).")
+        raise SpecError("model", f"{problem}. Pass the module: fedstrata.load(…, model=…).")
     try:
         table = under("model", lambda: MODELS.parse(about["model"]))
         return make_model(table, shape, classes, seed, _trial_of(about))

@@ -39,7 +39,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
             held.own_test is not None and config.sizes is not None,
             "evaluation",
             ...,
-            "the metrics of single clients are no sums. Remove client_test.",
+            "the metrics of single clients are not sums. Remove client_test.",
         ),
         (privacy.dp is not None, "privacy.dp", ..., "is not supported with privacy.sums = 'secure' yet. Remove one."),
     ]
@@ -49,7 +49,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     invited = spec.method.most_summed(config)
     least = max(protocol.FEWEST, privacy.parties)
     if not least <= invited <= protocol.MOST_SITES or config.clients < least:
-        problem = f"a secure sum needs {least} to {protocol.MOST_SITES} clients per round. Set it to such a number."
+        problem = f"a secure sum needs {least} to {protocol.MOST_SITES} clients per round. Use a number in this range."
         everyone = invited != training.invited(config.clients)
         raise SpecError("partition.clients" if everyone else "training.clients_per_round", problem, invited)
     if not spec.method.forms(config):
@@ -79,7 +79,7 @@ def _check_sites(spec: Experiment) -> None:
     """Refuse settings with which real sites would send more than sums, or send sums of an unknown size."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
-            problem = "the metrics of single sites are no sums. Remove it, and give the server test samples."
+            problem = "the metrics of single sites are not sums. Remove this key, and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None:
         problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"
@@ -93,7 +93,9 @@ def refuse_secure_sums(spec: Experiment) -> None:
         SpecError: The spec sets ``privacy.sums`` to "secure".
     """
     if spec.privacy.sums == "secure":
-        problem = "needs certificates, which NVFlare's simulator does not have. Use the engine 'local', or deploy."
+        problem = (
+            "needs certificates, which NVFlare's simulator does not have. Use the engine 'local', or deploy the job."
+        )
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
 
 
@@ -112,4 +114,8 @@ def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener 
         problem = "a listener, such as an audit, needs single replies. Use 'plain', or remove the listener."
         raise SpecError("privacy.sums", problem, privacy.sums)
     if privacy.simulate_masks and isinstance(engine, str) and engine != "local":
-        raise SpecError("privacy.simulate_masks", f"is not for the engine {engine!r}. Use 'local', or remove it.", True)
+        raise SpecError(
+            "privacy.simulate_masks",
+            f"has no effect with the engine {engine!r}. Use the engine 'local', or remove this key.",
+            True,
+        )

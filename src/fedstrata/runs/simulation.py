@@ -494,10 +494,8 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
         SpecError: The engine could not find the states.
     """
     if was and not will:
-        problem = (
-            "the clients' states of this run are at its sites, not in its checkpoint. Resume the run with 'nvflare'"
-        )
-        raise SpecError("engine", f"{problem}, or with 'fedstrata submit' where it was deployed.", engine)
+        problem = "the clients' states of this run are at its sites, not in its checkpoint. Resume a simulated run with"
+        raise SpecError("engine", f"{problem} 'nvflare', and a deployed run with 'fedstrata submit'.", engine)
     if will and not was:
         problem = "the clients' states of this run are in its checkpoint, not at sites"
         raise SpecError("engine", f"{problem}. Resume it with 'local' or 'ray'.", engine)

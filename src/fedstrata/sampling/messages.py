@@ -114,8 +114,8 @@ class Compress(ModelRequest):
         length = sketch_length(self.weights.params, self.coordinates)
         if reply.length != length or len(reply.centres) > self.centres:
             raise ReplyRefusedError(
-                f"the reply has {reply.length} coordinates and {len(reply.centres)} centres, not {length} and at most "
-                f"{self.centres}"
+                f"the reply has {reply.length} coordinates and {len(reply.centres)} centres, but must have {length} "
+                f"coordinates and at most {self.centres} centres"
             )
         try:
             reply.restored()

@@ -100,7 +100,11 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
             data_set, whole, brought = _own_data(spec, path, begin.clients[0], begin.total)
             prepared = assemble(spec, data_set, whole, sizes_known=False, brought=brought, fitting=begin.statistics)
     if len(prepared.assignment) != begin.total:
-        raise SpecError("partition.clients", f"does not fit the job. Use {begin.total}.", len(prepared.assignment))
+        raise SpecError(
+            "partition.clients",
+            f"differs from the number of clients of the job. Use {begin.total}.",
+            len(prepared.assignment),
+        )
     # A run without statistics uses data that the spec names. These data are not secret, so metrics on them may be sent.
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
@@ -172,7 +176,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
     if path is None:
         raise SpecError(
             "data",
-            "the run uses the sites' own data, but this site's settings do not name a file. Set it in "
+            "the run uses the sites' own data, but this site's settings do not name a file. Set the file in "
             "local/fedstrata.toml.",
         )
     if len(clients) != 1:
@@ -246,7 +250,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     """
     evaluation = spec.evaluation
     if test is None and spec.privacy.sums == "secure":
-        problem = "the metrics of single sites are no sums. Give the server test samples (server.data in sites.toml)."
+        problem = "the metrics of single sites are not sums. Give the server test samples (server.data in sites.toml)."
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
     empty, task = _empty(spec.data, task_of(spec)), task_of(spec)
     _refuse_disclosure(spec, empty, tests=test is not None)
@@ -256,7 +260,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         if task.has_classes:
             added, method = tuple(name for name in METRICS if METRICS.find(name).adds_up(task)), "of_sums"
         problem = "cannot be computed from sums, and sites send only sums. Use one of: "
-        problem += f"{', '.join(added)}, or one with {method}."
+        problem += f"{', '.join(added)}, or a metric with the method {method}."
         raise SpecError("evaluation.metrics", problem, unsummed[0])
     unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = empty if test is None else read_own(spec.data, test, task, client=None, seed=spec.seed)
@@ -317,8 +321,8 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
         if measures and conceals:
             problem = (
-                f"the answers of sites would disclose their {what}, which the method keeps private. Remove it, and "
-                "give "
+                f"the answers of sites would disclose their {what}, which the method keeps private. Remove this key, "
+                "and give "
             )
             raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
     if conceals and empty.task.fits:

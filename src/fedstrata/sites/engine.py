@@ -195,7 +195,9 @@ class NVFlareEngine(Engine):
         def check(site: str, answer: Begun) -> None:
             if answer.fingerprint != self.fingerprints.get(site, answer.fingerprint):
                 problem = "its data have changed since the run began, or the fingerprint key in its folder was lost"
-                raise FedstrataError(f"{problem}. Restore the file, or start a new run, for example with another seed.")
+                raise FedstrataError(
+                    f"{problem}. Restore the data or the key, or start a new run, for example with another seed."
+                )
 
         common, total = (self._run, self._spec, self.statistics), self.config.clients
         sites = self.directory.participants()

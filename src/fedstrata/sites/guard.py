@@ -216,7 +216,7 @@ class Quota:
                 known = f"client(s) {self.home[1:]} of {self.home[0]}"
                 raise RuleError(
                     rule,
-                    f"the job asked as client(s) {clients} of {total}, but before as {known}. Keep the sites' clients.",
+                    f"this site is client(s) {clients} of {total}, but earlier it was {known}. Keep the same clients.",
                 )
             self.home = home
 
@@ -445,7 +445,7 @@ class Guard:
             raise problem
         inside = getattr(request, "request", None)
         name = type(request).__name__ + (f" of {type(inside).__name__}" if inside is not None else "")
-        raise RuleError("kind", f"job {self.declaration.job} does not declare that it asks {name}")
+        raise RuleError("kind", f"job {self.declaration.job} does not declare the request {name}")
 
     def _position_of(self, allowed: Allowed, request: Request, relay: bool, together: bool) -> Position:
         """Return the position (see ``Position``) of the run after the answer to a request.
@@ -455,10 +455,10 @@ class Guard:
         """
         label, rule, rounds = allowed.label, allowed.rule, self.declaration.rounds
         if relay != rule.relay:
-            way = "as a task of a relay" if rule.relay else "without a travelling model"
+            way = "for a relay" if rule.relay else "outside relays"
             raise RuleError("kind", f"{label} is declared only {way}")
         if together and not rule.together:
-            raise RuleError("kind", f"{label} is not declared for groups")
+            raise RuleError("kind", f"{label} is not declared for groups of clients")
         round = _round_of(request, rule.phase, self.round)
         inside = getattr(request, "request", None)
         if allowed.inside is not None and _round_of(inside, rule.phase, round) != round:

@@ -240,8 +240,8 @@ class Policy(Setting):
         """
         if job not in self.approved and any(((each > 0) & (each < least)).any() for each in counts):
             problem = (
-                f"too few samples (below {least}) have a category, a target that 'bins' counts, or a value that "
-                "'median' or 'most-frequent' counts"
+                f"a count that this site would send is below {least}. Sites count categories, targets for 'bins', and "
+                "values for 'median' or 'most-frequent'"
             )
             accepted = "Use fewer categories, a larger step, task.edges, impute = 'mean' or 'constant', or "
             accepted += f"{_remedy(job)}."

@@ -198,7 +198,7 @@ def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
         WireError: The acknowledgement is of another class.
     """
     if not isinstance(ack, Opened):
-        raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
+        raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
     try:
         counts = member.site.opened(ack)
     except RefusedError:

@@ -279,7 +279,7 @@ class SiteServer:
             wire.Save: run.save,
         }
         if type(body) not in answers:
-            raise WireError(f"a {type(body).__name__} is not a message to a site")
+            raise WireError(f"the message is a {type(body).__name__}, which a site does not accept")
         return answers[type(body)](body)
 
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
@@ -477,7 +477,7 @@ class SiteRun:
         elif self.context.member is not None:
             self._opened(self.context.member, ack)
         else:
-            raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
+            raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
 
     def _opened(self, member: Member, ack: object) -> None:
         """Process the news that a secure sum was opened, and note it in the ledger."""
@@ -686,7 +686,7 @@ class SiteRun:
         if client not in self.clients:
             raise WireError(f"client {client} is not at site {self.site_server.name}")
         if not isinstance(request, Request):
-            raise WireError(f"a {type(request).__name__} is not a request")
+            raise WireError(f"the message contains a {type(request).__name__} instead of a request")
         return request
 
 

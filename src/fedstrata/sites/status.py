@@ -73,7 +73,9 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
         problem = f"is the folder of a comparison with {count}. Give the folder of one run, for example {runs[0]}."
         raise SpecError("DIR", problem, str(folder))
     raise SpecError(
-        "DIR", "is neither the folder of a party (with startup/) nor a run folder. Give such a folder.", str(folder)
+        "DIR",
+        "is neither the folder of a party (with startup/) nor a run folder. Give one of these folders.",
+        str(folder),
     )
 
 

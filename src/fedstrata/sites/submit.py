@@ -73,7 +73,8 @@ def submit(
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError(
             "ADMIN",
-            "is not the folder of an administrator, because it has no job. Give 'admin' from 'fedstrata deploy'.",
+            "is not the folder of an administrator, because it has no job. Give the folder 'admin' that 'fedstrata "
+            "deploy' created.",
             str(admin),
         )
     if out.exists():

@@ -244,7 +244,7 @@ class Gradient(ModelRequest):
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
-            raise ReplyRefusedError(f"the reply is about {reply.samples} samples, but must be about at least one")
+            raise ReplyRefusedError(f"the reply covers {reply.samples} samples, but must cover at least one")
 
 
 @record("GradientSteps")

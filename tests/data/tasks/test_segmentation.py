@@ -66,7 +66,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"y_train": np.full((4, 2, 3), 255), "task": TASK}, "y_train: every target is 255"),
     ({"y_test": np.full((4, 2, 3), -100)}, "y_test: every target is -100"),
     ({"y_train": np.zeros((5, 2, 3), dtype=int)}, "y_train has 5 values for 4 samples"),
-    ({"y_train": np.zeros(4, dtype=int)}, "y_train has shape (4,). Give one class for each token or pixel"),
+    (
+        {"y_train": np.zeros(4, dtype=int)},
+        "y_train has shape (4,). Use shape (N, …), with one class for each",
+    ),
     ({"y_test": np.zeros((4, 3, 2), dtype=int)}, "y_test: a sample has the shape (3, 2), but"),
     ({"y_train": np.zeros((4, 2, 3))}, "y_train is of type float64. The task needs whole numbers as targets"),
     ({"task": Segmentation(outputs=2)}, "y_train contains 2. Use 0…1, or task.ignore = -100"),

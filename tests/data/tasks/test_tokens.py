@@ -65,7 +65,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"y_train": np.full((4, 3), -100)}, "y_train: every target is -100"),
     ({"y_test": np.full((4, 3), -100)}, "y_test: every target is -100"),
     ({"y_train": np.zeros((3, 3), dtype=int)}, "y_train has 3 values for 4 samples"),
-    ({"y_train": np.zeros(4, dtype=int)}, "y_train has shape (4,). Give one class for each token or pixel"),
+    (
+        {"y_train": np.zeros(4, dtype=int)},
+        "y_train has shape (4,). Use shape (N, …), with one class for each",
+    ),
     ({"y_test": np.zeros((4, 2), dtype=int)}, "y_test: a sample has the shape (2,), but a sample of y_train has"),
     ({"y_train": np.zeros((4, 3))}, "y_train is of type float64. The task needs whole numbers as targets"),
     ({"y_train": np.full((4, 3), "a")}, "y_train is of type <U1. The task needs whole numbers as targets"),

@@ -370,7 +370,7 @@ def test_garbled_totals_are_refused_and_another_client_decrypts_them(site: Sites
     federation = site(HOLDINGS)
     federation.engine.tamper[0, OpenTotals] = lambda reply: dataclasses.replace(reply, totals=reply.totals - 10)
     check_against(federation, roll_of(federation, "ckks"), HOLDINGS)
-    assert "is smaller than its number of clients" in federation.reasons("refused")[0]
+    assert "a label has fewer samples than clients" in federation.reasons("refused")[0]
 
 
 @pytest.mark.slow

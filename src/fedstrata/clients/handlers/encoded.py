@@ -166,7 +166,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         for change in delivery.changes:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
-            raise FedstrataError(f"the changes do not lead to version {delivery.version} of the model")
+            raise FedstrataError(f"the model with the changes differs from the server's version {delivery.version}")
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:

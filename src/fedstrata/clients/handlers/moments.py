@@ -47,7 +47,7 @@ class MomentsReply(Reply):
         require_shape(self.first, (classes, size), torch.float32, "first")
         require_shape(self.second, (classes, size, size), torch.float32, "second")
         if (self.samples < 0).any() or (self.samples != self.samples.round()).any():
-            raise ReplyRefusedError("samples has a number that is negative or not whole")
+            raise ReplyRefusedError("a number of samples is negative or is not a whole number")
 
 
 @record("Moments")

@@ -44,7 +44,7 @@ class MultiLabel(Task):
         width = both[0].shape[1]
         if both[1].shape[1] != width:
             raise DataError(
-                f"y_test has {both[1].shape[1]} labels per sample, but y_train has {width}. Use equally many."
+                f"y_test has {both[1].shape[1]} labels per sample, but y_train has {width}. Use the same number."
             )
         labels = tuple(map(str, range(width))) if names is None else tuple(names)
         if len(labels) != width:

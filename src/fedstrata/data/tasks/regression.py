@@ -68,7 +68,7 @@ class Regression(Task):
         widths = [values.shape[1] for values in both]
         if widths[0] != widths[1]:
             raise DataError(
-                f"y_test has {widths[1]} values for each sample, but y_train has {widths[0]}. Give equally many."
+                f"y_test has {widths[1]} values for each sample, but y_train has {widths[0]}. Use the same number."
             )
         if names is not None and len(names) != widths[0]:
             raise DataError(

@@ -88,7 +88,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
         wanted = {part: (shape, _in_memory(dtype)) for part, (shape, dtype) in forms.get(name, {}).items()}
         if actual.get(name) != wanted:
             raise FedstrataError(
-                f"the payload's {name!r} has the form {actual.get(name)}, but must have {forms.get(name)}"
+                f"the payload for {name!r} has the form {actual.get(name)}, but must have {forms.get(name)}"
             )
     flat = [_bytes(payload[name][part], dtype) for name, parts in forms.items() for part, (_, dtype) in parts.items()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     }
     for name, parts in payload.items():
         if not all(map(finite, parts.values())):
-            raise ReplyRefusedError(f"the payload's {name!r} contains NaN or infinity")
+            raise ReplyRefusedError(f"the payload for {name!r} contains NaN or infinity")
     return payload
 
 

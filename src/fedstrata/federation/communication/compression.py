@@ -92,7 +92,7 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply for the first sum contains the answer, which must come with the second"
+                    "the reply with the first sum contains the answer, which must come with the second sum"
                 )
             return
         if answer.reply is None:

@@ -125,20 +125,20 @@ class Ring:
             WithheldError: A number is not finite, or the weight or a count is out of range.
         """
         if parts.keys() != self.parts.keys() or counts.keys() != self.counts.keys():
-            raise ValueError(f"{sorted(parts)}, {sorted(counts)}: expected {sorted(self.parts)}, {sorted(self.counts)}")
+            raise ValueError(f"the parts and counts are {[*parts, *counts]}, but must be {[*self.parts, *self.counts]}")
         factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
         if not all(0 <= factor <= 1 for factor in factors.values()):
             # The message does not say the weight, which depends on the size of the site.
-            raise WithheldError("the client did not send its answer, because its size is above the largest size.")
+            raise WithheldError("the client did not send its answer, because its size is above privacy.largest.")
         words = np.zeros(self.length, dtype=np.uint32)
         begin, scaled = 0, 0
         for name, part in self.parts.items():
             vector = np.asarray(parts[name])
             if vector.shape != (part.size,):
-                raise ValueError(f"{name} has the shape {vector.shape}, expected {(part.size,)}")
+                raise ValueError(f"{name} has shape {vector.shape}, but must have shape {(part.size,)}")
             largest = float(np.max(np.abs(vector))) if part.size else 0.0
             if not math.isfinite(largest):
-                raise WithheldError(f"the client did not send its answer, because it is not finite. {DIVERGED}")
+                raise WithheldError(f"the client did not send its answer, which contains NaN or infinity. {DIVERGED}")
             scaled += largest > part.range
             unit = max(part.range, largest)
             for first in range(0, part.size, _CHUNK):
@@ -169,7 +169,10 @@ class Ring:
                 site has sent a false vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
-            raise ReplyRefusedError(f"the sum is {total.shape} {total.dtype}, expected {(self.length,)} uint32")
+            raise ReplyRefusedError(
+                f"the sum has shape {total.shape} and type {total.dtype}, but must have shape {(self.length,)} and "
+                "type uint32"
+            )
         if not 0 < sites <= self.sites:
             raise ValueError(f"{sites} sites contributed, but at most {self.sites} can")
         parts: dict[str, Floats] = {}
@@ -177,15 +180,15 @@ class Ring:
         for name, part in self.parts.items():
             whole = total[begin : begin + part.size].view(np.int32)
             if part.size and max(int(whole.max()), -int(whole.min())) > sites * self.scale:
-                raise ReplyRefusedError(f"the sum of {name} is out of range: a site sent a false vector")
+                raise ReplyRefusedError(f"the sum of {name} is out of range, so a site sent an invalid vector")
             parts[name] = whole.astype(np.float64) * (part.range / self.scale)
             begin += part.size
         counts = {name: int(total[place]) for place, name in enumerate(self.counts, start=begin)}
         for name, count in counts.items():
             if count > sites * self.counts[name]:
-                raise ReplyRefusedError(f"the sum of {name} is out of range: a site sent a false vector")
+                raise ReplyRefusedError(f"the sum of {name} is out of range, so a site sent an invalid vector")
         if (scaled := int(total[-1])) > sites * len(self.parts):
-            raise ReplyRefusedError("the number of scaled parts is out of range: a site sent a false vector")
+            raise ReplyRefusedError("the number of scaled parts is out of range, so a site sent an invalid vector")
         return Total(parts, counts, scaled)
 
 

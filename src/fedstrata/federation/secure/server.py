@@ -191,7 +191,7 @@ class Server:
         if defect := package.form_defect():
             return defect
         if package.exchanges != self.exchanges:
-            return f"its package is for {package.exchanges} exchanges, expected {self.exchanges}"
+            return f"its package has keys for {package.exchanges} exchanges instead of {self.exchanges}"
         signed = protocol.job_key_statement(self.job, name, package.job_key)
         return package.signature_defect(self.job) or self.trust.defect(
             name, package.certificate, package.credential, signed
@@ -250,7 +250,7 @@ class Exchange:
         elif self.stage == "opening":
             self._open(asked)
         else:
-            raise ValueError(f"the exchange is {self.stage}, and expects no replies")
+            raise ValueError(f"the exchange is in the stage {self.stage!r}, which expects no replies")
 
     def _collect_vectors(self, replies: Mapping[str, Any]) -> None:
         for name, reply in replies.items():
@@ -278,7 +278,7 @@ class Exchange:
         form = (vector.shape, vector.dtype, vector.device.type, vector.layout)
         if form != ((self.length,), torch.int32, "cpu", torch.strided):
             shape = f"{tuple(vector.shape)} {vector.dtype}"
-            return f"its vector is {shape}, expected ({self.length},) torch.int32"
+            return f"its vector is {shape}, but must be ({self.length},) torch.int32"
         signed = protocol.present_statement(self._context, name, reply.present.enough)
         if not valid(self._package[name].job_key, reply.present.signature, signed):
             return "the signature of its vector is wrong"

@@ -52,7 +52,7 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
         prime: The prime.
     """
     if len(set(holders)) < len(holders) or not all(1 <= holder < prime for holder in holders):
-        raise ValueError(f"{holders} are not different holders of shares")
+        raise ValueError(f"the holders of shares must be different numbers from 1 to {prime - 1}, but are {holders}")
     factors = []
     for holder in holders:
         above = below = 1

@@ -179,15 +179,15 @@ class Site:
         """
         own, sites, threshold = self._own, len(roster.packages), roster.threshold
         if own is None:
-            raise RefusedError("package", "the site has not made a package")
-        self._require("package", not own.dealt, "its package has already been in a roster")
-        self._require("package", own.package in roster.packages, "the roster does not contain its newest package")
+            raise RefusedError("package", "the site has not created a package")
+        self._require("package", not own.dealt, "the site's package has already been in a roster")
+        self._require("package", own.package in roster.packages, "the roster lacks the site's newest package")
         self._require("order", roster.names == sorted(roster.names), "the roster is not in the order of the names")
         least = protocol.default_threshold(sites)
         self._require("threshold", sites >= protocol.FEWEST, f"the roster has fewer than {protocol.FEWEST} sites")
         self._require("threshold", sites <= protocol.MOST_SITES, f"the roster has over {protocol.MOST_SITES} sites")
         self._require("threshold", threshold >= least, f"the threshold is {threshold}, but must be at least {least}")
-        self._require("threshold", threshold <= sites, f"the threshold is {threshold}, for only {sites} sites")
+        self._require("threshold", threshold <= sites, f"the threshold is {threshold}, but there are {sites} sites")
         self._require("repeated", not protocol.repeated(roster.packages), "a name or a key occurs twice")
         for package in roster.packages:
             if package != own.package:
@@ -266,8 +266,8 @@ class Site:
             RefusedError: A check failed.
         """
         current, joined = self._exchange(message.exchange)
-        self._require("confirm", self.confirm != "always", "it reveals shares only for a set that was signed")
-        self._require("vote", current.voted is None, "it has already voted in this exchange")
+        self._require("confirm", self.confirm != "always", "the site reveals shares only for a signed set of sites")
+        self._require("vote", current.voted is None, "the site has already voted in this exchange")
         self._require("all", sorted(message.present) == current.members, "not all members have sent their vectors")
         self._check_present(current, joined, message.present)
         current.voted = current.members
@@ -281,7 +281,7 @@ class Site:
         """
         current, joined = self._exchange(message.exchange)
         chosen = sorted(message.present)
-        self._require("vote", current.voted is None, "it has already voted in this exchange")
+        self._require("vote", current.voted is None, "the site has already voted in this exchange")
         self._require("subset", set(chosen) <= set(current.members), "the set has a site that is not a member")
         self._require("subset", self.name in chosen, "the set does not contain this site")
         self._require("size", len(chosen) >= joined.roster.threshold, "the set has too few sites")
@@ -297,7 +297,7 @@ class Site:
         """
         current, joined = self._exchange(message.exchange)
         if current.voted is None or not current.signed:
-            raise RefusedError("votes", "it has not voted for a set")
+            raise RefusedError("votes", "the site has not voted for a set of sites")
         signed = protocol.vote_statement(current.context, current.voted)
         votes = {
             name
@@ -335,7 +335,9 @@ class Site:
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError("exchange", f"exchange {number} is not the last one in which it has sent its vector")
+            raise RefusedError(
+                "exchange", f"exchange {number} is not the last exchange in which the site sent its vector"
+            )
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:
@@ -346,14 +348,18 @@ class Site:
         who = f"the package of {package.name!r} is wrong: "
         if defect := package.form_defect():
             raise RefusedError("form", who + defect)
-        self._require("form", package.exchanges == exchanges, f"{who}it is for {package.exchanges} exchanges")
+        self._require(
+            "form",
+            package.exchanges == exchanges,
+            f"{who}it has keys for {package.exchanges} exchanges instead of {exchanges}",
+        )
         defect = package.signature_defect(self.job)
         self._require("signature", not defect, who + defect)
         signed = protocol.job_key_statement(self.job, package.name, package.job_key)
         defect = self.trust.defect(package.name, package.certificate, package.credential, signed)
         self._require("certificate", not defect, who + defect)
         unknown = stranger(package.certificate, self.peers)
-        self._require("peers", not unknown, f"{who}its certificate is not among the peers")
+        self._require("peers", not unknown, f"{who}its certificate is not on the list policy.peers")
 
     def _check_members(self, joined: _Joined, members: list[str]) -> None:
         names = set(joined.roster.names)
@@ -368,10 +374,10 @@ class Site:
             if name != self.name:
                 box = delivery.boxes.get(name)
                 if box is None:
-                    raise RefusedError("box", f"the box of {name!r} is missing")
+                    raise RefusedError("box", f"the encrypted shares from {name!r} are missing")
                 content = unseal(*self._box(joined.hash, joined.package(name), box, sends=False))
                 right = content is not None and _add_shares(shares, name, content)
-                self._require("box", right, f"the box of {name!r} cannot be opened, or has wrong contents")
+                self._require("box", right, f"the encrypted shares from {name!r} cannot be decrypted, or are invalid")
         return shares
 
     def _box(self, roster: bytes, other: Package, content: bytes, *, sends: bool) -> tuple[bytes, bytes, bytes]:

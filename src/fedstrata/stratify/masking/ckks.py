@@ -106,7 +106,10 @@ class Sealer:
             raise ReplyRefusedError(f"the CKKS context cannot be read: {error}") from None
         wanted = self.parameters.degree, len(self.parameters.primes) - 1, 2.0**self.parameters.scale
         if made_with != wanted:
-            raise ReplyRefusedError(f"the CKKS context has degree, primes and scale {made_with}, not {wanted}")
+            raise ReplyRefusedError(
+                f"the degree, the number of primes and the scale of the CKKS context are {made_with}, but must be "
+                f"{wanted}"
+            )
         return context
 
     def seal(self, values: Floats | Sequence[float], *, product: bool = False) -> Cipher:
@@ -133,7 +136,7 @@ class Sealer:
             ReplyRefusedError: The bytes are not a ciphertext, or its size, scale or level is wrong.
         """
         if not 0 < len(data) <= LARGEST:
-            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, not 1 to {LARGEST}")
+            raise ReplyRefusedError(f"the ciphertext has {len(data)} bytes, but must have 1 to {LARGEST}")
         try:
             cipher = tenseal().ckks_vector_from(self.context, data)
             parts = cipher.ciphertext()
@@ -141,7 +144,7 @@ class Sealer:
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise ReplyRefusedError(f"the ciphertext cannot be read: {error}") from None
         if size != length or len(parts) != 1:
-            raise ReplyRefusedError(f"the ciphertext has {size} numbers, not {length}")
+            raise ReplyRefusedError(f"the ciphertext has {size} numbers, but must have {length}")
         part = parts[0]
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
         levels = len(self.parameters.primes) - 1

@@ -42,7 +42,7 @@ class Keys:
 
     def __init__(self, parts: dict[str, bytes]) -> None:
         if parts.keys() != set(self._NAMES) or not all(isinstance(part, bytes) for part in parts.values()):
-            raise DataError(f"the key file has the keys {sorted(parts)}, not {sorted(self._NAMES)}")
+            raise DataError(f"the key file has the keys {sorted(parts)}, but must have {sorted(self._NAMES)}")
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
         """The public keys: the server adds counts with the first key, and compares labels with the second key."""
@@ -110,8 +110,8 @@ class Keys:
             data = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"there are no keys at {path} ({error.strerror}). Create them with 'fedstrata keys --out DIR', copy "
-                f"them to the site of every client, and set {VARIABLE}=DIR there, but never on the server."
+                f"there are no keys at {path} ({error.strerror}). Create keys with 'fedstrata keys --out DIR', and "
+                f"copy them to the site of every client. Set {VARIABLE}=DIR at the sites, but never on the server."
             ) from None
         if os.name == "posix" and mode & 0o077:
             raise DataError(f"{path} can be read by other users (mode {mode:o}). Change its mode to 600.")

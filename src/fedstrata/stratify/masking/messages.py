@@ -186,7 +186,7 @@ class Compare(Request):
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
-                f"the reply is about {len(reply.places)} labels, but there are only {self.classes} classes"
+                f"the reply contains positions of {len(reply.places)} labels, but there are only {self.classes} classes"
             )
 
 
@@ -227,7 +227,9 @@ class Enlist(Request):
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
-            raise ReplyRefusedError(f"the reply has the pages {sorted(reply.pages)}, not {sorted(pages)}")
+            raise ReplyRefusedError(
+                f"the reply has the pages {sorted(reply.pages)}, but must have the pages {sorted(pages)}"
+            )
 
 
 @record("CountReply")
@@ -284,7 +286,7 @@ class Totals(Reply):
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "a label's total number of samples is smaller than its number of clients, or no client has it"
+                "a label has fewer samples than clients, or has samples although no client has the label"
             )
 
 
@@ -344,4 +346,4 @@ class ShareReport(Request):
         """Refuse fractions that mean less than one sample or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a fraction of samples is not in (0, 1], or is less than one sample")
+            raise ReplyRefusedError("a fraction of samples is above 1, or amounts to less than one sample")
