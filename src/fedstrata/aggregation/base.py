@@ -69,7 +69,7 @@ class Aggregator(Setting):
         """
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""
+        """Return the reason why the replies are too few to change the model; an empty text if there are enough."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
@@ -97,7 +97,7 @@ class Aggregator(Setting):
         return None
 
     def starts(self, weights: Weights, state: Tree, clients: Sequence[int]) -> dict[int, Weights]:
-        """Return the model at which each of the clients starts; see ``own_starts``.
+        """Return the model from which each client starts to train; see ``own_starts``.
 
         Args:
             weights: The global model.
@@ -113,7 +113,7 @@ class Aggregator(Setting):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. Without replies, both are unchanged.
+        """Return the new global model and the new state. Without replies, the model and the state are unchanged.
 
         The method is called in every round, even if no client replied. The method must not change ``state`` in place.
 
@@ -162,11 +162,11 @@ class Aggregator(Setting):
 
     @property
     def share(self) -> str:
-        """The name of the weights of the clients in sums: their numbers of samples, or equal weights."""
+        """The name of the clients' weights in secure sums: weights by number of samples, or equal weights."""
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply of which the server needs the sum (``privacy.sums``)."""
+        """Return the parts of a reply whose sum over clients the server needs (``privacy.sums``)."""
         weight = bounds.by_size if self.needs_counts else EQUAL
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
@@ -229,7 +229,7 @@ class MeanBySize(Aggregator):
     """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n for n_k samples of client k in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead. Weights by size would count the numbers of samples a second time.
+    draw has the same weight instead. Weights by size would count each client's number of samples twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -269,9 +269,9 @@ class StratumMean(Aggregator):
     the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N count
     samples instead of clients.
 
-    The papers call this mean unbiased, but it has two biases. Importance sampling draws clients with large gradients
-    more often, and their weights are not reduced. Strata to which Neyman's allocation gives no draw are left out, as in
-    the published code. ``HorvitzThompson`` is unbiased.
+    The papers call this mean unbiased, but it has two biases. First, importance sampling draws clients with large
+    gradients more often, but the mean does not reduce their weights. Strata to which Neyman's allocation gives no draw
+    are left out, as in the published code. ``HorvitzThompson`` is unbiased.
     """
 
     needs_replies = "weights each client by its stratum"
@@ -295,8 +295,8 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
 
-    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. The number of draws from
-    this stratum is m_h. The probability that one draw from the stratum picks client k is p_k. For draws without
+    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
+    draws from stratum h. The probability that one draw from the stratum picks client k is p_k. For draws without
     replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
     1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
     """
@@ -304,7 +304,7 @@ class HorvitzThompson(Aggregator):
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require known probabilities: draws with replacement, systematic draws, or uniform draws."""
+        """Require draws with known probabilities: with replacement, systematic, or uniform."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "can leave a stratum without draws in all rounds, and weights cannot correct this bias. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."

@@ -46,7 +46,7 @@ class RobustAggregator(Aggregator):
             raise SpecError("method.aggregator", f"{problem}Invite more clients, or reduce attackers.", self.name)
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""
+        """Return the reason why the replies are too few to change the model; an empty text if there are enough."""
         if 0 < replies < self.least_replies:
             return f"{self.name} needs at least {self.least_replies} replies, and {replies} clients answered"
         return ""
@@ -69,7 +69,7 @@ class RobustAggregator(Aggregator):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. With too few replies, both are unchanged."""
+        """Return the new global model and the new state. With too few replies, model and state are unchanged."""
         if not replies or self.shortage(len(replies)):
             return weights, state
         models = [reply.weights for reply in replies.values()]

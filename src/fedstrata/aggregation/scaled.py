@@ -97,7 +97,7 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
-    step, with ρ times the weight of the step before.
+    step, with ρ times its weight in the step before.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -176,7 +176,7 @@ class Extrapolated(Mean):
 
     @override
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the average of the last two models, with the last one's buffers; after one update, the last model."""
+        """Return the average of the last two models, with the last model's buffers; after one update, the new model."""
         if not state["before"]:
             return weights
         return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)

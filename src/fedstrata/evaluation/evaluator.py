@@ -291,15 +291,16 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise the distribution of metrics over clients.
 
     Args:
-        values: The M metrics of each client, shape (N, M). A metric's summary leaves out clients with NaN.
+        values: The M metrics of each client, shape (N, M). The summary of a metric leaves out clients for which the
+            metric is NaN.
         sizes: The number of test samples of each client, shape (N,), which is the client's weight in ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
         A summary for each metric with the keys ``clients`` (the number of clients with a value), ``mean``,
         ``weighted_mean`` and ``sd`` (population standard deviation). The key ``worst`` contains the value of the worst
-        client, and ``worst_10`` the mean over the worst tenth of the clients, rounded up. If no client has a value,
-        ``clients`` is 0 and all other entries are None.
+        client, and ``worst_10`` the mean over the worst tenth of the clients (their number is rounded up). If no client
+        has a value, ``clients`` is 0 and all other entries are None.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625

@@ -1,7 +1,7 @@
 """Samples that are held out of training for validation, for clients' own tests, and for clients that never train.
 
 From each client, the same fraction of the samples of each label is held out. The choice depends only on the seed, the
-client and the sample. An additional client does therefore not change which samples of other clients are held out.
+client and the sample. An additional client therefore does not change which samples of other clients are held out.
 """
 
 from __future__ import annotations

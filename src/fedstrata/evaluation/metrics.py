@@ -70,7 +70,7 @@ class Metric(Setting):
             clients: The number of clients.
 
         Returns:
-            One value per client, shape (clients,); NaN if it is undefined.
+            One value per client, shape (clients,); NaN if the value is undefined.
         """
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(clients + 1))
@@ -140,7 +140,7 @@ class Metric(Setting):
             clients: The number of clients.
 
         Returns:
-            One value per client, shape (clients,); NaN if it is undefined.
+            One value per client, shape (clients,); NaN if the value is undefined.
         """
         tables = {name: rows.sums(name, owners, clients) for name in (self.table,) if name in rows.arrays}
         loss: Reals = np.bincount(owners, weights=rows.losses, minlength=clients).astype(np.float64)
@@ -284,7 +284,7 @@ class _OfErrors(Metric):
             n: The number of samples.
             absolute: The sum of the absolute errors, in the unit of the target.
             square: The sum of the squared errors.
-            total: The sum of the differences of the targets from their training mean.
+            total: The sum over the targets of the difference between a target and the mean of the training targets.
             squares: The sum of the squares of these differences.
         """
 
@@ -630,7 +630,7 @@ AnyMetric = Annotated[Metric, FromRegistry(METRICS)]
 
 
 def values_of(metrics: Sequence[Metric], predictions: Predictions | Rows) -> dict[str, float | None]:
-    """Return a mapping from the label of each metric to its value; None if it is undefined."""
+    """Return a mapping from the label of each metric to its value; None if the value is undefined."""
     if isinstance(predictions, Predictions):
         return {metric.label: metric.of(predictions) for metric in metrics}
     owners = np.zeros(len(predictions), dtype=np.int64)

@@ -298,8 +298,8 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        False to use new processes, and True to use forks of this process. None if forks are needed but not possible, so
-        that this process must execute one run after another.
+        False to use new processes, and True to use forks of this process. None if forks are needed but not possible;
+        this process must then execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):

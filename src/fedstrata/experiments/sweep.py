@@ -249,7 +249,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal; with ``every``, they have all columns in any case."""
+    """Return the tables of ``to_markdown`` for a terminal; with ``every``, a narrow terminal also shows all columns."""
     from rich.text import Text
 
     headings, lines = _lines(result)

@@ -85,7 +85,7 @@ class Allowed:
         where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
             Other fields may have any value.
         times: How often the request may come. None means no fixed number: the order of requests (see ``Order``) or the
-            client's data then limit how often it comes.
+            client's data then limit how often the request comes.
         per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
         rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
             Default: every round.

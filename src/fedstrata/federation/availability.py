@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. The number of
-other clients (except in ``SizeCorrelated``) and the invited clients do not matter. Resuming a run therefore requires no
-state of these models.
+other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. Resuming a run therefore
+requires no state of these models.
 """
 
 from __future__ import annotations

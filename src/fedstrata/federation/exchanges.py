@@ -298,7 +298,7 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
     Returns:
         ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all clients),
         ``update_bytes`` (C) and ``client_bytes``. ``client_bytes`` is R × C × f: the mean number of bytes that a client
-        has sent, if all rounds so far had as many transfers as this round.
+        has sent. The formula assumes that all rounds so far had as many transfers as this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -135,8 +135,8 @@ class Federation:
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        All clients except ``excluded`` may be invited or, with ``availability.announced``, only those of them that are
-        online.
+        All clients except ``excluded`` may be invited. With ``availability.announced``, offline clients may not be
+        invited.
         """
         clients = np.delete(np.arange(self.config.clients), self.excluded)
         if not self.availability.announced or self.round == 0:

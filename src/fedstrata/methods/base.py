@@ -419,7 +419,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters are as before: an optimiser's weight decay changes them."""
+        """Return a new model in which frozen parameters have their old values, because weight decay changes them."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -489,7 +489,8 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
     """Return the mean squared distance of the clients' models from their mean (ReBaFL, Eq. 24).
 
-    With the clients' models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖². Without models, it is None.
+    With the clients' models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖². Without models, the result is
+    None.
 
     >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
     {'weight_diversity': 1.0}

@@ -10,7 +10,7 @@ from fedstrata.methods.base import Parts, Recipe
 
 
 class FedAWE(Recipe):
-    """FedAvg that lets each client continue at the model of its last reply. An update counts once per round since.
+    """FedAvg in which clients continue from the model of their last reply. An update counts once per round since then.
 
     In round t, the new model is w ← (1/r) Σ_{k∈S} (x_k + (t − τ_k) Δ_k), where S are the r clients that replied. Client
     k last replied in round τ_k. The client starts at x_k, the global model after round τ_k, and Δ_k is its update of

@@ -160,8 +160,8 @@ class SharedNorm(torch.autograd.Function):
         """Return the gradient ∂J/∂x of the loss J for the inputs x, by the formula of BatchNorm.
 
         ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). Here g = ∂J/∂x̂ is the gradient for the
-        normalised inputs x̂, A is the sum of g and B the sum of x̂ g, both over the m values of a channel at all clients
-        of the group. The class describes ``centre``.
+        normalised inputs x̂. A is the sum of g, and B is the sum of x̂ g, both over the m values of a channel at all
+        clients of the group. The class describes ``centre``.
         """
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)

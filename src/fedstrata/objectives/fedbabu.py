@@ -9,7 +9,7 @@ from fedstrata.objectives.base import CrossEntropy
 
 
 class BodyOnly(CrossEntropy):
-    """Cross-entropy that trains only the body (the layers before the head); the head keeps its initial values.
+    """Cross-entropy; clients train only the body (the layers before the head), and the head keeps its initial values.
 
     Clients also send the unchanged head, and its bytes are counted.
     """
@@ -28,7 +28,7 @@ class BodyOnly(CrossEntropy):
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy that trains only the head, which adapts the global model to a client's data."""
+    """Cross-entropy; each client trains only the head, which adapts the global model to the client's data."""
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters of the head."""

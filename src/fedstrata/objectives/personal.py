@@ -46,7 +46,7 @@ class PersonalLayers(CrossEntropy):
 
 
 class HeadThenBody(BodyOnly):
-    """Cross-entropy that trains first the client's own head, and then the body, which the server averages.
+    """Cross-entropy; each client first trains its own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
     its trained head. To the server, each client sends back the head that it received.
@@ -77,7 +77,7 @@ class TowardsGlobal(Objective):
     strength: NonNegativeFloat
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return λ (v − w_t), the gradient of the second term."""
+        """Return λ (v − w_t), the gradient of the loss's second term."""
         received = context.received["global"]
         return {name: self.strength * (v.detach() - received[name]) for name, v in params.items()}
 

@@ -44,7 +44,7 @@ class Distributions:
 
     Args:
         places: The client of each mass, as an index into the array of clients, shape (s,).
-        masses: The masses, shape (s,). Their sum is ``draws`` · ``each``.
+        masses: The masses, shape (s,). The masses add up to ``draws`` · ``each``.
         draws: m, the number of distributions.
         each: The total mass of each distribution: the number of samples of all clients.
     """

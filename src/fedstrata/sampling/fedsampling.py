@@ -70,7 +70,7 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """Each participant uses each sample with the same probability, so that a round uses about ``samples`` samples.
+    """Each participant uses each sample with equal probability; a round uses approximately ``samples`` samples.
 
     The probability is K/ñ, where K is the setting ``samples`` and ñ is the server's estimate of the participants' total
     number of samples.

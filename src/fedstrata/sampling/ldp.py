@@ -1,4 +1,4 @@
-"""FedSTaS's data sampler: clients use about a requested number of samples, and can hide their sizes (FedSTaS §2.4)."""
+"""FedSTaS's data sampler: clients use part of their samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with equal probability, so that they use about a requested number of samples.
+    """Each participant uses each sample with equal probability; a round uses approximately the requested number.
 
     The probability is n*/ñ, where n* is the requested number and ñ is the server's estimate of the participants' total
     number of samples.

@@ -93,7 +93,7 @@ class LocalData:
 
         Args:
             training: The settings: samples per step, and epochs or steps.
-            generator: The source of the random numbers for the orders.
+            generator: The random generator that draws the order of the samples.
             pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
                 then joins the batch before it, and a client with a single sample takes no step.
         """
@@ -238,7 +238,7 @@ def train(
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
-        message: The objective's message from the server.
+        message: The message that the server sends for the objective.
         objective: An objective without a state. Default: the objective of the context, whose state is read from the
             client's state.
     """

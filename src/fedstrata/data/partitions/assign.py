@@ -48,7 +48,7 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
         rng: The generator of the draws.
 
     Returns:
-        The owner of every sample, (samples,).
+        The owner of every sample, as an array of shape (samples,).
     """
     owner = np.empty(len(codes), dtype=np.int64)
     for code in range(int(codes.max()) + 1):
@@ -73,7 +73,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
         rng: The generator of the draws.
 
     Returns:
-        The owner of every sample, (samples,).
+        The owner of every sample, as an array of shape (samples,).
     """
     pool, starts, remaining = by_class(codes, log_mix.shape[1], rng)
     owner = np.empty(len(codes), dtype=np.int64)
@@ -141,7 +141,7 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
-        The owner of every sample, (samples,); −1 for samples beyond the quotas.
+        The owner of every sample, as an array of shape (samples,); −1 for samples beyond the quotas.
     """
     classes = int(codes.max()) + 1
     pool, starts, _ = by_class(codes, classes, rng)
@@ -164,7 +164,8 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
     Each sample is taken from the client that has the most samples at that time.
 
     Args:
-        owner: The owner of every sample, (samples,). There must be at least ``clients`` · ``least`` samples.
+        owner: The owner of every sample, as an array of shape (samples,). There must be at least ``clients`` ·
+            ``least`` samples.
         clients: The number of clients N.
         least: The smallest number of samples that a client may have.
         rng: The generator that selects the samples and their new owners.

@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into tensors that are encoded and tensors that are sent without encoding.
 
-    With error feedback, the errors of several rounds are added up. If a training objective sends tensors that must not
-    be added up, such as prototypes, these are sent without encoding.
+    With error feedback, the errors of several rounds are added up. Tensors of a training objective that must not be
+    added up, such as prototypes, are sent without encoding.
 
     Args:
         change: The update in a client's reply, with the objective's tensors.

@@ -141,7 +141,7 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """The compression of a run: it encodes requests that contain a model, and decodes the replies to them.
+    """The compression of a run: it encodes requests that contain a model, and decodes the replies to these requests.
 
     Args:
         communication: The codecs.
