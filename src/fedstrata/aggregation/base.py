@@ -119,7 +119,7 @@ class Aggregator(Setting):
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. In this base class, the state is the server optimiser's.
+            state: The state after the previous round. In this base class, the state belongs to the server optimiser.
             selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
                 if they were absent or late, if they failed, or if the server refused their reply.
@@ -149,7 +149,8 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients, and the round for the optimiser's schedule.
+            selection: The invited clients. It also contains the number of the round, which the optimiser's schedule
+                needs.
             answers: The replies.
             a: The weight of each reply in the mean of the buffers, shape (r,).
 
@@ -171,7 +172,7 @@ class Aggregator(Setting):
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
-        """Return what ``combine`` returns, computed from the sums of ``summands``."""
+        """Return the same values as ``combine``, computed from the sums of ``summands``."""
         if not sums.weight(self.share):
             return weights, state
         update = sums.updates(self.share, weights.params, sums.weight(self.share))
@@ -180,9 +181,10 @@ class Aggregator(Setting):
     def step_sums(
         self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
     ) -> tuple[Weights, Tree]:
-        """Return what ``step`` returns, with the mean of the buffers computed from sums.
+        """Return the same values as ``step``, with the mean of the buffers computed from sums.
 
-        Integer buffers, such as counters, keep their values, because their largest value is not a sum.
+        Integer buffers, such as counters, keep their values, because the largest value of all clients cannot be
+        computed from a sum.
         """
         params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers = weights.buffers
@@ -226,7 +228,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n for n_k samples of client k in the round.
+    """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n, where client k used n_k samples in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
     draw has the same weight instead. Weights by size would count each client's number of samples twice.
@@ -265,13 +267,13 @@ class StratumMean(Aggregator):
     """The mean model of each stratum, averaged over strata with weights in proportion to their sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
-    clients in stratum h. S_h are the m_h clients of stratum h that replied. Strata without a reply are left out, and
-    the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N count
-    samples instead of clients.
+    clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply are left
+    out, and the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N
+    count samples instead of clients.
 
     The papers call this mean unbiased, but it has two biases. First, importance sampling draws clients with large
-    gradients more often, but the mean does not reduce their weights. Strata to which Neyman's allocation gives no draw
-    are left out, as in the published code. ``HorvitzThompson`` is unbiased.
+    gradients more often, but the mean does not reduce their weights. Second, strata without a draw in Neyman's
+    allocation are left out, as in the published code. ``HorvitzThompson`` is unbiased.
     """
 
     needs_replies = "weights each client by its stratum"

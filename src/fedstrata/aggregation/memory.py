@@ -114,9 +114,9 @@ class LastUpdates(Remembering):
 class VarianceReduced(LastUpdates):
     """The mean of the last updates of all N clients, corrected by the replies (FedVARP).
 
-    The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S are the r clients that replied in this
-    round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which is
-    zero before the client's first reply. If all clients reply with the same probability, the sum is an unbiased
+    The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
+    this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
+    is zero before the client's first reply. If all clients reply with the same probability, the sum is an unbiased
     estimate of the mean update of all clients. A round without a reply does not change the model. BatchNorm's buffers
     are averaged over the replies of the round.
 
@@ -173,9 +173,9 @@ class Echoes(Remembering):
     x_k is the initial model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct
     for absences. An update counts once for each round since the client's last reply ("adaptive innovation echoing").
     The average of the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that
-    was not invited counts as absent, and a round without a reply does not change the model. ``server`` applies the mean
-    of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the
-    models x_k of all clients is evaluated and saved, as in the authors' program.
+    was not invited counts as absent, and a round without a reply does not change the model. The server optimiser
+    (``server``) applies the mean of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies
+    of the round. The mean of the models x_k of all clients is evaluated and saved, as in the authors' program.
 
     In the paper, a client stores x_k, which it gets at the end of round τ_k. In this implementation, the server stores
     these models and sends x_k at the beginning of round t. Clients then need no state, and each exchange has the same

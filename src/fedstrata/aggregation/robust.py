@@ -98,7 +98,7 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from less than half of the clients. With label skew, the median ignores what only a few clients have learnt. If no
+    from fewer than half of the clients. With label skew, the median ignores what only a few clients have learnt. If no
     update is false, the median can therefore be less accurate than the mean.
     """
 
@@ -238,8 +238,8 @@ class CentredClipping(RobustAggregator):
     """The mean of the updates after long updates are shortened (centred clipping, Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
-    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the global model.
-    In the paper, a round starts with the result of the previous round.
+    by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, which is the
+    global model. In the paper, a round starts with the result of the previous round.
 
     Args:
         radius: Largest length τ of the difference between an update and v. Longer differences are shortened to τ.

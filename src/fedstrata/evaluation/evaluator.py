@@ -34,7 +34,8 @@ class Score:
         loss: Mean cross-entropy on the test set, in nats.
         accuracy: Fraction of test samples for which the label has the largest logit (top-1), in [0, 1].
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
-        confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
+        confusion: The number of test samples of each class (row) that were predicted as each class (column), an array
+            of shape (C, C).
         more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
         table: A table of the results of each client: a mapping from each column to a list with one entry per client.
             Empty if clients have no test samples of their own.

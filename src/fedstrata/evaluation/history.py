@@ -57,7 +57,7 @@ class Confusion:
 
     Args:
         round: The round after which the model was evaluated.
-        counts: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
+        counts: The number of test samples of each class (row) that were predicted as each class (column), shape (C, C).
     """
 
     round: int
@@ -71,8 +71,8 @@ class History(Sequence[Record]):
         records: One record per round, with ``round`` counted from 1.
         method: The method's name.
         seed: The experiment's seed.
-        targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached it. For other
-            metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
+        targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached the target. For
+            other metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
         metric_targets: A mapping from the names of other metrics to their targets.
         lower: The names of the metrics for which lower is better.
         primary: The metric that decides which round is best.

@@ -66,7 +66,7 @@ class Metric(Setting):
 
         Args:
             predictions: The predictions of N samples.
-            owners: The client of each sample, (N,), from 0.
+            owners: The client of each sample, shape (N,), from 0.
             clients: The number of clients.
 
         Returns:
@@ -97,9 +97,9 @@ class Metric(Setting):
         """Return the metric's value on each of M sets of samples, for a task other than plain classification.
 
         Args:
-            tables: For each entry of ``Task.tables``, its sums over each set, shape (M, …).
-            loss: The sum of the losses of each set, (M,).
-            weight: The sum of the weights of each set, (M,).
+            tables: A mapping from each entry of ``Task.tables`` to its sums over each set, each of shape (M, …).
+            loss: The sum of the losses of each set, shape (M,).
+            weight: The sum of the weights of each set, shape (M,).
 
         Raises:
             NotImplementedError: The metric cannot be computed from sums.
@@ -136,7 +136,7 @@ class Metric(Setting):
 
         Args:
             rows: The predictions of N samples.
-            owners: The client of each sample, (N,), from 0.
+            owners: The client of each sample, shape (N,), from 0.
             clients: The number of clients.
 
         Returns:
@@ -199,17 +199,17 @@ class _OfCounts(_ByClient):
         """Return the metric's value for each class, by default the recall; NaN if the value is undefined.
 
         Args:
-            hits: The number of correctly predicted samples of each class, (…, C).
-            actual: The number of samples of each class, (…, C).
-            predicted: The number of predictions of each class, (…, C).
+            hits: The number of correctly predicted samples of each class, shape (…, C).
+            actual: The number of samples of each class, shape (…, C).
+            predicted: The number of predictions of each class, shape (…, C).
 
         Returns:
-            The values, (…, C).
+            The values, shape (…, C).
         """
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes, (…), by default the mean over the classes; for arguments, see ``each``."""
+        """Return the value over all classes: by default, the mean over the classes. For the arguments, see ``each``."""
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -656,9 +656,9 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
     score. Ties count half.
 
     Args:
-        scores: The score of each sample, (N,).
-        positive: Whether each sample is positive, (N,).
-        owners: The client of each sample, (N,).
+        scores: The score of each sample, shape (N,).
+        positive: Whether each sample is positive, shape (N,).
+        owners: The client of each sample, shape (N,).
         clients: The number of clients.
 
     Returns:
@@ -698,7 +698,7 @@ def _mean_of_known(values: Reals) -> Reals:
 
 
 def none_for_nan(value: Any) -> float | None:
-    """Return a number, or None if it is not finite."""
+    """Return a number, or None if the number is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None
 

@@ -73,7 +73,7 @@ def reached(history: History) -> dict[str, int]:
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:
-    """Format a fraction in percent.
+    """Format a fraction as a percentage.
 
     >>> percent(0.5), percent(None)
     ('50.00 %', '–')

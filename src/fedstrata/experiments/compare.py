@@ -174,7 +174,8 @@ def plan(
     A reference may have several runs, whose labels are ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
-        SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown or does not fit.
+        SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown, or does not fit the
+        experiments.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})

@@ -67,7 +67,7 @@ def reference_runs(
 
     Args:
         name: The name of the reference, such as ``local``.
-        experiments: The experiments that are compared, by label.
+        experiments: A mapping from labels to the experiments that are compared.
         data: Your own data; see ``prepare``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run one experiment, which turns a spec into a history and a run folder."""
+"""Run one experiment: turn a spec into a history and a run folder."""
 
 from __future__ import annotations
 

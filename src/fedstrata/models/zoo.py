@@ -295,7 +295,7 @@ class Classifier(nn.Module):
         self.head = head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the logits, (B, classes)."""
+        """Compute the logits, shape (B, classes)."""
         logits: torch.Tensor = self.head(self.body(x))
         return logits
 

@@ -78,10 +78,11 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
         forms: The forms that sender and receiver expect.
 
     Returns:
-        The bytes, uint8, (bytes,).
+        The bytes, uint8, shape (bytes,).
 
     Raises:
-        FedstrataError: The payload has other forms, because the codec's ``forms`` and ``encode`` contradict each other.
+        FedstrataError: The payload does not have these forms, because the codec's ``forms`` and ``encode`` contradict
+        each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in actual | forms:
