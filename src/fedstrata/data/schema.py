@@ -271,7 +271,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return the schema, completed with the table's columns and categories where they were not given.
+        """Return the schema, completed with columns and categories of the table that the schema does not give.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -450,7 +450,7 @@ class Table:
 
 
 def parsed(table: Table, schema: Schema) -> Floats:
-    """Return the columns of features as numbers, (N, K), with NaN for missing values.
+    """Return the columns of features as numbers, shape (N, K), with NaN for missing values.
 
     Args:
         table: The rows.
@@ -486,7 +486,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
 
 def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: Task | None = None) -> Bools:
-    """Return which rows are test samples, (N,).
+    """Return which rows are test samples, shape (N,).
 
     Args:
         table: The rows.
@@ -521,7 +521,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
 
 
 def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
-    """Return the cells of the label or client column, (N,), as whole numbers if possible, otherwise as texts.
+    """Return the cells of the label or client column, shape (N,), as whole numbers if possible, otherwise as texts.
 
     Raises:
         DataError: A cell is missing, or a label is not one of the schema's classes.
@@ -544,7 +544,7 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
 
 
 def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
-    """Return the labels as numbers, (N,) float64.
+    """Return the labels as numbers, shape (N,), float64.
 
     Args:
         table: The rows.

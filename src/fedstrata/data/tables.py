@@ -115,7 +115,7 @@ def dataset_of(
     Args:
         table: The rows.
         schema: A completed schema.
-        held: Which rows are test samples, (N,).
+        held: Which rows are test samples, shape (N,).
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if they are computed.

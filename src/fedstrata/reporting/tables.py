@@ -92,8 +92,8 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     Returns:
         Rows with cells for the keys of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, and
         ``rounds_to_T`` of each target T of any history. For other metrics of the saved model, there are ``test.NAME``
-        and ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. A seed that never
-        reached a target is not counted in the target's cell.
+        and ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. Seeds that never
+        reached a target are not counted in the target's cell.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -189,7 +189,7 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if there is none."""
+    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if no round did."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 

@@ -114,8 +114,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of unheard clients, whose replies the server has not used recently.
 
-        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations, it
-        means since the start of the run.
+        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations,
+        "recently" means since the start of the run.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

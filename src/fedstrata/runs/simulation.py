@@ -368,7 +368,7 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose, if any; the dict is empty if its round was already evaluated."""
+        """Evaluate the model that ``leave`` chose, if any; the dict is empty if that round was already evaluated."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}

@@ -38,7 +38,7 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
         settings: The site's settings. If the settings name a data file, the site uses this file instead of the data
             that the spec names.
         clients: The number of clients.
-        own_data: Whether the job is about the sites' own data. If not, it is about the data that the spec names.
+        own_data: Whether the job is about the sites' own data. If not, the job is about the data that the spec names.
 
     Raises:
         RuleError: The spec names data or files that are not in the site's catalog.
@@ -173,7 +173,7 @@ class Quota:
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second. A site that is killed therefore loses only the numbers of about one second."""
+        """Save at most once per second. A site that is killed therefore loses only one second's numbers."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 

@@ -207,8 +207,8 @@ class Watch:
     def ended(self) -> tuple[str, str]:
         """Return the id and the status of the job that was submitted last.
 
-        The id is empty if the job still runs, or if it failed and can be submitted again. Both are empty if no job was
-        submitted.
+        The id is empty if the job still runs, or if it failed and can be submitted again. The id and the status are
+        empty if no job was submitted.
         """
         listed = self._call(lambda session: session.list_jobs()) or []
         same = [job for job in listed if job["job_name"] == self._name]

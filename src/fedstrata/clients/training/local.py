@@ -86,7 +86,7 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch for each step of a round; with ``training.accumulate``, it combines the step's mini-batches.
+        """Yield one batch for each step of a round; with ``training.accumulate``, the batch has all its mini-batches.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.
@@ -227,8 +227,8 @@ def train(
 
     If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
 
-    With ``privacy.dp``, the steps are those of DP-SGD: see ``NoisyGradient``. The result then contains the loss 0 and
-    the expected number of samples, because the true values are not private.
+    With ``privacy.dp``, the client takes the steps of DP-SGD; see ``NoisyGradient``. The result then contains the loss
+    0 and the expected number of samples, because the true values are not private.
 
     The batches of the steps are augmented (``data.augment``). The objective's ``client_prepare`` and ``client_final``
     use the original samples.

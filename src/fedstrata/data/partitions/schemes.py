@@ -138,8 +138,8 @@ class Given(Partition):
         indices: One list per client with the indices of its samples in the training set. The number of lists is the
             number of clients.
         file: Path of a ``.npz`` file with the lists, relative to the spec or the working directory, instead of
-            ``indices``. Its array ``indices`` lists the samples, client after client. Its array ``offsets``, (N + 1,),
-            gives the position in ``indices`` where each client begins, and the end of the last client.
+            ``indices``. Its array ``indices`` lists the samples, client after client. Its array ``offsets``, shape (N +
+            1,), gives the position in ``indices`` where each client begins, and the end of the last client.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -85,10 +85,10 @@ class Protocol:
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of further columns to their settings. They run only if they are named.
+        more: A mapping from the names of further columns to their settings. These columns run only if they are named.
         grid: The setting of each method that is tuned, with its values.
         compositions: A mapping from the names of compositions to their section ``method``.
-        seconds: The expected seconds of a run on one core, for each entry; the key "" stands for all others.
+        seconds: The expected seconds of a run on one core, for each entry; the key "" stands for all other entries.
         quick: The methods, columns, seeds and changed settings of ``--quick``.
         is_quick: Whether the cells are small.
     """
