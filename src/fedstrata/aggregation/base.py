@@ -149,8 +149,7 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients. It also contains the number of the round, which the optimiser's schedule
-                needs.
+            selection: The invited clients, and the number of the round, which the optimiser's schedule needs.
             answers: The replies.
             a: The weight of each reply in the mean of the buffers, shape (r,).
 

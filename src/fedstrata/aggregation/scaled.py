@@ -26,10 +26,10 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """Weights a_k = p_k τ_eff / τ_k, where client k took τ_k steps, and τ_eff = Σ p_k τ_k (FedNova).
 
-    The p_k are the weights of the aggregator ``size``. With the momentum ρ of the clients' SGD, τ_k is replaced by the
-    sum of the weights that the gradients of all steps have in the update: (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ).
-    Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the authors' program,
-    FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
+    The p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by a sum
+    of weights: the weight that the gradient of each step has in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ))
+    / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the authors'
+    program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
     """
 
     needs_replies = ""

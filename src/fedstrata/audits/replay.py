@@ -42,7 +42,7 @@ class Sent:
             attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes of all C classes ``means`` (C, d), and the number of ``samples`` of each class (C,).
         difference: The largest difference between an entry of these prototypes and the same entry in the checkpoint,
-            divided by the largest entry in the checkpoint; 0 if the replay gave the same prototypes.
+            relative to the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
     """
 
     client: int

@@ -141,7 +141,7 @@ class Column(Setting):
 
     @property
     def accepted(self) -> str:
-        """The accepted cells in words, for messages."""
+        """The accepted cells in words, for error messages."""
         if self.type == "boolean":
             return f"one of {', '.join(TRUTH)}"
         if self.type == "category":
@@ -389,7 +389,7 @@ class Table:
     """The rows of a file or data frame.
 
     Args:
-        source: The name of the file or data frame, for messages.
+        source: The name of the file or data frame, for error messages.
         columns: A mapping from column name to cells: texts, numbers or booleans, and None for missing values.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """

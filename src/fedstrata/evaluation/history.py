@@ -204,7 +204,7 @@ class History(Sequence[Record]):
 
         Raises:
             SpecError: No round has a number in this column, and the column is neither a standard column nor the primary
-            metric.
+                metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
@@ -212,7 +212,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column, and their rounds, as in ``column``; two empty arrays if there are none."""
+        """Return the numbers in a column, and their rounds, as in ``column``; two empty arrays without numbers."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -300,10 +300,10 @@ class History(Sequence[Record]):
           direction and values. These keys are missing if the primary metric is the accuracy.
         - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
         - ``best_round`` and ``best_accuracy`` describe the best round. ``best_on`` names the samples that decide which
-        round is best.
+          round is best.
         - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
         - ``rounds_to_target`` maps each target, as text, to the first round that reached it, or None. For a task
-        without accuracy, ``rounds_to_target`` contains only targets of other metrics.
+          without accuracy, ``rounds_to_target`` contains only targets of other metrics.
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
         - ``stopped``, ``model_round``, ``warning`` and ``privacy`` are present if they are set, and ``model`` is the
           content of ``kept``.

@@ -158,8 +158,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    Return None if the partition does not use the data set's clients, or if the data set does not name the client of
-    each test sample.
+    Return None if the partition does not use the data set's clients. Also return None if the data set does not name the
+    client of each test sample.
     """
     if data.client_test is None or assignment.codes is None:
         return None

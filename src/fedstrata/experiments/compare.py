@@ -105,7 +105,7 @@ def compare(
         A mapping from each label to the histories of its runs, in the order of ``seeds``.
 
     Raises:
-        SpecError: A setting is wrong; every experiment is checked before the first one starts.
+        SpecError: A setting is wrong; every experiment is checked before the first experiment starts.
         FedstrataError: The process of a run was killed; all other runs have ended.
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
@@ -175,7 +175,7 @@ def plan(
 
     Raises:
         SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown, or does not fit the
-        experiments.
+            experiments.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})

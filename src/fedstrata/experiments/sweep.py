@@ -214,7 +214,7 @@ def measure(primary: str) -> str:
 
 
 def validated(history: History, primary: str) -> float | None:
-    """Return the primary metric of the model that a run saved, on the validation samples; None if it is missing."""
+    """Return the primary metric of a run's saved model on the validation samples; None if the metric is missing."""
     return history.final(measure(primary))
 
 

@@ -65,7 +65,7 @@ def by_round(description: str, value: Callable[[int], Any]) -> Bound:
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """The largest number of samples from which a client computes one reply, even if it has more samples.
+    """The largest number of samples from which a client computes one reply, even if the client has more samples.
 
     Args:
         samples: The largest number of samples.
@@ -115,7 +115,7 @@ class Allowed:
 
     @property
     def label(self) -> str:
-        """The name of the request in messages."""
+        """The name of the request in error messages."""
         return f"{self.request.__name__} of {self.inside.label}" if self.inside else self.request.__name__
 
     @property

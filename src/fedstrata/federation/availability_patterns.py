@@ -86,9 +86,9 @@ class Diurnal(Availability):
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
     """Return whether each client is online: the state of a Markov chain that is stationary from round 1.
 
-    A chain goes online with probability 1 / ``offline_rounds``. If a spell online would then be shorter than one round
-    on average, the chain goes online with a smaller probability, and goes offline after each round online (FedAU,
-    arXiv:2306.03401).
+    A chain goes online with probability 1 / ``offline_rounds``. With this probability, the mean spell online can be
+    shorter than one round. In this case, the chain goes online with a smaller probability, and goes offline after each
+    round online (FedAU, arXiv:2306.03401).
 
     In each round, a uniform random number either sets the state regardless of the previous state, or keeps or flips the
     previous state. The function therefore goes back only to the latest round that set the state, and stores nothing.

@@ -285,7 +285,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with another number of local epochs, which replaces local steps; None changes nothing."""
+        """Return the settings with a new number of local epochs, which replaces local steps; None changes nothing."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

@@ -298,7 +298,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if a sampler or objective declares none."""
+        """Return the samplers' requests and the request ``training``; None if one declares no requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -308,7 +308,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps it private; otherwise none."""
+        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps sizes private; else empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:

@@ -130,9 +130,9 @@ class SharedNorm(torch.autograd.Function):
 
     ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
     ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
-    to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. ``centre`` is μ
-    if the statistics are computed over the whole batch, and the client's own mean if the statistics are averages of the
-    clients' statistics.
+    to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. If the statistics
+    are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients' statistics,
+    ``centre`` is the client's own mean.
     """
 
     @staticmethod

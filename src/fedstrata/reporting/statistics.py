@@ -180,8 +180,8 @@ def paired_difference(
 def holm(p: Mapping[K, float]) -> dict[K, float]:
     """Return p-values that are corrected for their number by Holm's step-down procedure (1979).
 
-    In ascending order, the i-th of m p-values is multiplied by m − i + 1, and is at least as large as the previous
-    result.
+    In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each result is at least as large as the
+    previous result.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}

@@ -305,7 +305,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty if there are none.
+    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty without such runs.
 
     Args:
         stuck: A mapping from each method's label to its number of runs that broke down.
@@ -322,7 +322,7 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown, with a caption if it needs one."""
+    """Return the table in Markdown, with a caption if the table needs a caption."""
     shown = keys(rows)
     headings = ["", *(measure(key).heading for key in shown)]
     text = markdown_table(headings, [[row.marked, *(show(row, key) for key in shown)] for row in rows])

@@ -64,8 +64,8 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: For each client, the latest round in which the server used its reply, shape (N,); 0 if there is
-            none. Empty if clients have no test samples of their own.
+        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
+            such a round. Empty if clients have no test samples of their own.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The latest evaluation.
         best: The evaluation with the best primary metric; if several are equally good, the first of them.

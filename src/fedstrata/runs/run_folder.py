@@ -238,7 +238,7 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Write events that happened after the round's events were written, and save a checkpoint if it is due.
+        """Write events that happened after the round's events were written, and save a checkpoint if one is due.
 
         With ``force``, a checkpoint is saved even if it is not due, except if ``evaluation.checkpoint_every`` is 0.
         """

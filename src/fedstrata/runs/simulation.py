@@ -486,7 +486,7 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
 
     Args:
         was: Whether the sites (the clients' own machines) have kept the clients' states so far, so that the checkpoint
-            has none.
+            has no clients' states.
         will: Whether the sites keep the clients' states when this engine continues the run.
         engine: The name of the engine.
 

@@ -256,8 +256,8 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The position of the run after the answer to the request.
-        digests: The hashes of all variants of the request that may repeat it if clients that add up tensors together
-            failed; empty if each client answers separately.
+        digests: The hashes of all variants in which the request may be repeated, if clients that add up tensors
+            together failed. Empty if each client answers separately.
         again: Whether the client got this request before, and gets the request again because another client failed.
     """
 
@@ -275,7 +275,7 @@ class Guard:
 
     Args:
         declaration: Everything that the job may ask.
-        policy: The site's policy; None if the site has none.
+        policy: The site's policy; None if the site has no policy.
         quota: The counts of what the job has used at the site so far.
         round: The last finished round; 0 for a new run.
     """

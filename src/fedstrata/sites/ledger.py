@@ -72,7 +72,7 @@ class Entry:
         run: The hash of the spec.
         kind: The kind of the question.
         client: The id of the client; None for an answer of the site itself.
-        phase: ``enrolment``, ``round`` or ``evaluation``; empty if it is not known.
+        phase: ``enrolment``, ``round`` or ``evaluation``; empty if the phase is not known.
         round: The round; None if the question does not belong to a round.
         samples: The number of samples from which the answer was computed.
         bytes: The size of the answer in bytes.

@@ -48,7 +48,7 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
     A curve has approximately ``POINTS`` points or fewer. The curve of the ``primary`` metric comes first.
 
-    If a run repeated a round after a crash, the new record replaces the old records of this round and of later ones.
+    If a run repeated a round after a crash, the new record replaces the old records of this round and of later rounds.
 
     >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
     {'loss': [[1, 2], [1.0, 0.5]]}

@@ -156,7 +156,7 @@ def member_of(
         begin: The server's first message.
         path: The file of the questions that the site has answered in this job.
         credentials: The site's certificate, and the accepted certificates.
-        policy: The site's policy; None if the site has none.
+        policy: The site's policy; None if the site has no policy.
         privacy: The spec's settings.
 
     Raises:

@@ -53,8 +53,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
-    late or was restarted. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted. The job is also submitted again if a connected site does not
+    take part because the site joined late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, as ``provision`` wrote it.
@@ -158,7 +158,7 @@ class Watch:
         return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
+        """Poll once: submit the job if it is not submitted, and return True if the job has ended with a result."""
         if self._job is None:
             if self._given_up:
                 # Wait for the sites before the job is submitted again, because they connect one after another if the

@@ -98,8 +98,8 @@ class Begun(Message):
     """The answer of a site that is ready for the run.
 
     Args:
-        round: The round after which the clients' states were stored. It is the requested round or an earlier round, or
-            0 if no states are stored.
+        round: The round after which the clients' states were stored. This is the requested round or an earlier round,
+            or 0 if no states are stored.
         lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -375,7 +375,7 @@ def read(data: object, *kinds: type[Message]) -> Any:
         kinds: The expected classes of messages.
 
     Raises:
-        WireError: The data are damaged, or the message is of another class.
+        WireError: The data are damaged, or the message has none of the expected classes.
         SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):

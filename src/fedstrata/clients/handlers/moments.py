@@ -34,7 +34,7 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Refuse tensors of other shapes, and numbers of samples that are negative or not whole.
+        """Refuse tensors of the wrong shape, and numbers of samples that are negative or not whole.
 
         Args:
             classes: The number of classes C.

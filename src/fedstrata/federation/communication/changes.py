@@ -50,8 +50,8 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Return the digest that identifies a version of the model.
 
-    The digest is computed from the bytes that were sent, because parameters that a client computes from changes may
-    differ in the last bit between processors.
+    The digest is computed from the bytes that were sent. Parameters that a client computes from changes would be
+    unsuitable, because their last bit may differ between processors.
 
     Args:
         before: The digest of the previous version; empty if the whole model is sent.

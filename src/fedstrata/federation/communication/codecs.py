@@ -82,7 +82,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
     Raises:
         FedstrataError: The payload does not have these forms, because the codec's ``forms`` and ``encode`` contradict
-        each other.
+            each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in actual | forms:

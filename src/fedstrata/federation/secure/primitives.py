@@ -33,7 +33,7 @@ Part = bytes | str | int | Sequence["Part"]
 
 
 def statement(use: str, *parts: Part) -> bytes:
-    """Encode a use and several parts unambiguously as bytes, for signatures, hashes and the derivation of keys.
+    """Encode a purpose and several values unambiguously as bytes, for signatures, hashes and derived keys.
 
     Args:
         use: The purpose of the bytes. Statements for different purposes differ.

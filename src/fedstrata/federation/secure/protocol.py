@@ -7,7 +7,7 @@ A *roster* is a set of n sites with a threshold t. Each site has two seeds per e
 that the site adds to its vector. The *pair seed* gives a private key, from which the site derives one mask for each
 other site. Of two sites, one adds their common mask, and the other subtracts this mask. The sites hold shares of both
 seeds of each site, and t shares of a seed give the seed. To open the sum over a set U of sites, the server needs the
-self seeds of the sites in U. It also needs the pair seeds of the sites outside U, whose vectors are left out.
+self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, whose vectors are left out.
 
 ====================  ==========================================  ==================================================
 message to a site     reply                                       checks of the site before it replies

@@ -167,7 +167,7 @@ class Ring:
 
         Raises:
             ReplyRefusedError: A sum is outside the range that valid messages of so many sites can give. At least one
-            site has sent an invalid vector.
+                site has sent an invalid vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
             raise ReplyRefusedError(f"the sum is {total.shape} {total.dtype}, expected {(self.length,)} uint32")

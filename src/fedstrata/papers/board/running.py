@@ -48,7 +48,7 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
-    """Return the reason why an entry cannot run in a column; None if it can run, or if this is not yet known."""
+    """Return the reason why an entry cannot run in a column; None if the entry can run, or if this is not yet known."""
     reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
     return next((str(reason) for reason in reasons if reason is not None), None)
 

@@ -133,7 +133,7 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is alike (``Column.alike``), methods that its results show to be ahead of FedAvg come first,
+    If the nearest column is similar (``Column.alike``), its results decide first: methods ahead of FedAvg come first,
     and methods behind FedAvg are left out. Methods that rules name follow. Each rule adds its first method before any
     rule adds its second method.
 
@@ -189,7 +189,7 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
     """Return sentences that say how few results the advice is based on.
 
     Args:
-        board: The results of the board; None if there are none.
+        board: The results of the board; None if the board has no results.
         columns: The measured columns, beginning with the nearest column.
         ahead: The number of methods that are ahead of FedAvg in the nearest column.
     """
