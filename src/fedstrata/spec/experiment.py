@@ -113,7 +113,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables, without sections that have no effect and are unknown to early versions."""
+        """Return nested tables, without sections that have no effect and that early versions do not know."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),

@@ -39,7 +39,7 @@ class Identity:
 
     @classmethod
     def of(cls, certificate: x509.Certificate, key: RSAPrivateKey | Ed25519PrivateKey) -> Identity:
-        """Return the identity that a certificate and its private key give."""
+        """Return the identity with a certificate and its private key."""
 
         def sign(signed: bytes) -> bytes:
             if isinstance(key, RSAPrivateKey):

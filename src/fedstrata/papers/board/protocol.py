@@ -79,8 +79,8 @@ class Protocol:
         title: The title of the page.
         seeds: The seeds of the runs that are ranked.
         tuning_seed: The seed of the trials that choose settings.
-        rates: The learning rates of an entry without a setting of its own.
-        rates_with_setting: The learning rates of an entry with a setting of its own, which has two values.
+        rates: The learning rates of an entry for which only the learning rate is tuned.
+        rates_with_setting: The learning rates of an entry for which a second setting is tuned, with two values.
         spec: The settings that all cells share.
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
