@@ -83,7 +83,7 @@ CONFORMANCE = """\
 # Conformance of engines
 
 This page shows that all engines handle the same requests in the same way, and can train any model. An *engine* decides
-where clients run. `python tests/tables.py` runs the two test suites and writes this page.
+where clients run. `python tests/tables.py` runs the tests and writes this page.
 
 ## The same cases on each engine
 
@@ -97,7 +97,7 @@ where clients run. `python tests/tables.py` runs the two test suites and writes 
 | …, through the server | sites of NVFlare, whose messages to each other pass through the server |
 
 If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending
-the test, and only messages to real sites can be damaged on their way. The fault of a client is in brackets.
+the test, and only messages to real sites can be damaged on their way. The table gives the fault in brackets.
 
 :::{dropdown} All cases
 """
@@ -119,7 +119,7 @@ for a test that passed:
 | N | real processes of NVFlare give the same bytes as the local engine |
 
 Letters in brackets mean that the method refuses the model before the first round; the reason is below the table.
-R and N are tested with one method of each kind. F and A are not tested with models that have random numbers or buffers.
+The tests R and N use one method of each kind. The tests F and A leave out models with random numbers or buffers.
 
 :::{dropdown} All models and methods
 """

@@ -112,7 +112,7 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
         ),
         (["compare", "--methods", "fedavg", "--jobs", "0"], "--jobs = 0: must be at least 1"),
         (["compare", "--methods", "fedavg", "--set", "training.lr=0"], "training.lr = 0: must be greater"),
-        (["report", "nowhere"], "nowhere is not a folder"),
+        (["report", "nowhere"], "folder = 'nowhere': is not a folder"),
     ],
     ids=" ".join,
 )

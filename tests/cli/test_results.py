@@ -101,7 +101,7 @@ def test_what_there_is_not(compared, capsys, arguments, message):
 
 def test_a_folder_without_runs(capsys):
     assert main(["table", "nowhere"]) == 2
-    assert "nowhere is not a folder" in capsys.readouterr().err
+    assert "folder = 'nowhere': is not a folder" in capsys.readouterr().err
 
 
 def test_a_sweep_is_refused_before_anything_is_written(capsys):

@@ -67,9 +67,9 @@ def test_virtual_features_of_a_singular_covariance():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"samples": torch.tensor([1.0])}, "samples is"),
-        ({"first": torch.zeros(2, 3)}, "first is"),
-        ({"second": torch.zeros(2, 2, 1)}, "second is"),
+        ({"samples": torch.tensor([1.0])}, "samples has shape"),
+        ({"first": torch.zeros(2, 3)}, "first has shape"),
+        ({"second": torch.zeros(2, 2, 1)}, "second has shape"),
         ({"samples": torch.tensor([1.0, -1.0])}, "negative"),
         ({"samples": torch.tensor([1.5, 1.0])}, "not whole"),
     ],

@@ -224,7 +224,7 @@ def test_a_run_without_rounds_or_extras(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_writes_nothing(make_run: Maker, tmp_path: Path) -> None:
     folder = make_run("mine")
-    with pytest.raises(DataError, match="nothing is not a folder"):
+    with pytest.raises(DataError, match="nothing': is not a folder"):
         write_report([folder, tmp_path / "nothing"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 

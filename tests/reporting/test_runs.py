@@ -35,7 +35,7 @@ def test_equal_labels_from_two_places_stay_apart(make_run: Callable[..., Path], 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"neither a run folder .* nor a compare folder"):
         load_runs([tmp_path])
-    with pytest.raises(DataError, match="nowhere is not a folder"):
+    with pytest.raises(DataError, match="nowhere': is not a folder"):
         load_runs([tmp_path / "nowhere"])
     with pytest.raises(DataError, match="no folder was given"):
         load_runs([])

@@ -212,10 +212,13 @@ def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("min_sample = 3", "min_sample = 3: is not a known key; did you mean 'min_samples'.*line 2.*Use one of: jobs"),
-        ("min_samples = 0", "min_samples = 0: must be greater than 0.*line 2"),
-        ('jobs = "some"', "jobs = 'some': .*'approved' or 'within-policy'.*line 2"),
-        ("relay = 3", "relay = 3: .*'direct' or 'server'"),
+        (
+            "min_sample = 3",
+            r"min_sample = 3 \(.*, line 2\): is not a known key; did you mean 'min_samples'. Use one of: jobs",
+        ),
+        ("min_samples = 0", r"min_samples = 0 \(.*, line 2\): must be greater than 0"),
+        ('jobs = "some"', r"jobs = 'some' \(.*, line 2\): .*'approved' or 'within-policy'"),
+        ("relay = 3", r"relay = 3 \(.*, line 2\): .*'direct' or 'server'"),
     ],
 )
 def test_what_is_wrong_with_a_policy_is_said_and_where(tmp_path: Path, line: str, problem: str) -> None:

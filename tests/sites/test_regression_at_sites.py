@@ -222,7 +222,7 @@ def refusal(place: Path, spec: fs.Experiment) -> str:
 @pytest.mark.parametrize(
     ("days", "public", "private"),
     [
-        ("nan", "column 'days': a label is not a number", ".csv, line 4, column 'days' = 'nan': is not a number"),
+        ("nan", "column 'days': a label is not a number", "line 4, column 'days' = 'nan': is not a number"),
         ("a week", "column 'days': a label is not a number", "column 'days' = 'a week': is not a number. This task"),
         ("", "column 'days': a label is missing. Give a value", "line 4, column 'days' = '': the label is missing"),
         ("-", "column 'days': a label is missing. Give a value", "column 'days' = '-': the label is missing"),

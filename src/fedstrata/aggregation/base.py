@@ -227,7 +227,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights in proportion to sample counts (FedAvg): a_k = n_k / Σ n, where client k used n_k samples in the round.
+    """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k uses in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
     draw has the same weight instead. Weights by size would count each client's number of samples twice.
@@ -263,7 +263,7 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """The mean model of each stratum, averaged over strata with weights in proportion to their sizes (FedSTS, FedSTaS).
+    """The mean model of each stratum, averaged over strata in proportion to the strata's sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply are left

@@ -45,8 +45,8 @@ class Intervals(Remembering):
     current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
-        cutoff: Longest interval between two replies, in rounds (K). A smaller value limits the weight of clients that
-            reply rarely, but makes ω_k underestimate 1 / p_k. The default is a value of the authors' examples.
+        cutoff: Longest interval between two replies of a client, in rounds (K). A smaller value reduces the weights of
+            clients that reply rarely, but biases the result. The default comes from the authors' examples.
     """
 
     cutoff: PositiveInt = 50
@@ -79,7 +79,7 @@ class Intervals(Remembering):
 
 
 class LastUpdates(Remembering):
-    """The mean of the last updates of all N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
+    """The mean of the last update y_k of each of the N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
 
     y_k is the last update that client k sent. Before the client's first reply, y_k is zero. Stored updates are not
     rescaled if the clients' learning rate changes. The model also changes in rounds in which no client replies.
@@ -112,7 +112,7 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of the last updates of all N clients, corrected by the replies (FedVARP).
+    """The mean of the last updates of all N clients, corrected by the new updates of the round (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
@@ -167,7 +167,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of x_k + (t − τ_k) Δ_k over the replies, where client k starts at its own model x_k (FedAWE).
+    """The mean of x_k + (t − τ_k) Δ_k over the replies (FedAWE): client k continues from its own model x_k.
 
     Client k last replied in round τ_k, and x_k is the global model after this round. Before the client's first reply,
     x_k is the initial model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct
@@ -182,9 +182,10 @@ class Echoes(Remembering):
     size.
 
     Args:
-        clip: Largest norm of the mean of (t − τ_k) Δ_k. A longer mean is scaled down to this norm. The published
-            algorithm does not have this limit.
-        memory_gb: Largest memory for the stored models, in GB: at most one model per client, and at most one per round.
+        clip: Largest norm of the mean of the terms (t − τ_k) Δ_k. A larger mean is scaled down to this norm. The
+            published algorithm does not have this limit.
+        memory_gb: Largest memory for the stored models, in GB. The server stores at most one model per client, and adds
+            at most one model per round.
     """
 
     own_starts = True

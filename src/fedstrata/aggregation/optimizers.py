@@ -26,13 +26,13 @@ class ServerOptimizer(Setting):
     ← w − η m / (√v + τ). Adaptive optimisers have no bias correction, unlike PyTorch's Adam.
 
     Args:
-        optimizer: Optimiser of the server. ``sgd``: SGD (with ``momentum``, FedAvgM). ``adam``: FedAdam, with v ← β₂ v
-            + (1 − β₂) g². ``yogi``: FedYogi, with v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``: FedAdagrad, with v ← v
-            + g² and β₁ = 0.
+        optimizer: Optimiser of the server. ``sgd``: SGD, which is FedAvgM if ``momentum`` is set. ``adam``: FedAdam,
+            with v ← β₂ v + (1 − β₂) g². ``yogi``: FedYogi, with v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``:
+            FedAdagrad, with v ← v + g² and β₁ = 0.
         lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged, and 0.01 for the
             adaptive optimisers.
-        schedule: Schedule of the learning rate over the rounds, either ``inverse`` or ``cosine``, as in
-            ``training.schedule``. Default: a constant learning rate.
+        schedule: Schedule of the server's learning rate: ``inverse`` or ``cosine``, as in ``training.schedule``.
+            Default: a constant learning rate.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
         eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to √v. A larger value makes the steps less adaptive.

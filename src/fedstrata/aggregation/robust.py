@@ -112,10 +112,10 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The coordinate-wise mean without the f smallest and the f largest values (Yin et al. 2018).
+    """The mean of the updates in each coordinate, without the f smallest and the f largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies per round that may be false. With 0, the result is the mean.
+        attackers: Number f of replies per round that attackers may send. With 0, the result is the mean of the updates.
     """
 
     attackers: NonNegativeInt = 1
@@ -141,13 +141,13 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 
 
 class Krum(RobustAggregator):
-    """The update that is closest to its neighbours (Krum, Blanchard et al. 2017).
+    """The update with the smallest distances to its nearest updates (Krum, Blanchard et al. 2017).
 
     With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
     update with the smallest score is used, and all other updates are ignored.
 
     Args:
-        attackers: Number f of replies in a round that may be false; a round needs 2 f + 3 replies.
+        attackers: Number f of replies per round that attackers may send. A round needs at least 2 f + 3 replies.
     """
 
     attackers: NonNegativeInt = 1
@@ -185,7 +185,7 @@ class MultiKrum(Krum):
     """The mean of the updates with the smallest scores of Krum (Blanchard et al. 2017).
 
     Args:
-        attackers: Number f of replies in a round that may be false; a round needs 2 f + 3 replies.
+        attackers: Number f of replies per round that attackers may send. A round needs at least 2 f + 3 replies.
         chosen: Number m of updates in the mean, at most n − f, where n is the number of replies. Default: n − f.
     """
 
@@ -215,7 +215,7 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         steps: Number of steps of the algorithm. More steps give a better approximation.
-        smoothing: Smallest distance ν in the weights, which limits the weight of an update that is close to v.
+        smoothing: Constant ν, which limits the weight of each update to 1 / ν.
     """
 
     steps: PositiveInt = Field(default=3, le=1000)
@@ -242,8 +242,9 @@ class CentredClipping(RobustAggregator):
     global model. In the paper, a round starts with the result of the previous round.
 
     Args:
-        radius: Largest length τ of the difference between an update and v. Longer differences are shortened to τ.
-        steps: Number of steps per round.
+        radius: Largest distance τ between an update and the result of the previous step. Longer distances are shortened
+            to τ.
+        steps: Number of clipping steps per round.
     """
 
     radius: PositiveFloat = 10.0

@@ -24,7 +24,7 @@ SQUARES = 4096.0
 
 
 class Normalised(MeanBySize):
-    """Weights a_k = p_k τ_eff / τ_k, where client k took τ_k steps, and τ_eff = Σ p_k τ_k (FedNova).
+    """Weights a_k = p_k (Σ_j p_j τ_j) / τ_k (FedNova): client k took τ_k steps and has the share p_k of the samples.
 
     The p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by a sum
     of weights: the weight that the gradient of each step has in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ))
@@ -107,7 +107,7 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 
 
 class Extrapolated(Mean):
-    """The mean update Δ̄, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) for m replies (FedExP).
+    """The mean Δ̄ of m updates, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) (FedExP).
 
     If the updates Δ_k differ more in direction, their mean is shorter, and η is larger. For m orthogonal
     updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
@@ -116,7 +116,7 @@ class Extrapolated(Mean):
     updates by numbers of samples.
 
     Args:
-        eps: Constant ε that limits η if Δ̄ is short. The authors' program uses 0.001 or 0.1.
+        eps: Constant ε, which limits the factor η. The authors' program uses 0.001 or 0.1.
     """
 
     needs_replies = ""

@@ -29,7 +29,7 @@ def add_audit(commands: common.Commands) -> None:
         "--parts",
         type=int,
         default=12,
-        help="largest number of gradients to attack, per number of samples (default: 12)",
+        help="largest number of gradients to attack for each number of samples (default: 12)",
     )
     parser.set_defaults(work=_audit_gradients)
     examples = """

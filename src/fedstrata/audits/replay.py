@@ -85,13 +85,15 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = "other clients sent prototypes than in the run. Use the data and the version of fedstrata of the run."
-        raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be repeated: {problem}")
+        problem = (
+            "cannot be repeated, because the clients that sent prototypes are not those of the run. Use the run's data"
+        )
+        raise CheckpointError(f"rounds {first} to {last.round} of {folder} {problem} and version of fedstrata.")
     return sent
 
 
 def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
-    """Return the second-to-last checkpoint of a run (None if there is only one), and the last checkpoint.
+    """Return the last two checkpoints of a run, the earlier first; it is None if there is only one checkpoint.
 
     Raises:
         CheckpointError: The run does not have a checkpoint, or its checkpoints do not contain the clients' states,

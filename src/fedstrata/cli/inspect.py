@@ -72,7 +72,7 @@ def add_settings(commands: Commands) -> None:
         "section", nargs="?", help="section to list, such as availability or method.objective (default: all)"
     )
     parser.add_argument(
-        "name", nargs="?", help="name of an entry of the section, such as bernoulli, or module:Class of your own code"
+        "name", nargs="?", help="name of an entry of the section, such as bernoulli, or module:Class for your own class"
     )
     help = "folder to write all sections to, as Markdown files"
     parser.add_argument("--markdown", type=Path, metavar="DIR", help=help)

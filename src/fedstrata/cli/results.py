@@ -174,7 +174,9 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument(
         "--seeds", help="comma-separated seeds to run each setting with (default: the seed of the spec)"
     )
-    parser.add_argument("--out", type=Path, help="folder to store the sweep in (default: a new runs/sweep-DATA-TIME)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to store the sweep in (default: a new folder runs/sweep-DATASET-TIME)"
+    )
     parser.add_argument("--jobs", type=int, help="number of simultaneous runs (default: one per processor)")
     common.add_columns(parser)
     add_output(parser)

@@ -35,7 +35,9 @@ def add_run(commands: Commands) -> None:
     }
     parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     common.add_spec(parser)
-    parser.add_argument("--out", type=Path, help="folder to store the run in (default: a new runs/METHOD-DATA-TIME)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to store the run in (default: a new folder runs/METHOD-DATASET-TIME)"
+    )
     parser.add_argument(
         "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
@@ -113,7 +115,7 @@ def add_compare(commands: Commands) -> None:
     labels = "comma-separated methods, or labels of [compare.LABEL] tables (default: all labels)"
     parser.add_argument("--methods", help=labels)
     parser.add_argument("--seeds", help="comma-separated seeds to run each method with (default: the seed of the spec)")
-    out = "folder to store the comparison in (default: a new runs/compare-DATA-TIME)"
+    out = "folder to store the comparison in (default: a new folder runs/compare-DATASET-TIME)"
     parser.add_argument("--out", type=Path, help=out)
     parser.add_argument(
         "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"

@@ -51,7 +51,7 @@ class CropFlip(Augmentation):
     The padding reflects the image at its edges. The padding therefore has the image's colours with every normalisation.
 
     Args:
-        padding: Number of pixels that are added on each side of an image, and largest shift of the crop.
+        padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number.
         flip: Whether images are mirrored at random. Use false if mirroring changes the meaning of an image, such as a
             digit.
     """

@@ -61,7 +61,7 @@ with warnings.catch_warnings():
                 ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
             normalize: Scaling of each channel or feature. ``standard``: to mean 0 and standard deviation 1 over the
                 training samples. ``unit``: to the range from 0 to 1 over the training samples. ``none``: only
-                conversion to float32. ``keep``: whole numbers stay whole numbers, as token models require.
+                conversion to float32. ``keep``: integers stay integers, as token models require.
             limit: Number of training samples to use, drawn at random from each class in proportion to its size.
                 Default: all.
             client: Column of a Hugging Face data set that contains the client of each sample, for the partition
@@ -71,13 +71,13 @@ with warnings.catch_warnings():
                 normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
                 ``classes``.
             classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
-            range: Smallest and largest value that an array file may contain.
-            shift: Number that is subtracted from each channel or feature. Default: computed according to ``normalize``.
-            scale: Factor by which each channel or feature is multiplied afterwards. Set both ``shift`` and ``scale``,
-                or neither.
+            range: Smallest and largest values that an array file may contain.
+            shift: Number to subtract from each channel or feature. Default: computed according to ``normalize``.
+            scale: Factor by which to multiply each channel or feature after the subtraction of ``shift``. Set both
+                ``shift`` and ``scale``, or neither.
             augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
                 ``"module:function"``.
-            custom: Description of the arrays that a Python program passed. Only fedstrata sets this key.
+            custom: Description of the arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above
@@ -281,7 +281,7 @@ def read_folder(folder: Path) -> Arrays:
             try:
                 arrays[file.stem] = np.load(file, mmap_mode="r" if file.stem.startswith("x_") else None)
             except (OSError, ValueError, EOFError) as error:
-                raise DataError(f"{file} is not a .npy file, or is damaged: {error}") from None
+                raise DataError(f"{file} is not a .npy file, or is damaged: {error}. Check the file.") from None
     arrays = _joined(arrays)
     if missing := [f"{key}.npy" for key in NEEDED if key not in arrays]:
         raise DataError(f"{folder} lacks {', '.join(missing)}. Save each array with np.save(file, array).")

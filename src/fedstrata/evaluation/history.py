@@ -71,8 +71,9 @@ class History(Sequence[Record]):
         records: One record per round, with ``round`` counted from 1.
         method: The method's name.
         seed: The experiment's seed.
-        targets: Accuracies in (0, 1]. For each target, the summary gives the first round that reached the target. For
-            other metrics, set a table from each metric to a list of values, such as ``{ macro-f1 = [0.5] }``.
+        targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
+            target. To set targets of other metrics, use a table with a list of values for each metric, such as ``{
+            macro-f1 = [0.5] }``.
         metric_targets: A mapping from the names of other metrics to their targets.
         lower: The names of the metrics for which lower is better.
         primary: The metric that decides which round is best.

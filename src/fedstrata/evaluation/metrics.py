@@ -228,7 +228,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Fraction of correctly classified samples; for a single class, the recall."""
+    """Fraction of correctly classified samples; the accuracy of a single class is its recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -248,7 +248,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 of the total counts of all classes or labels (scikit-learn's micro ``f1_score``)."""
+    """F1 computed from the sums of all classes' (or labels') counts (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -256,7 +256,7 @@ class MicroF1(_OfCounts):
 
 
 class MeanIoU(_OfCounts):
-    """Mean IoU: intersection over union of true and predicted pixels, averaged over classes.
+    """Mean intersection over union (IoU) of true and predicted pixels, averaged over classes.
 
     The mean leaves out classes that have no pixels and were not predicted.
     """
@@ -321,14 +321,14 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve of the second of two classes; for more classes, the mean of the areas of all classes.
+    """Area under the ROC curve: with two classes, of the second class; with more classes, the mean over all classes.
 
     The curve of a class separates its samples from all other samples. The mean leaves out classes that have no samples
     or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the record also
     contains an upper bound of its error.
 
     Args:
-        bins: Number of bins of each class in the histograms that real sites send instead of scores.
+        bins: Number of bins in each class's histogram. Real sites send these histograms instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -405,7 +405,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats: the number of equally likely tokens with this cross-entropy."""
+    """Exponential of the mean cross-entropy in nats; a uniform prediction over k tokens has the perplexity k."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:

@@ -313,7 +313,7 @@ def opened(
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """Return a study's trial by its number."""
+    """Return the trial of a study that has the given number."""
     import optuna
 
     storage = study._storage

@@ -29,8 +29,8 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of the clients that attack in every round, rounded to whole clients. The seed decides which
-            clients attack. Default: 0.2.
+        share: Fraction of the clients that attack in every round; the number of attackers is rounded. The seed decides
+            which clients attack. Default: 0.2.
         clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
     """
 
@@ -62,12 +62,12 @@ class Attack(Setting):
         if self.clients is not None:
             if (largest := max(self.clients)) >= clients:
                 raise SpecError(
-                    "attack.clients", f"there are only the clients 0 … {clients - 1}. Use these numbers.", largest
+                    "attack.clients", f"the clients have the numbers 0 to {clients - 1}. Use these numbers.", largest
                 )
             return tuple(sorted(set(self.clients)))
         share = self.share or DEFAULT_SHARE
         if not (number := round(share * clients)):
-            problem = f"means 0 of {clients} clients after rounding. Use a larger share, or set attack.clients."
+            problem = f"is rounded to 0 of {clients} clients. Use a larger share, or set attack.clients."
             raise SpecError("attack.share", problem, share)
         drawn = rng(seed, "attackers").choice(clients, size=number, replace=False)
         return tuple(sorted(drawn.tolist()))
@@ -133,7 +133,7 @@ class Attack(Setting):
 
 
 class LabelFlip(Attack):
-    """Attackers train on false labels, in which class c of C becomes C − 1 − c, and otherwise follow the method."""
+    """Attackers replace each label c of C classes by C − 1 − c, and otherwise follow the method."""
 
     alters_replies = False
 
@@ -150,7 +150,7 @@ class SignFlip(Attack):
     """Attackers send their update with the opposite sign.
 
     Args:
-        scale: Additional factor by which the update is multiplied.
+        scale: Factor by which the update is multiplied after the change of sign.
     """
 
     scale: PositiveFloat = 1.0
@@ -164,7 +164,7 @@ class Gaussian(Attack):
     """Attackers send random numbers instead of an update.
 
     Args:
-        deviation: Standard deviation of each coordinate; the mean is 0.
+        deviation: Standard deviation of the random numbers, whose mean is 0.
     """
 
     deviation: PositiveFloat = 1.0
@@ -182,7 +182,7 @@ class LittleIsEnough(Attack):
     updates.
 
     Args:
-        deviations: Number z of standard deviations that are added to the mean.
+        deviations: Number z of standard deviations that are added to the mean honest update.
     """
 
     deviations: PositiveFloat = 1.5
@@ -195,7 +195,7 @@ class LittleIsEnough(Attack):
 
 
 class InnerProduct(Attack):
-    """Attackers send the opposite of the mean honest update: inner-product manipulation, IPM (Xie et al. 2019).
+    """Attackers send the negative of the mean honest update: inner-product manipulation, IPM (Xie et al. 2019).
 
     Args:
         scale: Factor ε by which the mean honest update is multiplied. A small factor is harder to detect; a large

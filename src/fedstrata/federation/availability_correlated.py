@@ -19,11 +19,11 @@ class Correlated(Availability):
     """Base class of models in which a client's probability of being online depends on its samples.
 
     Args:
-        mean: Probability that a client is online in a round, averaged over all clients, before each probability is
-            limited to the range from ``least`` to 1.
+        mean: Mean of all clients' probabilities of being online in a round. Each probability is then limited to the
+            range from ``least`` to 1.
         least: Lower limit of each client's probability of being online in a round.
-        pattern: Change of a client's availability over the rounds. ``independent``: a new draw in each round.
-            ``markov`` and ``cyclic``: as in the models of these names.
+        pattern: How a client's availability changes over the rounds. ``independent``: a new draw in each round.
+            ``markov`` and ``cyclic``: as in the availability models with these names.
         offline_rounds: Mean number of rounds that a client stays offline; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
@@ -70,7 +70,7 @@ class LabelCorrelated(Correlated):
 
     Args:
         concentration: Concentration of the Dirichlet distribution from which the weights of the labels are drawn. With
-            a smaller value, fewer labels have almost all of the weight.
+            a smaller value, the weight is concentrated on fewer labels.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
@@ -89,13 +89,12 @@ class LabelCorrelated(Correlated):
 
 
 class SizeCorrelated(Correlated):
-    """The probability that a client is online increases, or decreases, with its number of samples.
+    """The probability that a client is online increases, or decreases, with the client's number of samples.
 
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Exponent e. The probability that a client is online is proportional to n^e, where n is its number of
-            samples.
+        exponent: Exponent e. The probability that a client with n samples is online is proportional to n^e.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

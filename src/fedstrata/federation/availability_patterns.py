@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 class Markov(Availability):
-    """Each client alternates between spells online and offline of random lengths (a Markov chain with two states).
+    """Each client is alternately online and offline for random numbers of rounds (a Markov chain with two states).
 
     In each round, including the first, a client is online with probability ``online_rounds / (online_rounds +
     offline_rounds)``.
@@ -36,10 +36,10 @@ class Markov(Availability):
 
 
 class Cyclic(Availability):
-    """Each client is online for a fixed fraction of each period; periods begin at a random round for each client.
+    """Each client is online for a fixed fraction of each period; each client's periods begin at a random round.
 
     Args:
-        p: Fraction of a period in which a client is online, rounded to whole rounds and to at least one round.
+        p: Fraction of a period in which a client is online. The number of these rounds is rounded, and is at least 1.
         period: Length of a period, in rounds.
     """
 
@@ -58,7 +58,7 @@ class Diurnal(Availability):
         lowest: Smallest probability of being online within a day.
         highest: Largest probability of being online within a day.
         period: Length of a day, in rounds.
-        spread: Fraction of a day over which the clients' time zones are spread at random.
+        spread: Fraction of a day within which each client's time zone is drawn at random.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)

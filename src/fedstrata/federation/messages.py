@@ -317,7 +317,7 @@ class WeightedFitReply(FitReply):
 
 
 def fit_changes(weights: Weights, message: Extra) -> Params:
-    """Return tensors with the names, shapes and dtypes of the update in a ``FitReply``.
+    """Return tensors that show the names, shapes and dtypes that the update in a ``FitReply`` must have.
 
     Args:
         weights: The model that was sent.
@@ -334,7 +334,7 @@ class TrainingRequest(ModelRequest):
     reply_type: ClassVar[type[Reply]] = FitReply
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the update in a ``FitReply``."""
+        """Return tensors that show the names, shapes and dtypes that the update in a ``FitReply`` must have."""
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:

@@ -100,28 +100,28 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes a value that it sends: an update, a gradient
-            for a batch of Stratify, a prototype, a count of a class or the mean of a column. A run in which no client
-            has enough samples is refused.
+        min_samples: Minimum number of samples from which a client computes each value that it sends. Examples of such
+            values are updates, gradients for batches of Stratify, prototypes, counts of classes and means of columns. A
+            run in which no client has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
         dp: Clipping and noise in local training, for differential privacy of each sample. Default: none.
         clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
             Default: none.
-        sums: The server's view of clients' updates. ``plain``: every update. ``secure``: only the sum over the clients
-            of a round (Bonawitz et al. 2017); only for methods that need no single reply. At real sites, fewer methods
-            have secure sums than in simulations. It needs the extra ``secure``.
+        sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
+            clients of a round (Bonawitz et al. 2017). Only methods that do not need single replies have secure sums,
+            and some of these methods have secure sums only in simulations. Secure sums need the extra ``secure``.
         simulate_masks: Whether clients of a simulation really mask their updates. Without masks, the results are the
             same, and the run is faster.
-        range: Largest absolute value of an element of an update in a secure sum. An update with a larger value is
-            scaled down, and counted in the metric ``scaled``.
+        range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
+            scaled down, and the metric ``scaled`` counts such updates.
         buffer_range: Largest absolute value of a change of BatchNorm's statistics in a secure sum.
         message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
             variates, and the prototypes of ReBaFL.
-        largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
-            Default: the size of the largest client. Sites with their own data need a value, because the server does not
-            know their sizes.
+        largest: Largest number of samples that a client in secure sums may have. A client with more samples does not
+            answer. Default: the number of samples of the largest client. Sites with their own data need a value,
+            because the server does not know their numbers of samples.
         parties: Smallest number of clients in a secure sum.
     """
 
@@ -155,42 +155,43 @@ class Training(Setting):
     """Rounds, local training and hardware.
 
     Args:
-        rounds: Number of rounds. You may raise this number when you resume a run.
+        rounds: Number of rounds. You may increase the number of rounds when you resume a run.
         clients_per_round: Number of clients that the server invites per round. Default: 10, or all clients if there are
             fewer.
         local_epochs: Number of epochs for which a client trains per round. Default: 5.
         local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
             ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples uses all its samples in each
-            mini-batch.
+        batch_size: Number of samples in a mini-batch. A client with fewer samples than ``batch_size`` uses all its
+            samples in each mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples, but needs only the memory for ``batch_size`` samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
             SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
-        optimizer_state: State (such as momentum) with which a client's optimiser starts each round. ``reset``: an empty
-            state. ``keep``: the state after the latest round in which the client trained; with ``adamw``, each client
-            then stores twice the size of the model. Fine-tuning for evaluation always starts with an empty state.
+        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: an
+            empty state. ``keep``: the state after the latest round in which the client trained. With ``adamw``, each
+            client then stores twice as many numbers as the model has. Fine-tuning for evaluation always starts with an
+            empty state.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
-        weight_decay: Factor of the weight decay. With ``sgd``, the decay is added to the gradient; with ``adamw``, it
-            is not.
-        schedule: Learning rate in round t = 0, 1, …. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from η to
-            zero along half a cosine wave.
-        warmup: Number W of rounds at the beginning in which the learning rate rises. In round t ≤ W, the rate of
-            ``schedule`` is multiplied by t / (W + 1).
+        weight_decay: Factor of the weight decay. ``sgd`` adds the decay to the gradient; ``adamw`` applies the decay
+            separately.
+        schedule: Learning rate in round t, where t is 0 in the first round. ``constant``: η. ``inverse``: η / (1 + t).
+            ``cosine``: from η to zero along half a cosine wave.
+        warmup: Number W of initial rounds in which the learning rate rises. In the k-th of these rounds, the rate of
+            ``schedule`` is multiplied by k / (W + 1).
         clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
-        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
-            client keeps its own, and evaluations of the global model use the statistics of the test batches. Stratify,
-            SFL and FedTAN require ``average``.
-        execution: Way in which engines compute sums over clients. ``fused``: an engine may sum over several clients in
-            one pass, which is faster. ``per-client``: all engines give exactly equal results, but Stratify is several
-            times slower.
-        threads: Number of threads per operation of PyTorch. A change of this number may change the last bits of
-            results.
+        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages the clients' statistics.
+            ``local``: each client keeps its own statistics, and evaluations of the global model use the statistics of
+            the test batches. Stratify, SFL and FedTAN require ``average``.
+        execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
+            which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
+            slower.
+        threads: Number of threads that each PyTorch operation uses. Another number of threads may change the last bits
+            of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
-            one per core if this is faster, otherwise one.
-        precision: Number format of local training. ``bf16``: the operations that PyTorch's autocast considers safe use
-            bfloat16. Parameters and updates, and all training of Stratify and FedTAN, stay float32.
+            one process per core if this is faster, otherwise one process.
+        precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for the operations
+            that it considers safe. Parameters and updates stay float32. Stratify and FedTAN always train in float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
             The last bits of results depend on the device.
     """

@@ -18,7 +18,8 @@ class FedAU(Recipe):
     clients.
 
     Args:
-        cutoff: Longest interval between two replies, in rounds (K). A longer absence counts as several intervals.
+        cutoff: Longest interval between two replies of a client, in rounds (K). A longer absence counts as several
+            intervals.
     """
 
     paper = "Wang and Ji 2024, Tackling Unknown Participation Statistics in Federated Averaging (arXiv:2306.03401)"

@@ -13,7 +13,7 @@ from fedstrata.methods.head_tuning import HeadTuning
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server also trains the head, on samples that no client has: an upper bound for comparisons.
+    """FedAvg whose server also trains the head, on samples that no client has (an upper bound for comparisons).
 
     The partition must leave enough samples of every class to the server.
     """

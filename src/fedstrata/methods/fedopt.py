@@ -43,7 +43,7 @@ class FedAdagrad(Recipe):
 
     Args:
         server_lr: Learning rate η of the server.
-        tau: Constant τ. With a larger value, the steps are less adaptive.
+        tau: Constant τ, which is added to √v. With a larger value, the steps are less adaptive.
     """
 
     paper = ADAPTIVE
@@ -62,7 +62,7 @@ class AdaptiveMoments(Recipe):
     Args:
         server_lr: Learning rate η of the server.
         betas: Coefficients β₁ and β₂.
-        tau: Constant τ. With a larger value, the steps are less adaptive.
+        tau: Constant τ, which is added to √v. With a larger value, the steps are less adaptive.
     """
 
     paper = ADAPTIVE
@@ -90,7 +90,7 @@ class FedAdam(AdaptiveMoments):
 
 
 class FedYogi(AdaptiveMoments):
-    """FedAvg with Yogi on the server: like FedAdam, but v grows or shrinks by at most (1 − β₂) Δ².
+    """FedAvg with Yogi on the server: like FedAdam, but v changes by at most (1 − β₂) Δ² per round.
 
     With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²),
     and w ← w + η m / (√v + τ). v starts at τ².

@@ -19,7 +19,7 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """FedAvg whose clients share BatchNorm statistics, which they compute together in the first local step.
+    """FedAvg with common BatchNorm statistics, computed by all clients of a round together in the first local step.
 
     In this step, every BatchNorm layer normalises with the mean and the variance averaged over the round's clients. In
     the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer therefore

@@ -181,7 +181,7 @@ class Model:
         return features[-1], logits
 
     def head(self, params: Params, features: Tensor) -> Tensor:
-        """Compute the logits of features with the head.
+        """Apply the head of the model to features.
 
         Args:
             params: See ``__call__``.

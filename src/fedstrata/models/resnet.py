@@ -26,7 +26,8 @@ class ResNet9(ModelSpec):
     6,573,130 parameters.
 
     Args:
-        norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over samples.
+        norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over
+            samples.
     """
 
     norm: Norm = "bn"
@@ -54,7 +55,7 @@ class ResNet18(ModelSpec):
     With 3 input channels and 10 classes, the network has 11,173,962 parameters.
 
     Args:
-        norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
+        norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
     """
 
     norm: Norm = "bn"
@@ -71,7 +72,7 @@ class ResNet20(ModelSpec):
     With 3 input channels and 10 classes, the network has 272,474 parameters.
 
     Args:
-        norm: Normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
+        norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
     """
 
     norm: Norm = "bn"

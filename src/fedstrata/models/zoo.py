@@ -89,7 +89,7 @@ class CNN(ModelSpec):
 
     Args:
         channels: Number of channels of each convolution. ReBaFL adds a third convolution with 64 channels for CIFAR-10.
-        hidden: Width of the hidden layer, whose outputs are the features.
+        hidden: Width of the hidden layer. The outputs of this layer are the features.
     """
 
     channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)
@@ -101,7 +101,7 @@ class CNN(ModelSpec):
 
 
 class CNN64(ModelSpec):
-    """The network of FedSSAR for CIFAR: two 5x5 convolutions with 64 channels, hidden layers of 394 and 192 units."""
+    """FedSSAR's network for CIFAR: two 5x5 convolutions (64 channels) and two hidden layers (394 and 192 units)."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""
@@ -109,7 +109,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A module that was passed from Python. fedstrata writes it into the spec of a run.
+    """A PyTorch module that a Python program passed to fedstrata. Only fedstrata writes this section.
 
     Args:
         custom: Description of the module. fedstrata sets this key itself.

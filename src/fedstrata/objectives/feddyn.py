@@ -17,7 +17,7 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 
 
 class Dynamic(CrossEntropy):
-    """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², with the cross-entropy F_k and the global model w_t.
+    """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², where F_k is the cross-entropy and w_t the global model.
 
     After training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server
     updates its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. S is the set of clients that replied, N is

@@ -24,7 +24,7 @@ class NotTrue(PerSample, Distilled):
 
     Args:
         beta: Weight β of the distillation. With 0, training equals FedAvg.
-        temperature: Temperature τ of both softmaxes.
+        temperature: Temperature τ of the softmaxes of both models.
     """
 
     beta: NonNegativeFloat = 1.0

@@ -38,7 +38,7 @@ def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
 
 
 class Vacant(Distilled):
-    """FedVLS's loss L_cal + β L_sup + λ L_dis, for clients that lack some classes (*vacant* classes).
+    """FedVLS's loss L_cal + β L_sup + λ L_dis, for clients that lack some classes (called *vacant* classes).
 
     - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. L_cal
       is the loss of balanced softmax, which leaves out vacant classes.

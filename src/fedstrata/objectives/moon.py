@@ -49,7 +49,7 @@ class Contrastive(PerSample):
     own buffers.
 
     Args:
-        mu: Weight μ of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
+        mu: Weight μ of the contrastive loss. The paper tries 0.1, 1, 5 and 10.
         temperature: Temperature τ of the contrastive loss.
     """
 

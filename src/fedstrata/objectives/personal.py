@@ -13,7 +13,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class PersonalLayers(CrossEntropy):
-    """Cross-entropy of a model with personal layers, which each client keeps; the server averages the other layers.
+    """Cross-entropy for models with personal layers, which clients keep; the server averages all other layers.
 
     For the personal layers, clients send back the values that they received, and these bytes are counted.
 
@@ -52,8 +52,8 @@ class HeadThenBody(BodyOnly):
     its trained head. To the server, each client sends back the head that it received.
 
     Args:
-        head_epochs: Number of epochs in which the client trains its head. The spec's section ``training`` sets the
-            epochs of the body.
+        head_epochs: Number of epochs for which the client trains its head. The spec's section ``training`` sets the
+            number of epochs for the body.
     """
 
     head_epochs: PositiveInt = 10

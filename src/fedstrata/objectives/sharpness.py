@@ -19,7 +19,7 @@ TINY = 1e-12
 
 
 def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
-    """Return a direction with the given norm over all its tensors; zeros stay zeros.
+    """Scale a direction to a norm over all its tensors. A direction of zeros does not change.
 
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
@@ -31,13 +31,14 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 
 
 class SharpnessAware(Objective):
-    """The task's loss, with gradients at w + ρ g / ‖g‖, where g is the gradient at w on the same batch.
+    """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the gradient at w on the same batch.
 
     The norm is over all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
     prefers flat minima of the client's loss. A client computes two gradients per step.
 
     Args:
-        rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
+        rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
+            equals FedAvg.
     """
 
     rho: NonNegativeFloat = 0.05
@@ -53,7 +54,7 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss, with gradients at w + ρ (w_old − w_t) / ‖w_old − w_t‖.
+    """The task's loss. Gradients are computed at w + ρ d / ‖d‖, where d = w_old − w_t for two global models.
 
     The current global model is w_t. The client received w_old, an earlier global model, in the last round in which the
     server used its reply. The difference estimates the direction in which the loss of the whole federation grows. A
@@ -64,7 +65,8 @@ class GloballySharpnessAware(Objective):
     number of this movement shifts all entries of a tensor. This implementation follows the paper.
 
     Args:
-        rho: The distance ρ at which gradients are taken. 0 equals FedAvg.
+        rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
+            equals FedAvg.
     """
 
     rho: NonNegativeFloat = 0.05

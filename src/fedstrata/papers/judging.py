@@ -203,6 +203,9 @@ class _Case:
         self.others: list[str] = [than] if isinstance(than, str) else than
         self.other = f"`{self.others[0]}`" if len(self.others) == 1 else "each baseline"
         """The name of the other row or rows in the text of the evidence."""
+        self.both = f"`{self.row}` and {self.other}"
+        self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
+        """Phrases in the text of the evidence."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
@@ -223,7 +226,7 @@ class _Case:
 
     def judged(
         self,
-        measure: str,
+        texts: tuple[str, str],
         places: Sequence[tuple[Place, Place]],
         key: str,
         figures: Figures = lambda mine, theirs: (mine, theirs),
@@ -233,7 +236,7 @@ class _Case:
         """Judge whether all differences between two places of the table have the order ``wanted``.
 
         Args:
-            measure: The beginning of a sentence about the difference, which ends with "is".
+            texts: The beginning of a sentence that ends with one or two differences, and a sentence about more of them.
             places: The pairs of places that the claim compares. A place is a row and a column.
             key: The key of the results whose values are passed to ``figures``.
             figures: A function that takes the results of both places, and returns the two numbers to compare.
@@ -249,21 +252,21 @@ class _Case:
             than = theirs[0] if theirs[0] != mine[0] else theirs[1]
             comparisons.append(Comparison(mine[1], than, alone, together))
         within = float(self.about.get("within", 0.0))
-        if within:
-            measure = f"{measure.removesuffix(' is')}, which must be at least −{within:g}, is"
         verdict = _verdict(comparisons, wanted, within)
         tested = [each for each in comparisons if each.alone.n >= MIN_SEEDS]
         decisive = [(each, each.alone if verdict == "confirmed" else each.together) for each in tested]
-        evidence = f"unknown, because fewer than {MIN_SEEDS} seeds are finished"
+        measure, evidence = "The claim is", f"not tested yet, because fewer than {MIN_SEEDS} seeds are finished"
         if len(tested) > MOST:
+            measure = texts[1]
             evidence = f"{_counted([each for _, each in decisive], wanted, within)} {unit}"
         elif tested:
+            measure = texts[0]
             columns, others = len({place[1] for place, _ in places}), len(self.others)
             labels = [f" with `{a.column}`" * (columns > 1) + f" against `{a.than}`" * (others > 1) for a in tested]
-            texts = [
-                difference_text(each) + f" {unit}{label}" for label, (_, each) in zip(labels, decisive, strict=True)
-            ]
-            evidence = " and ".join(texts)
+            changes = [difference_text(each) for _, each in decisive]
+            evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
+        if tested and within:
+            measure = f"Differences of at least −{within:g} points support the claim. {measure}"
         if tested and len(tested) < len(comparisons):
             evidence += f". Of {len(comparisons)} comparisons, {len(comparisons) - len(tested)} are not tested yet"
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
@@ -295,18 +298,24 @@ MOST = 2
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
     """Return how many differences support a claim, and the smallest and the largest difference, as text."""
-    names = {wanted: "as claimed", "not significant": "not significant"}
-    counts = Counter(names.get(each.order(within), "the opposite") for each in differences)
-    texts = [f"{name} in {count} comparison{'s' * (count > 1)}" for name, count in sorted(counts.items())]
-    text = " and ".join([", ".join(texts[:-1])] * (len(texts) > 1) + texts[-1:])
+    names = {
+        wanted: ("supports the claim", "support the claim"),
+        "not significant": ("is inconclusive", "are inconclusive"),
+    }
+    opposite = ("shows the opposite", "show the opposite")
+    counts = Counter(names.get(each.order(within), opposite) for each in differences)
+    texts = [f"{count} {name[count > 1]}" for name, count in sorted(counts.items(), reverse=True)]
+    text = f"Of {len(differences)} comparisons, {', '.join(texts[:-1])} and {texts[-1]}"
+    if len(texts) == 1:
+        text = f"All {texts[0].replace(' ', ' comparisons ', 1)}"
     ends = sorted(differences, key=lambda difference: difference.mean or 0.0)
     return f"{text}. The differences range from {difference_text(ends[0])} to {difference_text(ends[-1])}"
 
 
 def _above(case: _Case) -> Judgement:
     """Judge whether a row is above the other rows in all columns, or at most ``within`` points below them."""
-    measure = f"The accuracy of `{case.row}` minus the accuracy of {case.other} is"
-    return case.judged(measure, case.places(), case.table.metric)
+    texts = f"{case.instead}, the accuracy changes by", f"We compare the accuracies of {case.both}."
+    return case.judged(texts, case.places(), case.table.metric)
 
 
 def _near(case: _Case) -> Judgement:
@@ -314,7 +323,11 @@ def _near(case: _Case) -> Judgement:
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
-    return case.judged(f"The accuracy of `{row}` minus its accuracy with `{reference}` is", places, case.table.metric)
+    texts = (
+        f"Compared with `{reference}`, the accuracy of `{row}` changes by",
+        f"We compare the accuracy of `{row}` with its accuracy with `{reference}`.",
+    )
+    return case.judged(texts, places, case.table.metric)
 
 
 COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
@@ -335,7 +348,9 @@ def _ratio(case: _Case) -> Judgement:
     if ratios and all(by_place):
         most, least = case.about.get("most", max(ratios)), case.about.get("least", min(ratios))
         verdict = "confirmed" if least <= min(ratios) and max(ratios) <= most else "contradicted"
-    text = f"{statistics.fmean(ratios):.3f} times the number with {case.other}" if ratios else "unknown without runs"
+    text = "unknown, because no runs are finished"
+    if ratios:
+        text = f"{statistics.fmean(ratios):.3f} times the number with {case.other}"
     measure = f"The number of {COUNTED[metric]} with `{case.row}` is"
     return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
 
@@ -351,9 +366,12 @@ def _sooner(case: _Case) -> Judgement:
         best = max(other)
         return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
 
-    needs = f"The number of rounds that `{case.row}` needs to reach the best accuracy of {case.other}"
-    measure = f"{needs}, minus the number of rounds that {case.other} needs, is"
-    return case.judged(measure, case.places(), "curve", rounds, "below", "rounds")
+    best = f"the best accuracy of {case.other if len(case.others) == 1 else 'the baseline'}"
+    texts = (
+        f"{case.instead}, the number of rounds to reach {best} changes by",
+        f"We compare how many rounds {case.both} need to reach {best}.",
+    )
+    return case.judged(texts, case.places(), "curve", rounds, "below", "rounds")
 
 
 def _steadier(case: _Case) -> Judgement:
@@ -363,9 +381,11 @@ def _steadier(case: _Case) -> Judgement:
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
         return statistics.stdev(curve[-last:]), statistics.stdev(other[-last:])
 
-    deviation = f"The standard deviation of the accuracy of `{case.row}` over the last {last} rounds"
-    measure = f"{deviation}, minus the standard deviation for {case.other}, is"
-    return case.judged(measure, case.places(), "curve", deviations, "below")
+    texts = (
+        f"{case.instead}, the standard deviation of the accuracy over the last {last} rounds changes by",
+        f"We compare the standard deviations of the accuracies of {case.both} over the last {last} rounds.",
+    )
+    return case.judged(texts, case.places(), "curve", deviations, "below")
 
 
 TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {

@@ -40,16 +40,17 @@ ABOUT_FOREST = f"""\
 
 The figure shows differences of accuracy. Blue differences are as claimed, orange differences are the opposite, and
 grey differences are not significant. A thick line is the 95 % interval of one comparison. The thin lines of a claim are
-wider, because all of them hold together with 95 % confidence. *#C=1* means one class per client."""
+wider than its thick lines, because all thin intervals of a claim hold together with 95 % confidence. *#C=1* means one
+class per client."""
 DOWNLOADS = (
-    f"The page of [all claims]({CLAIMS}) also explains how we judge. You can download the [claims]({CLAIMS_CSV}) and "
-    f"the [figures]({TABLES_CSV}) as CSV."
+    f"The page [All claims]({CLAIMS}) also explains how we judge claims. You can download the [claims]({CLAIMS_CSV}) "
+    f"and the [figures]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. These intervals are not corrected, and have no verdict. Claims can have wider intervals, which are
-corrected for several comparisons. They can contain 0 where the interval in a table does not. Rows with fewer than
-{MIN_SEEDS} seeds are not shown.
+baseline. The intervals in the tables are not corrected for several comparisons, and do not decide verdicts. The
+intervals of claims can be corrected and therefore wider, so they can contain 0 even if the interval in the table does
+not. Rows with fewer than {MIN_SEEDS} seeds are not shown.
 """
 
 
@@ -132,7 +133,7 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
             data = ", ".join([each.claim.about["data"], *seeds])
             claims.append([title, chip(each.verdict), each.evidence, data])
     lines += [*_markdown(rows), "", "## Headline claims", "", *_markdown(claims), "", ABOUT_FOREST, ""]
-    left = f"{cells - done:,} of {cells:,} runs are missing. They need about {hours:.0f} core hours"
+    left = f"{cells - done:,} of {cells:,} runs are missing. The missing runs need about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
 
 
@@ -333,7 +334,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
     """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
-    counts = f"{_counts(each.verdict for each in of_paper)} ([all claims, and how we judge]({CLAIMS}))."
+    counts = f"{_counts(each.verdict for each in of_paper)} ([all claims, and how we judge claims]({CLAIMS}))."
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
     shown = [each for each in of_paper if each.decisive or each.verdict not in UNTESTED]
     computed = [each for each in shown if each.claim.kind == "reading"]
@@ -343,7 +344,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
             "",
             "## Computed without training",
             "",
-            "These results are properties of the algorithms.",
+            "We computed these results from the papers' formulas and algorithms.",
             "",
             *_claims(computed),
         ]
@@ -363,7 +364,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     lines += ["", differences.strip()]
     if waiting:
         where = f"The results of unfinished tables are only in [{TABLES_CSV}]({TABLES_CSV})"
-        lines += ["", f"{where}. These tables, with their missing runs, are {', '.join(waiting)}."]
+        lines += ["", f"{where}. Unfinished tables, with their missing runs: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -391,7 +392,7 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     rows, outside = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], []
     for column, row, paper, estimate in shown:
         if _is_outside(paper, estimate):
-            outside.append(f"{row} with {column}")
+            outside.append(f"`{row}` with `{column}`")
         figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
         figures += [_mean(cells, row, column, key) for key in also]
         rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
@@ -401,10 +402,8 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     if more:
         lines += ["", *_markdown([["setting", "also compared", "difference"], *more])]
     if outside:
-        lines += [
-            "",
-            f"The paper's figure is outside the 95 % prediction interval for one more run of {'; '.join(outside)}.",
-        ]
+        rows_outside = "The paper's figure is outside our 95 % prediction interval for one more run in these rows"
+        lines += ["", f"{rows_outside}: {'; '.join(outside)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     missing = "" if quick else _missing(table, results)
     return [f"{missing} runs are missing.", ""] * bool(missing) + _folded(
@@ -469,13 +468,14 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    line = f"† An earlier version of fedstrata made {len(results)} of the runs, with the same spec ({sources})."
+    earlier = f"an earlier version of fedstrata with the same spec ({sources})"
+    line = f"† The results of {len(results)} runs come from {earlier}."
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += f" We repeated the first {rounds} rounds of {len(repeated)} of these runs."
         line += (
-            f" The accuracies differ from the first runs by at most {points} points. We left out runs that differ by "
-            "more than one point."
+            f" The accuracies of the repeated rounds differ from the first accuracies by at most {points} points. We "
+            "left out runs with differences of more than one point."
         )
     return ["", line]
 

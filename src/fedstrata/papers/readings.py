@@ -296,14 +296,15 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
 
 
 @_reading(
-    "stratify-weights", "The mean number of uses of a sample per epoch (uniform selection, cap of 500 per label) is"
+    "stratify-weights",
+    "With uniform selection and a cap of 500 samples per label, the mean number of uses of a sample per epoch is",
 )
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{uses[0]:.2f} at a client with 900 samples of a label, and {uses[1]:.2f} at a client with 100. At two "
-        f"clients with 500 samples each, it is {even[0]:.2f} and {even[1]:.2f}"
+        f"{uses[0]:.2f} for a client with 900 samples of a label, and {uses[1]:.2f} for a client with 100 samples. "
+        f"For two clients with 500 samples each, the numbers are {even[0]:.2f} and {even[1]:.2f}"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -311,7 +312,8 @@ def _uses() -> Made:
 
 @_reading(
     "stratify-variance",
-    "The variance of the gradient of 64 samples that is due to ten equally frequent labels (orthogonal gradients) is",
+    "We assume ten equally frequent labels with orthogonal gradients. The variance that labels cause in the gradient "
+    "of 64 samples is",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000
@@ -322,20 +324,20 @@ def _label_variance() -> Made:
     # The variable ``random`` is for random draws from all samples, and ``alone`` is for a client with only one label.
     random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
     text = (
-        f"{scheduled:.4f} with the schedule, {random:.4f} with random draws from all samples, and {alone:.1f} at a "
-        "client with only one label"
+        f"{scheduled:.4f} with the schedule, {random:.4f} with random draws from all samples, and {alone:.1f} for "
+        "a client with only one label"
     )
     values = {"schedule": scheduled, "random": random, "client": alone}
     return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]
 
 
-@_reading(
-    "neyman-zero", "The error of the mean update with ten draws from ten strata of ten clients (orthogonal updates) is"
-)
+@_reading("neyman-zero", "An example has ten strata of ten clients, orthogonal updates and ten draws. In this example,")
 def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
-    text = f"{100 * bias:.0f} % in an example in which {allocation.count(0)} strata get no draw"
+    text = (
+        f"{allocation.count(0)} strata get no draw, so the error of the mean update is {100 * bias:.0f} % of its length"
+    )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
 
@@ -352,18 +354,21 @@ def _importance() -> Made:
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
 
-@_reading("ldp", "The largest likelihood ratio of a report (ε = 3, M = 100) is")
+@_reading("ldp", "With ε = 3 and M = 100, the largest likelihood ratio of a report is")
 def _privacy() -> Made:
     epsilon, bound = 3.0, 100
     alpha = truth_probability(epsilon, bound)
     other = (1 - alpha) / (bound - 1)
     ratio = (alpha + other) / other
     spent = 99 * 10 / 100 * epsilon
-    text = f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients, a client spends ε = {spent:.1f} on average"
+    text = (
+        f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients each, the average client spends a total ε of "
+        f"{spent:.1f}"
+    )
     return text, {"ratio": ratio, "spent": spent}, [ratio <= math.exp(epsilon) * (1 + 1e-9)]
 
 
-@_reading("ldp-samples", "With ten clients of 600 samples each (ε = 3, M = 100),")
+@_reading("ldp-samples", "With ε = 3, M = 100 and ten clients of 600 samples each,")
 def _private_samples() -> Made:
     estimates = size_estimates(np.full(10, 600), 100, 3.0)
     held = np.maximum(estimates, 1.0)
@@ -382,7 +387,9 @@ def _private_samples() -> Made:
 
 
 @_reading(
-    "ldp-limit", "The root mean square error of the probability p̃ of keeping a sample (ε = 3, M = 100, p = 0.1) is"
+    "ldp-limit",
+    "Under privacy (ε = 3, M = 100), a sample is kept with probability p̃ instead of p = 0.1. The root mean square "
+    "error of p̃ is",
 )
 def _limit() -> Made:
     bound, epsilon, wanted = 100, 3.0, 0.1
@@ -392,47 +399,53 @@ def _limit() -> Made:
     few, many = (errors[60][counts.index(m)] for m in (10, 10_000))
     text = (
         f"{few:.3f} with 10 clients of 60 samples, and {many:.3f} with 10,000 such clients. With 600 samples per "
-        f"client, it is {errors[600][0]:.3f} and {errors[600][-1]:.3f}, because sizes are clipped to {bound - 1} and p̃ "
-        f"tends to {clipped:.3f}"
+        f"client, the errors are {errors[600][0]:.3f} and {errors[600][-1]:.3f}. Sizes are then clipped to "
+        f"{bound - 1}, so p̃ tends to {clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]
 
 
-@_reading("fedssar-bias", "The bias of the mean update with ten draws (orthogonal updates) is")
+@_reading(
+    "fedssar-bias",
+    "We assume ten draws and orthogonal updates. The bias of the mean update, as a percentage of its length, is",
+)
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
-    text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in biases.items())
+    texts = [f"{value:.1f} % for clusters of {name} clients" for name, value in biases.items()]
     whole = 100 * fedssar_bias([50, 30, 20])
-    text = f"{text}. It is {whole:.0f} % for [50, 30, 20], where all shares are whole numbers"
+    text = (
+        f"{texts[0]}, {texts[1]} and {texts[2]}. The bias is {whole:.0f} % for clusters of [50, 30, 20] clients, "
+        "because each cluster's share of the ten draws is then a whole number"
+    )
     return text, biases, [value <= 100 * EXACT for value in [*biases.values(), whole]]
 
 
 @_reading(
     "fedssar-variance",
-    "The variance of a client's weight with one draw from each of 10 equal clusters of 10 clients is",
+    "With one draw from each of 10 clusters of 10 clients, the variance of a client's weight is",
 )
 def _weight_variance() -> Made:
     n, m = 100, 10
     formula = (1 / (m * n)) * (1 - m / n)
     measured = weight_variances(n, m)["strata"]
-    text = f"{measured:.3e} in a simulation, and {formula:.3e} by Eq. 11"
+    text = f"{measured:.3e} in a simulation, and {formula:.3e} by the paper's Eq. 11"
     return text, {"drawn": measured, "formula": formula}, [abs(measured / formula - 1) <= EXACT]
 
 
-@_reading("fedssar-less-variance", "The variance of a client's weight with 10 draws from 100 clients is")
+@_reading("fedssar-less-variance", "With 10 draws from 100 clients, the variance of a client's weight is")
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
-        f"{variances['strata']:.2e} with strata, {variances['returning']:.2e} with replacement (the paper's "
-        f"comparison, Eq. 10), and {variances['plain']:.2e} without replacement (as FedAvg draws)"
+        f"{variances['strata']:.2e} with strata. Without strata, it is {variances['returning']:.2e} with replacement "
+        f"(the paper's Eq. 10), and {variances['plain']:.2e} without replacement (FedAvg)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 
 
 @_reading(
     "rebafl-operations",
-    "The number of floating-point operations of a client per round, relative to FedAvg, is",
+    "With ReBaFL, a client needs more floating-point operations per round than with FedAvg:",
 )
 def _prototype_operations() -> Made:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
@@ -443,8 +456,8 @@ def _prototype_operations() -> Made:
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)
     }
     text = (
-        f"{values['5']:.2f} with the paper's five local epochs, {values['1']:.2f} with one local epoch, and "
-        f"{values['20']:.2f} with twenty local epochs"
+        f"{values['5']:.2f} times as many with the paper's five local epochs, {values['1']:.2f} times as many with one "
+        f"local epoch, and {values['20']:.2f} times as many with twenty local epochs"
     )
     return text, values, [value <= FEW_MORE for value in values.values()]
 

@@ -343,7 +343,7 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None
 
 
 def log_ticks(axis: Axis) -> None:
-    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10, with more or fewer ticks in some ranges."""
+    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10; a longer axis has fewer per decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()

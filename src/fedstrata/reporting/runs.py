@@ -155,16 +155,15 @@ def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
 
 def _find(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder. Give the folder of a run or comparison.")
+        raise DataError(f"folder = {str(folder)!r}: is not a folder. Give the folder of a run or comparison.")
     root = folder.resolve()
     for pattern in ("metrics.jsonl", "seed-*/metrics.jsonl", "*/seed-*/metrics.jsonl"):
         if paths := sorted(path.parent for path in root.glob(pattern)):
             ranks = {label: rank for rank, label in enumerate(_order(root))}
             return sorted(paths, key=lambda path: ranks.get(path.parent.name, len(ranks)))
     compare = "a compare folder (with LABEL/seed-S/metrics.jsonl)"
-    raise DataError(
-        f"{folder} is neither a run folder (with metrics.jsonl) nor {compare}. Give the folder of a run or comparison."
-    )
+    problem = f"is neither a run folder (with metrics.jsonl) nor {compare}"
+    raise DataError(f"folder = {str(folder)!r}: {problem}. Give the folder of a run or comparison.")
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:

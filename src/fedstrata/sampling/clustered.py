@@ -80,10 +80,10 @@ class Clustered(ClientSampler):
     """Unbiased sampling that draws each client of a round from a different group of similar clients.
 
     Args:
-        algorithm: How clients are grouped. ``1``: by number of samples. ``2``: by the direction of their last updates,
-            with Ward's method. Clients that never took part form their own group.
-        coordinates: Length to which a random projection shortens each client's stored update. With 0, the whole update
-            is stored.
+        algorithm: How clients are grouped. ``1``: by the clients' numbers of samples. ``2``: by the direction of the
+            clients' last updates, with Ward's method. Clients that have not taken part yet form a separate group.
+        coordinates: Number of stored values per client, after a random projection of the client's update. With 0, the
+            whole update is stored.
     """
 
     tells_sizes = True

@@ -33,7 +33,7 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Adds clients one by one, each time the client that makes the entropy of the chosen clients' labels largest.
+    """Chooses clients one by one; each new client makes the entropy of the chosen clients' labels as large as possible.
 
     The first client is drawn uniformly. Then the client k with the largest H((L + l_k) / ‖L + l_k‖₁) is added, where H
     is the entropy and l_k are the label counts of client k. L is the sum of the label counts of the clients that were
@@ -44,8 +44,9 @@ class Entropy(ClientSampler):
     Each client sends its label counts once. The sampler is biased on purpose: it prefers clients with rare labels.
 
     Args:
-        buffer: Size of the buffer as a fraction of all clients. The buffer contains at most as many clients as a round
-            leaves out.
+        buffer: Size of the buffer, as a fraction of all clients. The buffer contains the clients that were invited most
+            recently, and the next round does not invite these clients. If a round invites m of N clients, the buffer
+            has at most N − m clients.
     """
 
     tells_sizes = True

@@ -70,20 +70,21 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """Each participant uses each sample with equal probability; a round uses approximately ``samples`` samples.
+    """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
 
     The probability is K/ñ, where K is the setting ``samples`` and ñ is the server's estimate of the participants' total
     number of samples.
 
     Args:
-        samples: Total number K of samples that the participants of a round use.
+        samples: Total number K of samples that the participants of a round use on average.
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
-            smaller value means more noise. Participants still disclose how many samples they used. Default: clients
-            report exact numbers.
+            smaller value means more noise. Clients still disclose how many samples they used. Default: clients report
+            exact numbers.
         bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
             as M − 1.
-        reuse: Whether each client reports its number of samples only once, which spends ε once. If false, participants
-            report in every round: the errors average out, but T rounds spend T times ε.
+        reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
+            clients report in every round in which they take part: the errors average out, but T reports spend T times
+            ε.
     """
 
     needs_replies = ""

@@ -49,15 +49,17 @@ class FedSSARSampler(ClientSampler):
     rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Number of clients, including the client itself, that must be near a client to make it a core point
-            (``min_samples`` of OPTICS).
-        xi: Relative drop of the reachability distance at which a cluster begins (``xi`` of OPTICS).
-        features: Features by which clients are compared. ``parameters``: the parameters of their models, as in the
-            paper. ``updates``: their updates, which stay comparable if clients took part in different rounds.
-        coordinates: Length to which a random projection shortens the stored parameters of each client. With 0, all
-            parameters are stored.
-        optics_max: Largest number of clients that OPTICS clusters, in a time that grows with the square of this number.
-            If there are more clients, OPTICS clusters a random subset, and each other client joins the nearest cluster.
+        min_samples: Smallest number of clients in the neighbourhood of a core point of a cluster, including the core
+            point (``min_samples`` of OPTICS).
+        xi: Relative decrease of the reachability distance at which a cluster begins (``xi`` of OPTICS).
+        features: Features by which clients are compared. ``parameters``: the parameters of the clients' models, as in
+            the paper. ``updates``: the clients' updates, which can be compared even if clients took part in different
+            rounds.
+        coordinates: Number of stored values per client, after a random projection of the client's parameters. With 0,
+            all parameters are stored.
+        optics_max: Largest number of clients that OPTICS clusters. The time for clustering grows with the square of
+            this number. If there are more clients, OPTICS clusters a random subset, and each other client joins the
+            nearest cluster.
     """
 
     needs_replies = "groups clients by their single models"

@@ -40,7 +40,7 @@ class GraphState:
 
 
 class Graph(ClientSampler):
-    """Chooses the set S of m clients with the largest α d(S) − Var(v + s).
+    """Chooses m clients S with different labels and few earlier choices: S maximises α d(S) − Var(v + s).
 
     - d(S) is the mean distance between two clients of S, in the graph of ``distances``.
     - v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for others. Var(v + s) is the
@@ -53,11 +53,12 @@ class Graph(ClientSampler):
     equally often.
 
     Args:
-        alpha: Weight α of the distance. With 0, the clients that were chosen least often are chosen.
+        alpha: Weight α of the mean distance d(S) between the chosen clients. With 0, the clients that were chosen least
+            often are chosen.
         epsilon: Similarity ε above which two clients are joined by an edge.
-        sigma: Constant σ² in the length exp(−V² / σ²) of the edge between clients of similarity V.
-        counted: When a client is counted. ``invited``: at each invitation, as in the paper. ``returned``: at each reply
-            that the server used, so that clients that are often absent are invited more often.
+        sigma: Constant σ² in the length exp(−V² / σ²) of the edge between two clients with similarity V.
+        counted: Event that counts as a choice of a client. ``invited``: each invitation, as in the paper. ``returned``:
+            each reply that the server used. Clients that are often absent are then invited more often.
     """
 
     tells_sizes = True

@@ -29,20 +29,21 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with equal probability; a round uses approximately the requested number.
+    """Each participant uses each sample with the same probability, chosen to reach a requested total number of samples.
 
     The probability is n*/ñ, where n* is the requested number and ñ is the server's estimate of the participants' total
     number of samples.
 
     Args:
-        fraction: Fraction of the participants' samples that is used per round: n* is this fraction of the mean of ñ
-            over all rounds so far.
-        samples: Total number n* of samples that the participants of a round use. Default: determined by ``fraction``.
+        fraction: Fraction of the participants' samples that a round uses. The requested number n* is this fraction
+            times the mean of the estimates ñ of all rounds so far.
+        samples: Total number n* of samples that the participants of a round use on average. Default: computed from
+            ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
-            smaller value means more noise. A client spends ε in each round in which it takes part. Default: clients
-            report exact numbers.
+            smaller value means more noise. A client spends the privacy budget ε in each round in which it takes part.
+            Default: clients report exact numbers.
         bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
-            as M − 1, so that clients use more samples than requested.
+            as M − 1. Clients then use more samples than requested.
     """
 
     needs_replies = "asks each client for its number of samples"

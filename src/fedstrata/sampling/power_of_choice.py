@@ -17,14 +17,14 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """Draws candidates in proportion to their sizes, and invites the candidates with the largest losses.
+    """Draws candidates in proportion to their numbers of samples, and invites the candidates with the largest losses.
 
     The sampler is biased on purpose: clients with a large loss count more in the aggregate than in the mean over all
     clients.
 
     Args:
-        candidates: Number d of candidates. A larger value prefers clients with a large loss more. Default: twice the
-            number of clients per round, or all clients if there are fewer.
+        candidates: Number d of candidates. With a larger value, the invited clients have larger losses. Default: twice
+            the number of clients per round, or all clients if there are fewer.
     """
 
     tells_sizes = True

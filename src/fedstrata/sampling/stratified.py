@@ -101,32 +101,33 @@ class Stratified(ClientSampler):
     Args:
         strata: Number of strata.
         centres: Number d' of different values in a compressed gradient. A larger value means less compression.
-        coordinates: Length to which a random projection shortens each gradient (our reading of K_desired in the paper).
+        coordinates: Number of coordinates of each gradient after a random projection (probably K_desired in the paper).
             With 0, gradients are not projected.
         refresh: Clients that send a new compressed gradient in each round. ``all`` means all clients, as in the paper
-            (default up to 1,000 clients). ``participants`` means the clients that take part in the round.
+            (the default for at most 1,000 clients). ``participants`` means the clients that take part in the round.
         gradients: Source of the gradients. ``asked``: each client computes the gradient of its loss at the global
-            model, in one pass over its data. With ``refresh = "participants"``, each round then also asks clients
-            without a gradient, up to the number of clients per round. ``updates``: a client's gradient is its last
-            update, divided by the learning rate times the number of steps. Clients that never took part form one
-            stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+            model, in one pass over its data. With ``refresh = "participants"``, the server also asks clients that have
+            not sent a gradient yet: per round, at most as many as the round invites. ``updates``: a client's gradient
+            is its last update, divided by the learning rate and by the number of steps. Clients that have not taken
+            part yet form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Features by which clients are compared. ``restored``: whole compressed gradients, as in the paper.
             ``centroids``: only the d' different values of a compressed gradient, as in FedSTaS's code; requires
             ``gradients = "asked"``.
         start: Initial centres of k-means. ``random``: gradients of random clients, as in the paper. ``k-means++``
             (default): gradients that lie far apart.
         replacement: Whether a client may be drawn more than once from its stratum.
-        draws: How clients are drawn without replacement. ``sequential``: one client after another, in proportion to the
-            norms of their gradients, as in the paper. The inclusion probabilities are then unknown. ``systematic``:
-            client k of stratum h has the inclusion probability min(1, c_h ‖Z_k‖), where c_h makes the sum of these
-            probabilities m_h (Madow 1949).
+        draws: How clients are drawn if ``replacement`` is false. ``sequential``: one client after another, in
+            proportion to the norms of the clients' gradients, as in the paper. The probability that a client is drawn
+            is then unknown. ``systematic``: client k is drawn with probability min(1, c_h ‖Z_k‖) (Madow 1949). The
+            constant c_h makes these probabilities add up to m_h, the number of draws from stratum h.
         allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
-            times its spread, rounded by largest remainder. A stratum may then get no draw, which biases the result.
-            ``neyman-random``: as ``neyman``, but rounded at random, which is unbiased. The expected number of draws
-            from a stratum is then at least half of an equal allocation, or 1 if that is less. ``neyman-at-least-one``:
-            as ``neyman``, but at least one draw per stratum. ``proportional``: in proportion to the stratum's size, but
-            at least one draw. Default: ``neyman-random`` with replacement or systematic draws. Otherwise, the default
-            is ``neyman`` if ``refresh`` is ``all``, and ``neyman-at-least-one`` if not.
+            times its spread, rounded by the largest-remainder method. A stratum may then get no draw, which biases the
+            result. ``neyman-random``: as ``neyman``, but rounded at random, which is unbiased. For m draws from H
+            strata, the average number of draws from each stratum is then at least min(1, m / 2H).
+            ``neyman-at-least-one``: as ``neyman``, but at least one draw per stratum. ``proportional``: in proportion
+            to the stratum's size, but at least one draw. Default: ``neyman-random`` with replacement or systematic
+            draws. For sequential draws without replacement, the default is ``neyman`` if ``refresh`` is ``all``, and
+            ``neyman-at-least-one`` if ``refresh`` is ``participants``.
     """
 
     needs_replies = "groups clients by their single gradients"

@@ -15,16 +15,16 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws the clients of a round in proportion to their numbers of samples, which each client sends once.
+    """Draws the clients of a round in proportion to their numbers of samples. Each client sends this number once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
     / Σn, where n_k is its number of samples and Σn the sum over all clients. The aggregate is therefore an unbiased
     estimate of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn more than once per round. If false, clients with more than 1/m of all
-            samples are always drawn, where m is the number of draws, and the others by systematic sampling (Madow
-            1949).
+        replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
+            sampling (Madow 1949). Clients with more than 1/m of all samples are then always drawn, where m is the
+            number of draws.
     """
 
     tells_sizes = True

@@ -38,8 +38,8 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
         if path.exists():
             return path, path.with_suffix(".key")
     raise FedstrataError(
-        f"{kit}: the folder has no certificate in startup/. Give the folder of a party, as 'fedstrata deploy' writes "
-        "it."
+        f"folder = {str(kit)!r}: has no certificate in startup/. Give the folder of a party, as 'fedstrata deploy' "
+        "writes it."
     )
 
 

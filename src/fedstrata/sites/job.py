@@ -274,7 +274,7 @@ class Site:
             return retry(fetch, data, settings.patience, beside=False)
 
         policy = None if settings.simulated else Policy.read(root)
-        return SiteServer(
+        site_server = SiteServer(
             collab.site_name,
             (settings.states or root / "fedstrata") / collab.site_name,
             send,
@@ -282,9 +282,11 @@ class Site:
             keys=keys,
             policy=policy,
             ledger=None if settings.simulated else Ledger(root / PLACE),
-            budget=None if policy is None else PrivacyBudget(root / PLACE, policy),
             credentials=None if settings.simulated else partial(_credentials, root),
         )
+        if policy is not None:
+            site_server.budget = PrivacyBudget(root / PLACE, policy)
+        return site_server
 
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:

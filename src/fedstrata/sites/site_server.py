@@ -85,7 +85,6 @@ class SiteServer:
         keys: The keys that all clients share to mask labels. Default: the keys that the environment variables name.
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
-        budget: The site's privacy budget, from which the steps of ``privacy.dp`` are taken; optional.
         credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses
             jobs with secure sums.
     """
@@ -100,11 +99,12 @@ class SiteServer:
         keys: KeyRing | None = None,
         policy: Policy | None = None,
         ledger: Ledger | None = None,
-        budget: PrivacyBudget | None = None,
         credentials: Callable[[], Credentials] | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
-        self._keys, self.policy, self.ledger, self.budget, self.credentials = keys, policy, ledger, budget, credentials
+        self._keys, self.policy, self.ledger, self.credentials = keys, policy, ledger, credentials
+        self.budget: PrivacyBudget | None = None
+        """The site's privacy budget, from which the steps of ``privacy.dp`` are taken; optional."""
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each with the id of the thread that added the entry."""
         self._noting = threading.Lock()
@@ -367,15 +367,21 @@ class SiteServer:
         with self._reading(job, begin) if begin.statistics is not None else nullcontext():
             keys = self._keys or KeyRing.of_site()
             context = context_of(begin, self.settings.data, keys, tells=self.settings.tells)
-        # The server knows the seed of the spec, so it could subtract noise that follows from the seed.
-        if context.privacy.dp is not None and not self.settings.simulated:
-            dp_accounting()
-            context = dataclasses.replace(context, secret=True)
-        if context.config.privacy.sums == "secure":
-            context = dataclasses.replace(context, member=_member(self, begin, job, context.privacy))
+        context = _with_secrets(self, context, begin, job)
         if self.policy is None:
             return context
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
+
+
+def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.Begin, job: str) -> ClientContext:
+    """Return the context with random numbers that the server does not know, if the run needs them."""
+    # The server knows the seed of the spec, so it could subtract noise that follows from the seed.
+    if context.privacy.dp is not None and not site_server.settings.simulated:
+        dp_accounting()
+        context = dataclasses.replace(context, secret=True)
+    if context.config.privacy.sums == "secure":
+        context = dataclasses.replace(context, member=_member(site_server, begin, job, context.privacy))
+    return context
 
 
 def _member(site_server: SiteServer, begin: wire.Begin, job: str, privacy: Privacy) -> Member:

@@ -71,9 +71,9 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
     if runs := sorted(path.parent for path in folder.glob(f"*/seed-*/{METRICS}")):
         count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
         problem = f"is the folder of a comparison with {count}. Give the folder of one run, for example {runs[0]}."
-        raise SpecError("FOLDER", problem, str(folder))
+        raise SpecError("DIR", problem, str(folder))
     raise SpecError(
-        "FOLDER", "is neither the folder of a party (with startup/) nor a run folder. Give such a folder.", str(folder)
+        "DIR", "is neither the folder of a party (with startup/) nor a run folder. Give such a folder.", str(folder)
     )
 
 

@@ -71,10 +71,10 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: Metric to compare: ``accuracy``, ``loss`` or another metric in ``evaluation.metrics``. Default:
-            ``evaluation.primary``.
-        mode: Best value of the metric: the largest (``max``) or the smallest (``min``). Default: the direction that the
-            metric defines.
+        metric: Metric that decides which round is best: ``accuracy``, ``loss`` or another metric in
+            ``evaluation.metrics``. Default: ``evaluation.primary``.
+        mode: Whether the largest (``max``) or the smallest (``min``) value of the metric is the best. Default: depends
+            on the metric.
     """
 
     metric: str | None = None

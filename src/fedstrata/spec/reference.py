@@ -205,7 +205,7 @@ def _links(cls: type[Setting]) -> str:
     for choice in choices:
         part = getattr(recipe, choice).name
         settings = [
-            f"`{key}`" if key == name else f"`{key}`, there `{name}`"
+            f"`{key}`" if key == name else f"`{key}`, which the {choice.replace('_', ' ')} calls `{name}`"
             for key, (of, name) in belongs.items()
             if name and of == choice
         ]
@@ -250,14 +250,16 @@ def _descriptions(cls: type[Setting]) -> dict[str, str]:
 
 def _accepted(field: FieldInfo) -> str:
     """Describe the values that a key accepts."""
-    return f"{_type(field.annotation)}{_limits(field.metadata)}"
+    kind = _type(field.annotation)
+    return f"{kind}{_limits(field.metadata, kind)}"
 
 
 def _type(kind: Any, plural: str = "") -> str:
     """Describe a type in words; with ``plural="s"``, in the plural."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return f"{_type(arguments[0], plural)}{_limits(arguments[1:])}"
+        item = _type(arguments[0], plural)
+        return f"{item}{_limits(arguments[1:], item)}"
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, UnionType):
@@ -277,17 +279,22 @@ def _is_group(kind: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
-def _limits(items: Iterable[Any]) -> str:
-    """Describe the limits of a number, such as `` > 0`` or `` in (0, 1]``; the text is empty if there are none."""
-    limits = {name: _number(getattr(item, name)) for item in items for name in LIMITS if hasattr(item, name)}
+def _limits(items: Iterable[Any], kind: str) -> str:
+    """Describe the limits of a number, such as `` > 0``, `` in (0, 1]`` or, for integers, `` from 1 to 9``.
+
+    The text is empty if there are no limits.
+    """
+    limits = {name: getattr(item, name) for item in items for name in LIMITS if hasattr(item, name)}
     match sorted(limits):
         case []:
             return ""
         case [name]:
-            return f" {LIMITS[name]} {limits[name]}"
+            return f" {LIMITS[name]} {_number(limits[name])}"
+        case [low, high] if kind.startswith("integer"):
+            return f" from {_number(limits[low] + (low == 'gt'))} to {_number(limits[high] - (high == 'lt'))}"
         case [low, high]:
             first, last = "[" if low == "ge" else "(", "]" if high == "le" else ")"
-            return f" in {first}{limits[low]}, {limits[high]}{last}"
+            return f" in {first}{_number(limits[low])}, {_number(limits[high])}{last}"
     raise AssertionError(f"unexpected limits: {limits}")
 
 

@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        dir: Folder in which each run gets a folder of event files. Default: ``tensorboard`` in the run folder.
+        dir: Folder in which each run has a subfolder with its event files. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
@@ -154,7 +154,7 @@ class MLflow(Tracker):
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: the run's method, data and seed.
-        tags: Additional tags of the run: a table from each name to its value.
+        tags: Additional tags of the run, as a table from names to values.
         artifacts: Whether to upload the files of the run folder, except checkpoints, when the run ends.
     """
 
@@ -282,7 +282,7 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Trackers (programs that show a run), which may change when a run is resumed.
+    """Trackers, which are programs that show a run. You may change the trackers when you resume a run.
 
     Args:
         tensorboard: Settings of TensorBoard, or ``true`` for the default settings.

@@ -59,33 +59,34 @@ class Stratify(Method):
 
     Args:
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
-            travels from client to client, with one step per sample. ``hybrid``: first ``batch``, and later ``single``
-            on data that were not available before.
+            travels from client to client, with one step per sample. ``hybrid``: first ``batch`` on the samples that
+            exist from the start, and then ``single`` on new samples.
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
-            at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
+            at most ``cap`` per label. ``uniform``: equally many samples of every label, as many as the mean over
+            labels.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
-            ``weighted``: in proportion to their numbers of samples of the label.
+            ``weighted``: in proportion to the clients' numbers of samples of the label.
         batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges, but also fewer
             steps. Default: ``training.batch_size``.
-        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``. The factor is 1 with
-            ``none``, r with ``linear``, and √r with ``sqrt``.
-        local_steps: Number of steps that a client takes on its samples of a batch; only in batch mode. With 1, a batch
-            equals one step of centralised SGD.
+        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``.
+            The factor is 1 with ``none``, r with ``linear``, and √r with ``sqrt``.
+        local_steps: Number of steps that a client takes on the client's samples in a batch; only in batch mode. With 1,
+            a batch equals one step of centralised SGD.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
             ``training.lr``. Default: SGD with the momentum and the weight decay of ``training``.
-        chunk_size: Number of consecutive labels in a *chunk*, for which the server chooses clients that can train as
-            many of these labels as possible; only in single-sample mode. A larger value means fewer transfers of the
-            model.
-        retain: Of the clients that have samples of a label, the fraction that may train on this label in a chunk, drawn
-            at random for each chunk; only in single-sample mode. A larger value means fewer transfers, but favours
-            clients with many labels.
-        pretraining: Number of rounds in batch mode, which come first; only in hybrid mode. Default: half of all rounds.
-        stream: Fraction of each client's samples that arrive during the rounds in single-sample mode; only in hybrid
-            mode.
+        chunk_size: Number of consecutive labels in a *chunk*; only in single-sample mode. For each chunk, the server
+            chooses clients that can train on as many labels of the chunk as possible. A larger value means fewer
+            transfers of the model.
+        retain: Of all clients with samples of a label, the fraction that may train on this label within a chunk; only
+            in single-sample mode. These clients are drawn at random for each chunk and label. A larger value means
+            fewer transfers, but favours clients with many labels.
+        pretraining: Number of initial rounds in batch mode; only in hybrid mode. Default: half of all rounds.
+        stream: Fraction of each client's samples that become available only during the rounds in single-sample mode;
+            only in hybrid mode.
         masking: Form in which the server sees labels. ``none`` shows labels, ``prf`` shows keyed hashes of labels, and
-            ``ckks`` shows encrypted labels. With the same keys, all three values train the same model.
+            ``ckks`` shows encrypted labels. With the same secret keys, all three values train the same model.
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -66,7 +66,7 @@ class Holders:
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return the number of samples of each label to train in an epoch, f_l for label l (Stratify §III-A).
+    """Return f_l, how many samples of each label l are trained in an epoch (Stratify §III-A).
 
     Args:
         totals: The number of samples of each label, shape (P,).

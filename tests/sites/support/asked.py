@@ -75,9 +75,10 @@ class Site:
 
     def start(self) -> None:
         """Start the site, also after a kill."""
-        budget = None if self.policy is None else PrivacyBudget(self.folder, self.policy)
-        options: dict[str, Any] = {"policy": self.policy, "ledger": self.ledger, "budget": budget}
+        options: dict[str, Any] = {"policy": self.policy, "ledger": self.ledger}
         self.site_server = SiteServer("a", self.folder, lambda target, data: b"", self.settings, **options)
+        if self.policy is not None:
+            self.site_server.budget = PrivacyBudget(self.folder, self.policy)
 
     @property
     def weights(self) -> Weights:

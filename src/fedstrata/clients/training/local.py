@@ -193,7 +193,7 @@ class TrainingSetup:
 
     @classmethod
     def of(cls, context: ClientContext, objective: Objective) -> TrainingSetup:
-        """Return the setup for an objective."""
+        """Determine how a client trains with an objective: which parameters, and with which code."""
         config, training = context.config, context.config.training
         named = config.model.module.named_parameters()
         on_cpu = context.cached(on_device).device == CPU

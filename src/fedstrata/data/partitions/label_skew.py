@@ -17,14 +17,15 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client (#C = k); each class is divided equally among its clients.
+    """Label skew with k classes per client (#C = k); each class is divided equally among the clients of the class.
 
     Stratify (section V) and many other papers use this division. The classes of a client are random, but each class has
     equally many clients (±1), and at least one client.
 
     Args:
         per_client: Number of classes of each client.
-        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
+        size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
+            are used.
     """
 
     by_label = True
@@ -63,9 +64,10 @@ class Groups(Partition):
     2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, each with a number of clients and a number of classes per client. The key ``clients`` of the
-            partition is the sum over the groups.
-        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
+        groups: The groups, each with a number of clients and a number of classes per client. The partition has as many
+            clients as all groups together.
+        size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
+            are used.
     """
 
     by_label = True
@@ -112,7 +114,7 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client (#D = d); each domain is divided equally among its clients.
+    """Feature skew with d domains per client (#D = d); the samples of a domain are divided equally among its clients.
 
     Stratify (section V) uses this division.
 

@@ -24,7 +24,8 @@ class Natural(Partition):
 
     Args:
         clients: Number of clients to draw at random. Default: all.
-        min_size: Minimum number of samples per client. Clients with fewer samples are left out, with a warning.
+        min_size: Minimum number of samples per client. Clients with fewer samples than this minimum are left out, with
+            a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -69,7 +70,7 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client with the samples of another partition, as a baseline for federated training.
+    """One client that holds samples of another partition, as a baseline for federated training.
 
     The client has the samples of all clients of another partition (centralised training), or of one of these clients
     (local training).
@@ -77,8 +78,8 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Another partition, which first divides the samples among its own clients.
-        only: Index (from 0) of the client of the partition ``of`` whose samples are used. Default: the samples of all
-            clients of this partition.
+        only: Index (from 0) of a client in the partition ``of``; only this client's samples are used. Default: the
+            samples of all clients in the partition ``of`` are used.
     """
 
     clients: Literal[1] = 1

@@ -48,7 +48,7 @@ class MultiLabel(Task):
             )
         labels = tuple(map(str, range(width))) if names is None else tuple(names)
         if len(labels) != width:
-            raise DataError(f"class_names has {len(labels)} names for {width} labels. Give one for each label.")
+            raise DataError(f"class_names has {len(labels)} names for {width} labels. Give one name for each label.")
         if self.stratum is not None and self.stratum not in labels:
             raise SpecError("task.stratum", not_among("is not a label", self.stratum, labels), self.stratum)
         y, other = (torch.from_numpy(values).float() for values in both)

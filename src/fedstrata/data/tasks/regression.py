@@ -31,13 +31,13 @@ class Regression(Task):
 
     Args:
         loss: Loss of a standardised target, averaged over the targets. ``mse``: squared error. ``mae``: absolute error.
-            ``huber``: quadratic up to an error of 1 and linear beyond.
-        bins: Number of strata, for Stratify and for partitions by label. Each stratum is a range of the first target
-            with equally many training samples. Default: no strata.
+            ``huber``: quadratic for errors up to 1, and linear for larger errors.
+        bins: Number of strata, for Stratify and for partitions by label. Each stratum is a range of values of the first
+            target, and all strata have equally many training samples. Default: no strata.
         edges: Boundaries between neighbouring strata, in ascending order and in the unit of the target. Set either
             ``edges`` or ``bins``.
-        step: Unit to which targets are rounded down before ``bins`` are computed. Real sites need it for ``bins``,
-            because sites send how often each rounded target occurs.
+        step: Unit to which targets are rounded down before ``bins`` are computed. Real sites need ``step`` for
+            ``bins``, because each site sends the count of each rounded target.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """
@@ -71,7 +71,9 @@ class Regression(Task):
                 f"y_test has {widths[1]} values for each sample, but y_train has {widths[0]}. Give equally many."
             )
         if names is not None and len(names) != widths[0]:
-            raise DataError(f"class_names has {len(names)} names for {widths[0]} targets. Give one for each target.")
+            raise DataError(
+                f"class_names has {len(names)} names for {widths[0]} targets. Give one name for each target."
+            )
         train_y, test_y = map(torch.from_numpy, both)
         return Targets(train_y, test_y, tuple(names or ()), widths[0])
 

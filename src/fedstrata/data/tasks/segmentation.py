@@ -16,7 +16,7 @@ class Segmentation(PerPlace):
 
     Args:
         ignore: Target value of pixels that loss and metrics leave out, such as borders.
-        outputs: Number of classes. Default: one more than the largest target.
+        outputs: Number of classes. Default: the largest target plus 1.
     """
 
     default_metrics = ("mean-iou", "accuracy")

@@ -24,7 +24,7 @@ class PerPlace(Task):
 
     Args:
         ignore: Target value of positions that loss and metrics leave out, such as padding.
-        outputs: Number of classes. Default: one more than the largest target.
+        outputs: Number of classes. Default: the largest target plus 1.
     """
 
     weighted = True
@@ -84,7 +84,7 @@ class NextToken(PerPlace):
 
     Args:
         ignore: Target value of positions that loss and metrics leave out, such as padding.
-        outputs: Size of the vocabulary. Default: one more than the largest target.
+        outputs: Size of the vocabulary. Default: the largest target plus 1.
     """
 
     default_metrics = ("accuracy", "perplexity")

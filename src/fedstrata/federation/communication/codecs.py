@@ -206,7 +206,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """Stochastic rounding to multiples of 1 / ``levels`` of a bucket's largest absolute value (Alistarh et al. 2017).
+    """Random rounding to multiples of M / ``levels``; M is a bucket's largest absolute value (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
     paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels (``levels``), the variance of a
@@ -271,7 +271,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Number of rounds after which a stored error is dropped. Default: never.
+        forget_after: Number of rounds after which a stored error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
 
@@ -342,8 +342,8 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors P and Q. ``int8`` sends one more byte per tensor, for a scale. Error
-            feedback also corrects the rounding of the factors.
+        factors: Number format of the two factors P and Q. With ``int8``, each tensor needs one additional byte for a
+            scale. Error feedback also corrects the rounding errors of the factors.
     """
 
     linear = True
@@ -542,8 +542,8 @@ class Communication(Setting):
 
     Args:
         up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. With a codec, clients receive the encoded changes since their
-            latest version, or the whole model if it takes fewer bytes.
+        down: Codec of the model that clients receive. With a codec, each client receives the encoded difference from
+            its latest version, or the whole model if the model takes fewer bytes.
     """
 
     up: AnyCodec = Uncompressed()

@@ -111,9 +111,9 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
         return "This page will rank the methods. No method has finished all seeds yet."
     hours = sum(standing.hours for each in shown for standing in each.standings.values())
     return (
-        f"This page ranks methods if clients drop out, under the protocol `{protocol.name}`. It has {complete} tuned "
-        f"methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired seeds each. All "
-        f"runs together took {duration(hours)} of one core."
+        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page has "
+        f"{complete} tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired "
+        f"seeds per method. All runs together took {duration(hours)} on one core."
     )
 
 
@@ -140,7 +140,7 @@ def _column(verdicts: Verdicts) -> list[str]:
     if verdicts.missing:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
-        lines += [f"{has}. All verdicts on this column are provisional, and are corrected only for the others.", ""]
+        lines += [f"{has}. All verdicts on this column are provisional until all methods have finished.", ""]
     return lines + _folded(f"{len(verdicts.standings)} methods: accuracies in %, and costs", _table(verdicts))
 
 
@@ -153,7 +153,7 @@ def _sentences(verdicts: Verdicts) -> list[str]:
     lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
         rule = f"ranks that differ by less than {ranking.critical:.1f} cannot be distinguished"
-        lines.append(f"The ranking is over only {ranking.blocks} seeds of one data set, so {rule}.")
+        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {rule}.")
     lines += [_best(verdicts, measure) for measure in BUDGETS]
     return [f"- {line}" for line in lines]
 
@@ -173,11 +173,11 @@ def _best(verdicts: Verdicts, measure: str) -> str:
     cost = MEASURES[measure].removeprefix("at equal ")
     name = verdicts.best_at(measure)
     if name in (None, BASELINE):
-        return f"At equal {cost}, the validation samples choose FedAvg."
+        return f"At equal {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure))
     return (
-        f"At equal {cost}, the validation samples choose `{name}`. On the fresh seeds, its accuracy minus FedAvg's is "
-        f"{difference} points."
+        f"At equal {cost}, `{name}` has the best validation accuracy. On fresh seeds, its accuracy at equal {cost} "
+        f"differs from FedAvg's by {difference} points."
     )
 
 

@@ -73,7 +73,7 @@ def add_submit(commands: common.Commands) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to store the result in")
     parser.add_argument(
-        "--wait", type=float, default=60.0, help="how long to wait for sites to join, in seconds (default: 60)"
+        "--wait", type=float, default=60.0, help="number of seconds to wait for sites to join (default: 60)"
     )
     common.add_output(parser, progress=False)
 
@@ -178,7 +178,7 @@ def add_renew(commands: common.Commands) -> None:
         type=int,
         default=365,
         metavar="N",
-        help="how long the new certificates are valid, in days (default: 365)",
+        help="number of days for which the new certificates are valid (default: 365)",
     )
     common.add_output(parser, progress=False)
 
@@ -198,7 +198,7 @@ def add_revoke(commands: common.Commands) -> None:
     parser = common.add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a", work=_revoke)
     parser.add_argument("server", type=Path, metavar="SERVER", help="folder of the server, from 'fedstrata deploy'")
     parser.add_argument("site", metavar="SITE", help="name of the site to remove")
-    parser.add_argument("--undo", action="store_true", help="put the site back on the list")
+    parser.add_argument("--undo", action="store_true", help="put a removed site back on the list")
     common.add_output(parser, progress=False)
 
 

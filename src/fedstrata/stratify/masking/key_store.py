@@ -91,7 +91,7 @@ class Keys:
             os.link(draft, folder / FILE)
         except FileExistsError:
             raise DataError(
-                f"{folder / FILE} already exists, and keys are never overwritten. Use another folder."
+                f"out = {str(folder)!r}: already contains {FILE}, and keys are never overwritten. Use another folder."
             ) from None
         finally:
             draft.unlink()
