@@ -69,7 +69,7 @@ class Aggregator(Setting):
         """
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""
+        """Return the reason why the replies are too few to change the model; an empty text if there are enough."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
@@ -97,7 +97,7 @@ class Aggregator(Setting):
         return None
 
     def starts(self, weights: Weights, state: Tree, clients: Sequence[int]) -> dict[int, Weights]:
-        """Return the model at which each of the clients starts; see ``own_starts``.
+        """Return the model from which each client starts to train; see ``own_starts``.
 
         Args:
             weights: The global model.
@@ -113,13 +113,13 @@ class Aggregator(Setting):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. Without replies, both are unchanged.
+        """Return the new global model and the new state. Without replies, the model and the state are unchanged.
 
         The method is called in every round, even if no client replied. The method must not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
-            state: The state after the previous round. In this base class, the state is the server optimiser's.
+            state: The state after the previous round. In this base class, the state belongs to the server optimiser.
             selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
                 if they were absent or late, if they failed, or if the server refused their reply.
@@ -149,7 +149,7 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients, and the round for the optimiser's schedule.
+            selection: The invited clients, and the number of the round, which the optimiser's schedule needs.
             answers: The replies.
             a: The weight of each reply in the mean of the buffers, shape (r,).
 
@@ -162,16 +162,16 @@ class Aggregator(Setting):
 
     @property
     def share(self) -> str:
-        """The name of the weights of the clients in sums: their numbers of samples, or equal weights."""
+        """The name of the clients' weights in secure sums: weights by number of samples, or equal weights."""
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply of which the server needs the sum (``privacy.sums``)."""
+        """Return the parts of a reply whose sum over clients the server needs (``privacy.sums``)."""
         weight = bounds.by_size if self.needs_counts else EQUAL
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
-        """Return what ``combine`` returns, computed from the sums of ``summands``."""
+        """Return the same values as ``combine``, computed from the sums of ``summands``."""
         if not sums.weight(self.share):
             return weights, state
         update = sums.updates(self.share, weights.params, sums.weight(self.share))
@@ -180,9 +180,10 @@ class Aggregator(Setting):
     def step_sums(
         self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
     ) -> tuple[Weights, Tree]:
-        """Return what ``step`` returns, with the mean of the buffers computed from sums.
+        """Return the same values as ``step``, with the mean of the buffers computed from sums.
 
-        Integer buffers, such as counters, keep their values, because their largest value is not a sum.
+        Integer buffers, such as counters, keep their values, because the largest value of all clients cannot be
+        computed from a sum.
         """
         params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers = weights.buffers
@@ -229,7 +230,7 @@ class MeanBySize(Aggregator):
     """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k uses in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead. Weights by size would count the numbers of samples a second time.
+    draw has the same weight instead. Weights by size would count each client's number of samples twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -265,13 +266,13 @@ class StratumMean(Aggregator):
     """The mean model of each stratum, averaged over strata in proportion to the strata's sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
-    clients in stratum h. S_h are the m_h clients of stratum h that replied. Strata without a reply are left out, and
-    the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N count
-    samples instead of clients.
+    clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply are left
+    out, and the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N
+    count samples instead of clients.
 
-    The papers call this mean unbiased, but it has two biases. Importance sampling draws clients with large gradients
-    more often, and their weights are not reduced. Strata to which Neyman's allocation gives no draw are left out, as in
-    the published code. ``HorvitzThompson`` is unbiased.
+    The papers call this mean unbiased, but it has two biases. First, importance sampling draws clients with large
+    gradients more often, but the mean does not reduce their weights. Second, strata without a draw in Neyman's
+    allocation are left out, as in the published code. ``HorvitzThompson`` is unbiased.
     """
 
     needs_replies = "weights each client by its stratum"
@@ -295,8 +296,8 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
 
-    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. The number of draws from
-    this stratum is m_h. The probability that one draw from the stratum picks client k is p_k. For draws without
+    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
+    draws from stratum h. The probability that one draw from the stratum picks client k is p_k. For draws without
     replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
     1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
     """
@@ -304,7 +305,7 @@ class HorvitzThompson(Aggregator):
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require known probabilities: draws with replacement, systematic draws, or uniform draws."""
+        """Require draws with known probabilities: with replacement, systematic, or uniform."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "can leave a stratum without draws in all rounds, and weights cannot correct this bias. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."

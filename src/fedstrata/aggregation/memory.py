@@ -114,9 +114,9 @@ class LastUpdates(Remembering):
 class VarianceReduced(LastUpdates):
     """The mean of the last updates of all N clients, corrected by the new updates of the round (FedVARP).
 
-    The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S are the r clients that replied in this
-    round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which is
-    zero before the client's first reply. If all clients reply with the same probability, the sum is an unbiased
+    The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
+    this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
+    is zero before the client's first reply. If all clients reply with the same probability, the sum is an unbiased
     estimate of the mean update of all clients. A round without a reply does not change the model. BatchNorm's buffers
     are averaged over the replies of the round.
 
@@ -153,7 +153,7 @@ def updates_of(weights: Weights, replies: Mapping[int, FitReply]) -> dict[int, P
 
 
 def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> Params:
-    """Return the mean update (1/N) Σ_k y_k of each parameter. Clients without an update y_k count as zero.
+    """Return the mean update (1/N) Σ_k y_k of each parameter. For clients without an update, y_k is zero.
 
     Args:
         params: The parameters. The result has the names and shapes of the parameters.
@@ -169,13 +169,13 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 class Echoes(Remembering):
     """The mean of x_k + (t − τ_k) Δ_k over the replies (FedAWE): client k continues from its own model x_k.
 
-    x_k is the global model after round τ_k, in which client k last replied; before its first reply, it is the initial
-    model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct for absences. An
-    update counts once for each round since the client's last reply ("adaptive innovation echoing"). The average of the
-    models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited
-    counts as absent, and a round without a reply does not change the model. ``server`` applies the mean of (t − τ_k)
-    Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the models x_k
-    of all clients is evaluated and saved, as in the authors' program.
+    Client k last replied in round τ_k, and x_k is the global model after this round. Before the client's first reply,
+    x_k is the initial model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct
+    for absences. An update counts once for each round since the client's last reply ("adaptive innovation echoing").
+    The average of the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that
+    was not invited counts as absent, and a round without a reply does not change the model. The server optimiser
+    (``server``) applies the mean of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies
+    of the round. The mean of the models x_k of all clients is evaluated and saved, as in the authors' program.
 
     In the paper, a client stores x_k, which it gets at the end of round τ_k. In this implementation, the server stores
     these models and sends x_k at the beginning of round t. Clients then need no state, and each exchange has the same
@@ -250,7 +250,7 @@ def require_memory(config: FederationConfig, models: int, limit: float, what: st
         config: The federation's settings.
         models: The largest number of stored models or updates.
         limit: ``memory_gb``.
-        what: The stored tensors, for the message.
+        what: A name of the stored tensors, for the error message.
 
     Raises:
         SpecError: The tensors could need more than ``limit`` GB.

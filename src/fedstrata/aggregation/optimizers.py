@@ -105,7 +105,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: float = 1) -> None:
-        """Take one step with ``gradient / samples``, the mean gradient if ``gradient`` is a sum over samples."""
+        """Take one step with ``gradient / samples``, where ``gradient`` is a sum over so many samples."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))

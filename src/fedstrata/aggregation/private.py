@@ -16,8 +16,8 @@ from fedstrata.federation.vectors import changes, split
 def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: float) -> tuple[Tensor, int]:
     """Return the sum of the clients' updates, each of which is scaled down to a norm of at most ``clip``.
 
-    The server clips the updates, and not the clients. The server may see the updates, and a client could send an update
-    with any norm. The server clips what it decoded, because the error of a codec can make an update longer.
+    The server clips the updates, because a client could send an update with any norm, and the server may see the
+    updates. The server clips updates after it has decoded them, because the error of a codec can make an update longer.
 
     Args:
         before: The tensors that clients train, in the global model.
@@ -40,8 +40,8 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
     """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
 
-    The divisor is the expected number of clients. The number of clients that answered depends on each client, so it
-    must not be the divisor.
+    The divisor is the expected number of clients. The divisor must not be the number of clients that answered, because
+    this number depends on each client.
 
     Args:
         total: The sum of the clipped updates, shape (d,).

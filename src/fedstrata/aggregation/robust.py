@@ -48,7 +48,7 @@ class RobustAggregator(Aggregator):
             )
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why a round with so few replies does not change the model; empty if the replies suffice."""
+        """Return the reason why the replies are too few to change the model; an empty text if there are enough."""
         if 0 < replies < self.least_replies:
             return f"{self.name} needs at least {self.least_replies} replies, and {replies} clients answered"
         return ""
@@ -71,7 +71,7 @@ class RobustAggregator(Aggregator):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. With too few replies, both are unchanged."""
+        """Return the new global model and the new state. With too few replies, model and state are unchanged."""
         if not replies or self.shortage(len(replies)):
             return weights, state
         models = [reply.weights for reply in replies.values()]
@@ -100,7 +100,7 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from less than half of the clients. With label skew, the median ignores what only a few clients have learnt. If no
+    from fewer than half of the clients. With label skew, the median ignores what only a few clients have learnt. If no
     update is false, the median can therefore be less accurate than the mean.
     """
 
@@ -240,8 +240,8 @@ class CentredClipping(RobustAggregator):
     """The mean of the updates after long updates are shortened (centred clipping, Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
-    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the global model.
-    In the paper, a round starts with the result of the previous round.
+    by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, which is the
+    global model. In the paper, a round starts with the result of the previous round.
 
     Args:
         radius: Largest distance τ between an update and the result of the previous step. Longer distances are shortened

@@ -36,9 +36,9 @@ class View:
         pixels: The map from images to the model's inputs.
         images: The attacker's held-out images, (n, C, H, W) in [0, 1].
         labels: The classes of these images, (n,).
-        features: The features of these images under the client's model, (n, d).
-        class_means: The mean of the held-out images of every class, (classes, C, H, W). For a class without held-out
-            images, the mean of all held-out images is used.
+        features: The features of these images under the client's model, shape (n, d).
+        class_means: The mean of the held-out images of every class, shape (classes, C, H, W). For a class without
+            held-out images, the mean of all held-out images is used.
     """
 
     model: Model
@@ -111,9 +111,9 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
     """Return a function that optimises an image x until its feature f(x) is near a given feature h.
 
-    With Adam over the logits of the pixels, it minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation
-    (Mahendran & Vedaldi 2015). It starts from the mean held-out image of the class. α is the value in ``PRIORS`` that
-    reconstructs the held-out images best.
+    With Adam over the logits of the pixels, the function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total
+    variation (Mahendran & Vedaldi 2015). The optimisation starts from the mean held-out image of the class. α is the
+    value in ``PRIORS`` that reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.
@@ -161,8 +161,8 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
 def total_variation(images: Tensor) -> Tensor:
     """Return the total variation of each image, shape (B,).
 
-    It is the mean absolute difference of vertical neighbours plus the mean absolute difference of horizontal
-    neighbours.
+    The total variation is the mean absolute difference of vertical neighbours plus the mean absolute difference of
+    horizontal neighbours.
 
     >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
     tensor([1.])

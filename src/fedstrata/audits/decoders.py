@@ -99,8 +99,8 @@ def fit(
 
     Args:
         decoder: The network.
-        features: The inputs of the network, (n, d).
-        images: The images that it should output, (n, C, H, W).
+        features: The inputs of the network, shape (n, d).
+        images: The images that the network should output, shape (n, C, H, W).
         steps: The number of mini-batch steps.
         generator: The random generator that draws the batches.
         batch_size: The number of samples in a batch.

@@ -1,13 +1,13 @@
 """Attacks on the gradients that clients send in the method Stratify.
 
 In Stratify, a batch contains samples of several clients. A client's samples in a batch are called a *part* of the
-batch. The client sends the gradient of the loss, summed over its part. The attacker is an honest but curious server. It
-knows this gradient, the number of samples in the part, and the model. There are three attacks:
+batch. The client sends the gradient of the loss, summed over its part. The attacker is an honest but curious server.
+The attacker knows this gradient, the number of samples in the part, and the model. There are three attacks:
 
 - **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
   and y are one-hot labels. Each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample).
 - **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
-  sample, its row is a multiple of this sample, and the gradient of its bias is the factor.
+  sample, the unit's row is a multiple of this sample, and the gradient of the unit's bias is the factor.
 - **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
   (Geiping et al. 2020: cosine distance and total variation, minimised with Adam).
 
@@ -178,8 +178,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
         min_samples: ``privacy.min_samples`` of the run's spec.
-        counts: A mapping from each number of samples in a part to the number of gradients that were sent for parts of
-            this size in these rounds.
+        counts: A mapping from each size of a part (number of samples) to the number of gradients for parts of this size
+            in these rounds.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
         findings: The results for each number of samples.
@@ -506,7 +506,7 @@ HEADINGS = ("samples per gradient", "sent", "attacked", "labels right", "by chan
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the texts of the table's row about one number of samples per gradient."""
+    """Return the texts of the finding's cells in the table."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)

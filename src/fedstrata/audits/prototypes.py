@@ -62,8 +62,8 @@ class Target:
         label: The class of the images.
         size: The number of images over which the feature is the mean.
         sent: Whether the feature is a prototype that the client sent. Otherwise, it is a control.
-        feature: The feature h, (d,).
-        own: The images from which the feature was computed, (n, C, H, W) in [0, 1].
+        feature: The feature h, shape (d,).
+        own: The images from which the feature was computed, shape (n, C, H, W) in [0, 1].
         unseen: Strangers: up to n images of the same class that the client does not have.
     """
 
@@ -83,7 +83,7 @@ class Finding:
     Args:
         attack: The name of the attack, or ``BASELINE``.
         target: The target.
-        image: The reconstruction, (C, H, W) in [0, 1].
+        image: The reconstruction, shape (C, H, W) in [0, 1].
         mean: The mean similarity of the reconstruction to the images from which the feature was computed.
         nearest: The similarity to the most similar of these images.
         stranger: The similarity to the most similar stranger (see ``Target``); None if there are no strangers. If an
@@ -143,8 +143,8 @@ def audit_prototypes(
 
     Args:
         run: The run folder.
-        clients: The largest number of clients to attack. They are drawn from the clients that sent prototypes since
-            the run's second-to-last checkpoint.
+        clients: The largest number of clients to attack. The clients are drawn from all clients that sent prototypes
+            since the run's second-to-last checkpoint.
         steps: The number of optimisation steps of each attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client has

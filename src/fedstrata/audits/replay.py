@@ -1,8 +1,9 @@
 """Recover the prototypes that clients sent in a run, and the models with which they were computed.
 
 A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models. A
-checkpoint contains the last prototypes of each client, but not its model. The rounds between the last two checkpoints
-are therefore run again (a "replay"), and the new prototypes are compared with the prototypes in the last checkpoint.
+checkpoint contains the last prototypes of each client, but not the client's model. The rounds between the last two
+checkpoints are therefore run again (a "replay"), and the new prototypes are compared with the prototypes in the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Sent:
             attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes of all C classes ``means`` (C, d), and the number of ``samples`` of each class (C,).
         difference: The largest difference between an entry of these prototypes and the same entry in the checkpoint,
-            divided by the largest entry in the checkpoint; 0 if the replay gave the same prototypes.
+            relative to the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
     """
 
     client: int
@@ -62,7 +63,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     Args:
         prepared: The run's experiment.
         folder: The run folder.
-        clients: The largest number of clients. They are drawn from the clients that sent prototypes since the
+        clients: The largest number of clients. The clients are drawn from all clients that sent prototypes since the
             second-to-last checkpoint.
         seed: The seed of the draw.
         watch: A function that is called before every round.

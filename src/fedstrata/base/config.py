@@ -1,8 +1,9 @@
 """Classes of settings, which check their values, and registries, which find such classes by name.
 
-A spec describes an experiment. Each method, partition or sampler that it names is a frozen pydantic model: the fields
-are the settings, and the methods are the behaviour. ``Registry`` converts ``{"name": "dirichlet", "alpha": 0.1}`` to
-such a model, and imports its class only then. Users name their own classes by ``"module:Class"``.
+A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model: the
+fields are the settings, and the methods are the behaviour. ``Registry`` converts ``{"name": "dirichlet", "alpha":
+0.1}`` to such a model, and imports the model's class only when it is needed. Users name their own classes by
+``"module:Class"``.
 """
 
 from __future__ import annotations

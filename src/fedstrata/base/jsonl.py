@@ -245,7 +245,7 @@ def jsonable(value: Any) -> Any:
     """Convert ``value`` to types of JSON: arrays and tensors to lists, NaN and infinity to None, keys to text.
 
     Raises:
-        TypeError: The value has another type.
+        TypeError: The value has an unsupported type.
 
     >>> import numpy as np
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})

@@ -103,7 +103,7 @@ class Worker:
             raise EOFError from None
 
     def end(self, grace: float = GRACE) -> str:
-        """Close the pipe, wait for the worker, and kill it after ``grace`` seconds; return how it ended."""
+        """Close the pipe, wait for the process, and kill it after ``grace`` seconds; return how the process ended."""
         self.connection.close()
         self.process.join(grace)
         if self.process.is_alive():
@@ -131,7 +131,7 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """Workers that do one task at a time each, for use in a ``with`` block.
+    """Workers, each of which does one task at a time; use the pool in a ``with`` block.
 
     Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process, which
     does one task after another. With ``fork``, each task runs in its own fork of this process.

@@ -200,8 +200,8 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
         limit: The largest number of bytes that is accepted. None accepts any number; use it only for your own bytes.
 
     Raises:
-        WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message has
-            another type than declared.
+        WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message does
+            not have its declared type.
     """
     if limit is not None and len(data) > limit:
         raise WireError(f"the message has {len(data)} bytes, but the limit is {limit}.")
@@ -345,7 +345,7 @@ def require_types(message: Message) -> None:
     """Check the types of a message's fields as ``decode`` does, but in a message that was not encoded.
 
     Raises:
-        WireError: A field of the message, or of a message inside it, has another type than declared.
+        WireError: A field of the message, or of a message inside it, does not have its declared type.
     """
     if _obvious(message):
         return

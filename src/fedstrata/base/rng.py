@@ -27,7 +27,7 @@ class Key(ISeedSequence):
     """The key of a generator: 128 bits as two whole numbers, shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. However, with ``key=``, NumPy also reads
-    random numbers of the operating system, which it does not use. Without these additional numbers, ``rng`` is three
+    random numbers of the operating system, and does not use them. Without these additional numbers, ``rng`` is three
     times as fast. Stratify calls ``rng`` a thousand times in a round with 100 clients.
     """
 

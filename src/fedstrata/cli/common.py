@@ -232,12 +232,12 @@ def stamp() -> str:
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     """Yield the given folder.
 
-    If none is given, yield a new folder under ``runs``, and remove it at the end if it is empty.
+    If no folder is given, yield a new folder under ``runs``, and remove the folder at the end if it is empty.
 
     The folder is new even if several processes start in the same second.
 
     Args:
-        given: The folder that the user gave; None to make a new one.
+        given: The folder that the user gave; None to make a new folder.
         name: The beginning of a new folder's name. The current time is appended.
     """
     if given is not None:

@@ -66,7 +66,7 @@ class ClientContext:
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
             server knows. Real sites need this for ``privacy.dp``.
-        member: The part of a real site in secure sums; None if the run has none, or is a simulation.
+        member: The part of a real site in secure sums; None if the run has no secure sums, or is a simulation.
     """
 
     config: FederationConfig

@@ -64,7 +64,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
 
     Args:
         values: A mapping from the names of the model's arguments to arrays (N, …).
-        key: The name of the inputs in messages.
+        key: The name of the inputs in error messages.
 
     Raises:
         DataError: A name is not valid for a Python argument, an input is not numeric, a value is not finite, or lengths
@@ -100,7 +100,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
 
     Args:
         values: See ``from_arrays``.
-        key: The name of the inputs in messages.
+        key: The name of the inputs in error messages.
         exact: Whether to keep float64 even if float32 suffices. By default, float64 is kept only if samples would
             become indistinguishable in float32. Set ``exact`` for test inputs if the training inputs are float64.
 
@@ -176,7 +176,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
         first: The labels of the training samples.
         second: The labels of the test samples.
         sizes: The number of training samples and of test samples.
-        kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
+        kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:
         DataError: The labels have the wrong length, shape or type.
@@ -241,7 +241,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
 
     Args:
         values: The targets, (N,) or (N, K).
-        key: The name of the targets in messages.
+        key: The name of the targets in error messages.
         samples: N, the number of samples.
 
     Raises:
@@ -267,7 +267,7 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
 
     Args:
         values: The targets, (N, T) or (N, H, W).
-        key: The name of the targets in messages.
+        key: The name of the targets in error messages.
         samples: N, the number of samples.
 
     Raises:
@@ -305,7 +305,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
         pair: The labels of both splits, from ``checked_labels``.
         names: The name of each class. If given, each label is an index into ``names``, or an element of ``names``. By
             default, the distinct labels are sorted and numbered.
-        kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
+        kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:
         DataError: A label is not among the names.

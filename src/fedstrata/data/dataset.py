@@ -50,13 +50,13 @@ class Dataset:
         x_test: Test inputs, in the form of ``x_train``.
         y_test: Test targets, in the form of ``y_train``.
         class_names: The name of each output of a model, such as the name of a class; empty if outputs have no names.
-        domain_train: The domain of each training sample, (N,) int64; None if there are no domains.
+        domain_train: The domain of each training sample, shape (N,), int64; None if there are no domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
         shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64. For several inputs, a
             mapping from the name of each normalised input to its shift.
         scale: The number by which each channel or feature is multiplied after ``shift`` is subtracted.
-        client_train: The client that each training sample comes from, (N,) int64; None if unknown.
+        client_train: The client that each training sample comes from, shape (N,), int64; None if unknown.
         client_test: The client that each test sample comes from, if known.
         client_names: The name of each client, including clients that have only test samples.
         unfitted: The raw samples. When the clients' training samples are known, features are computed again from the
@@ -122,7 +122,7 @@ class Dataset:
         return self.strata, len(self.stratum_names)
 
     def require_strata(self, key: str, value: object) -> Ints:
-        """Return the stratum of each training sample, (N,), as ``strata`` does.
+        """Return the stratum of each training sample, shape (N,), as ``strata`` does.
 
         Args:
             key: The key of the setting that needs strata.
@@ -162,7 +162,7 @@ class Dataset:
         """Return the normalised inputs of some samples, in the order of ``indices``.
 
         Args:
-            indices: The indices of the samples, (B,), or a slice.
+            indices: The indices of the samples, shape (B,), or a slice.
             split: ``"train"`` or ``"test"``.
 
         Returns:
@@ -205,7 +205,7 @@ class Dataset:
         return self.shift.repeat(repeats), self.scale.repeat(repeats)
 
     def targets(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Return the targets of some samples, (B, …); for classification, labels (B,) int64."""
+        """Return the targets of some samples, shape (B, …); for classification, labels (B,) int64."""
         return _take(self.y_train if split == "train" else self.y_test, indices)
 
     def to(self, device: torch.device | str) -> Dataset:
@@ -254,8 +254,8 @@ def from_arrays(
             inputs: a mapping from the names of its arguments to arrays (N, …) of any shape. Whole numbers and booleans,
             such as token ids and masks, stay unchanged. Floats are normalised along their last axis.
         y_train: Training targets. Classification: one label per sample, any whole numbers or strings. Regression: one
-            or several numbers per sample, (N,) or (N, K). Several labels: 0 or 1 for each label, (N, K). Next token:
-            ids, (N, T). Segmentation: classes, (N, H, W).
+            or several numbers per sample, (N,) or (N, K). Several labels: 0 or 1 for each label, shape (N, K). Next
+            token: ids, shape (N, T). Segmentation: classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.
         name: The name of the data set in reports.

@@ -44,13 +44,14 @@ class Statistics(Message):
 
     Args:
         samples: The number of samples.
-        count: The number of values that are not missing in each of K table columns or image channels, (K,) float64.
-        mean: The mean of the values that are not missing, (K,) float64.
-        squares: The sum of the squared distances of these values from the mean, (K,) float64.
-        low: The smallest value, (K,) float64; an empty tensor if the normalisation does not need it.
+        count: The number of values that are not missing in each of K table columns or image channels, shape (K,),
+            float64.
+        mean: The mean of the values that are not missing, shape (K,), float64.
+        squares: The sum of the squared distances of these values from the mean, shape (K,), float64.
+        low: The smallest value, shape (K,), float64; an empty tensor if the normalisation does not need it.
         high: The largest value, in the same form as ``low``.
-        counts: A mapping from column name to the column's distinct values and their frequencies, (V, 2) float64, sorted
-            by value. The mapping contains only category columns, and columns whose ``impute`` is ``median`` or
+        counts: A mapping from column name to the column's distinct values and their frequencies, shape (V, 2), float64,
+            sorted by value. The mapping contains only category columns, and columns whose ``impute`` is ``median`` or
             ``most-frequent``.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
@@ -163,10 +164,10 @@ class Features:
     imputed: dict[str, float]
 
     def of(self, cells: Tensor) -> Tensor:
-        """Return the features of rows, (N, F) float64, in the order of ``Schema.names``.
+        """Return the features of rows, shape (N, F), float64, in the order of ``Schema.names``.
 
         Args:
-            cells: The cells as numbers, (N, K) float64, with NaN for missing values, as ``parsed`` returns them.
+            cells: The cells as numbers, shape (N, K), float64, with NaN for missing values, as ``parsed`` returns them.
         """
         features: list[Tensor] = []
         for (name, column), values in zip(self.schema.inputs.items(), cells.unbind(1), strict=True):
@@ -185,7 +186,7 @@ class RawTargets:
 
     Args:
         task: The task.
-        train: The targets, (N, K) float64.
+        train: The targets, shape (N, K), float64.
         name: The key of the first target in ``Statistics.counts``. No feature may have this name.
     """
 
@@ -197,7 +198,7 @@ class RawTargets:
         """Return the count, mean and sum of squares of some targets.
 
         Args:
-            rows: The indices of the samples, (M,).
+            rows: The indices of the samples, shape (M,).
         """
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
@@ -205,7 +206,7 @@ class RawTargets:
         """Return how often each target value occurs, under the key ``name``; empty if the task needs no frequencies.
 
         Args:
-            rows: The indices of the samples, (M,).
+            rows: The indices of the samples, shape (M,).
         """
         values = self.task.counted(self.train[rows])
         return {} if values is None else {self.name: _frequencies(values.numpy())}
@@ -217,8 +218,8 @@ class Unfitted:
 
     Args:
         normalize: See ``from_arrays``.
-        train: Training samples: the cells of a table as numbers, (N, K) float64, with NaN for missing values; or arrays
-            in the form in which a ``Dataset`` stores them.
+        train: Training samples: the cells of a table as numbers, shape (N, K), float64, with NaN for missing values; or
+            arrays in the form in which a ``Dataset`` stores them.
         test: Test samples, in the form of ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if they are computed.
@@ -251,8 +252,8 @@ class Unfitted:
         Args:
             groups: For each client, the indices of its training samples. The indices are not read if neither features
                 nor task depend on statistics.
-            least: The number of values that a client must have in a column. With fewer values, its statistics of the
-                column are treated as empty.
+            least: The number of values that a client must have in a column. With fewer values, the client's statistics
+                of the column are treated as empty.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -418,7 +419,7 @@ _NONE = torch.zeros(0, 2, dtype=torch.float64)
 
 
 def _frequencies(values: Floats) -> Tensor:
-    """Return the different values and how often each occurs, (V, 2) float64, sorted by value."""
+    """Return the different values and how often each occurs, shape (V, 2), float64, sorted by value."""
     return torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
 
 

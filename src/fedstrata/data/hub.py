@@ -49,8 +49,8 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
 def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Return the arrays of a ``datasets.DatasetDict``.
 
-    The training samples are the split ``train``. The test samples are the split ``test`` or, if there is none, a
-    validation split. If there is neither, a random fifth of each class of ``train`` becomes the test samples.
+    The training samples are the split ``train``. The test samples are the split ``test`` or, without such a split, a
+    validation split. Without both splits, a random fifth of each class of ``train`` becomes the test samples.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
@@ -203,7 +203,7 @@ def _pixels(picture: Any) -> NDArray[Any]:
 
 
 def read_labels(split: Any, column: str) -> NDArray[Any]:
-    """Read the labels of one split as whole numbers or strings, (N,)."""
+    """Read the labels of one split as whole numbers or strings, shape (N,)."""
     return np.asarray(split.with_format(None)[column][:])
 
 

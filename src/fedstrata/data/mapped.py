@@ -65,7 +65,7 @@ class MappedFile:
         """Return the array as a tensor after a check of its type and values, which reads the file once.
 
         Args:
-            key: The name of the inputs in messages.
+            key: The name of the inputs in error messages.
 
         Raises:
             DataError: The type is not one of ``TYPES``, there are no samples, or some values are not finite.

@@ -141,7 +141,7 @@ class Column(Setting):
 
     @property
     def accepted(self) -> str:
-        """The accepted cells in words, for messages."""
+        """The accepted cells in words, for error messages."""
         if self.type == "boolean":
             return f"one of {', '.join(TRUTH)}"
         if self.type == "category":
@@ -272,7 +272,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return the schema, completed with the table's columns and categories where they were not given.
+        """Return the schema, completed with columns and categories of the table that the schema does not give.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -391,7 +391,7 @@ class Table:
     """The rows of a file or data frame.
 
     Args:
-        source: The name of the file or data frame, for messages.
+        source: The name of the file or data frame, for error messages.
         columns: A mapping from column name to cells: texts, numbers or booleans, and None for missing values.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """
@@ -452,7 +452,7 @@ class Table:
 
 
 def parsed(table: Table, schema: Schema) -> Floats:
-    """Return the columns of features as numbers, (N, K), with NaN for missing values.
+    """Return the columns of features as numbers, shape (N, K), with NaN for missing values.
 
     Args:
         table: The rows.
@@ -488,7 +488,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
 
 def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: Task | None = None) -> Bools:
-    """Return which rows are test samples, (N,).
+    """Return which rows are test samples, shape (N,).
 
     Args:
         table: The rows.
@@ -523,7 +523,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
 
 
 def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
-    """Return the cells of the label or client column, (N,), as whole numbers if possible, otherwise as texts.
+    """Return the cells of the label or client column, shape (N,), as whole numbers if possible, otherwise as texts.
 
     Raises:
         DataError: A cell is missing, or a label is not one of the schema's classes.
@@ -546,7 +546,7 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
 
 
 def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
-    """Return the labels as numbers, (N,) float64.
+    """Return the labels as numbers, shape (N,), float64.
 
     Args:
         table: The rows.

@@ -305,7 +305,7 @@ def read_npz(path: Path) -> Arrays:
 
     Args:
         path: The file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has
-            several inputs, they have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain
+            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain
             ``domain_train`` and ``domain_test``, ``classes`` (the name of each label 0…C−1), ``domains``, and the
             client of each sample in ``client_train`` and ``client_test``. ``client`` is another name of
             ``client_train``.

@@ -71,8 +71,8 @@ def from_dataframe(
             column names to lists.
         label: The name of the label column.
         client: The name of the column that contains the client of each row.
-        test: The fraction of rows that become test samples; or the name of a column that marks test rows; or another
-            data frame, which contains the test samples.
+        test: The fraction of rows that become test samples, the name of a column that marks test rows, or a second data
+            frame with the test samples.
         normalize: See ``from_arrays``.
         seed: The seed for drawing test samples, if ``test`` is a fraction.
         name: The name of the data set in reports.
@@ -115,7 +115,7 @@ def dataset_of(
     Args:
         table: The rows.
         schema: A completed schema.
-        held: Which rows are test samples, (N,).
+        held: Which rows are test samples, shape (N,).
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if they are computed.
@@ -232,7 +232,7 @@ def table_of(rows: Any, name: str) -> Table:
     Args:
         rows: Any object with an attribute ``columns``, whose columns have a method ``to_list``; or a mapping from
             column names to lists, arrays or tensors.
-        name: The name of the table, for messages.
+        name: The name of the table, for error messages.
 
     Raises:
         DataError: ``rows`` is neither a data frame nor a mapping, has no rows, or has columns of different lengths.

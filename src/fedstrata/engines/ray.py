@@ -78,7 +78,7 @@ class RayEngine(Engine):
     Raises:
         ExtraMissingError: Ray is not installed.
         SpecError: No cluster can be joined at the address.
-        FedstrataError: A worker cannot start, or has another version of fedstrata or PyTorch.
+        FedstrataError: A worker cannot start, or its version of fedstrata or PyTorch differs.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class WorkerHandle:
     Args:
         actor: Ray's handle of the worker.
         hello: Ray's reference to the result of ``Worker.enter``; None once the result has come and the worker is ready.
-        name: The worker's process and machine, for messages.
+        name: The worker's process and machine, for error messages.
         running: A mapping from Ray's reference of each unfinished call to the call, in the order of sending.
         weights: The current model of a relay, if this worker computed its last hop; otherwise None.
     """

@@ -12,7 +12,7 @@ from fedstrata.federation.allowed import Allowed
 
 
 def request_of(task: Task | None) -> type[Evaluate]:
-    """Return the Python class of the requests that evaluations of a task send; None stands for plain classification."""
+    """Return the Python class of the requests that evaluate a task's model; None is plain classification."""
     return Evaluate if task is None or task.has_classes else EvaluateTask
 
 

@@ -34,7 +34,8 @@ class Score:
         loss: Mean cross-entropy on the test set, in nats.
         accuracy: Fraction of test samples for which the label has the largest logit (top-1), in [0, 1].
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
-        confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
+        confusion: The number of test samples of each class (row) that were predicted as each class (column), an array
+            of shape (C, C).
         more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
         table: A table of the results of each client: a mapping from each column to a list with one entry per client.
             Empty if clients have no test samples of their own.
@@ -291,15 +292,16 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise the distribution of metrics over clients.
 
     Args:
-        values: The M metrics of each client, shape (N, M). A metric's summary leaves out clients with NaN.
+        values: The M metrics of each client, shape (N, M). The summary of a metric leaves out clients for which the
+            metric is NaN.
         sizes: The number of test samples of each client, shape (N,), which is the client's weight in ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
         A summary for each metric with the keys ``clients`` (the number of clients with a value), ``mean``,
         ``weighted_mean`` and ``sd`` (population standard deviation). The key ``worst`` contains the value of the worst
-        client, and ``worst_10`` the mean over the worst tenth of the clients, rounded up. If no client has a value,
-        ``clients`` is 0 and all other entries are None.
+        client, and ``worst_10`` the mean over the worst tenth of the clients (their number is rounded up). If no client
+        has a value, ``clients`` is 0 and all other entries are None.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625

@@ -57,7 +57,7 @@ class Confusion:
 
     Args:
         round: The round after which the model was evaluated.
-        counts: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
+        counts: The number of test samples of each class (row) that were predicted as each class (column), shape (C, C).
     """
 
     round: int
@@ -204,7 +204,8 @@ class History(Sequence[Record]):
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in this column, and it is neither a standard column nor the primary metric.
+            SpecError: No round has a number in this column, and the column is neither a standard column nor the primary
+                metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
@@ -212,7 +213,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column, and their rounds, as in ``column``; two empty arrays if there are none."""
+        """Return the numbers in a column, and their rounds, as in ``column``; two empty arrays without numbers."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -263,8 +264,8 @@ class History(Sequence[Record]):
     def best_round(self) -> int | None:
         """The first round with the best primary metric on the validation samples; None if no round has this metric.
 
-        Without validation samples, the test set decides which round is best. This round's test results are then too
-        optimistic.
+        Without validation samples, the test set decides which round is best. The test results of the best round are
+        then too optimistic.
         """
         validated = self.best_on == "validation"
         rounds, values = self.points(f"validation.{self.primary}" if validated else column_of(self.primary))
@@ -297,13 +298,13 @@ class History(Sequence[Record]):
 
         - ``method``, ``seed`` and ``rounds`` are the method's name, the seed and the number of rounds.
         - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY`` are the primary metric's name,
-          direction and values. They are missing if it is the accuracy.
+          direction and values. These keys are missing if the primary metric is the accuracy.
         - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
-        - ``best_round`` and ``best_accuracy`` describe the best round, and ``best_on`` the samples that decide which is
-          best.
+        - ``best_round`` and ``best_accuracy`` describe the best round. ``best_on`` names the samples that decide which
+          round is best.
         - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
         - ``rounds_to_target`` maps each target, as text, to the first round that reached it, or None. For a task
-          without accuracy, it contains only targets of other metrics.
+          without accuracy, ``rounds_to_target`` contains only targets of other metrics.
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
         - ``stopped``, ``model_round``, ``warning`` and ``privacy`` are present if they are set, and ``model`` is the
           content of ``kept``.

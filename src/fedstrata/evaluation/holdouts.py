@@ -1,7 +1,7 @@
 """Samples that are held out of training for validation, for clients' own tests, and for clients that never train.
 
 From each client, the same fraction of the samples of each label is held out. The choice depends only on the seed, the
-client and the sample. An additional client does therefore not change which samples of other clients are held out.
+client and the sample. An additional client therefore does not change which samples of other clients are held out.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class HeldOut:
     """The samples that are held out of training.
 
     Args:
-        validation: The indices of the training samples for validation; None if there are none.
+        validation: The indices of the training samples for validation; None if there are no such samples.
         own_validation: The validation samples of each client; None if validation samples are held out before the
-            partition, or if there are none.
+            partition, or if there are no validation samples.
         own_test: The test samples of each client; None if clients do not have their own test samples.
         own_test_split: The split of the data set to which the indices in ``own_test`` refer. ``"train"`` means that
             test samples were held out of the training samples, and ``"test"`` that a real site or the data set provides
@@ -71,7 +71,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
     """Choose the validation samples to hold out before the partition: sorted indices of a fraction of each class.
 
     Raises:
-        SpecError: A class would not have samples for both validation and training.
+        SpecError: A class has too few samples for both validation and training.
     """
     labels = data.task.order(data.y_train)
     wanted = np.array([round(share * len(labels))])
@@ -132,7 +132,7 @@ def hold_out(
         The samples of each client to train on, and the samples that are held out.
 
     Raises:
-        SpecError: There would be no samples for training or for a test, or ``test_clients`` is set at a real site.
+        SpecError: No samples would be left for training or for a test, or ``test_clients`` is set at a real site.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
@@ -158,8 +158,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    Return None if the partition does not use the data set's clients, or if the data set does not name the client of
-    each test sample.
+    Return None if the partition does not use the data set's clients. Also return None if the data set does not name the
+    client of each test sample.
     """
     if data.client_test is None or assignment.codes is None:
         return None

@@ -29,10 +29,10 @@ class Evaluated(Reply):
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Raise an error if the sums have another number of classes than ``classes``.
+        """Raise an error if the number of classes in the sums is not ``classes``.
 
         Raises:
-            ReplyRefusedError: The sums have another number of classes.
+            ReplyRefusedError: The sums have the wrong number of classes.
         """
         require_shape(self.sums.confusion, (classes, classes), torch.int64, "confusion")
         require_shape(self.sums.scores, (classes, 2, -1), torch.int64, "scores")
@@ -68,7 +68,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Raise an error if the reply has impossible counts, or another number of bins than was requested."""
+        """Raise an error if the reply has impossible counts, or a number of bins that was not requested."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")

@@ -66,11 +66,11 @@ class Metric(Setting):
 
         Args:
             predictions: The predictions of N samples.
-            owners: The client of each sample, (N,), from 0.
+            owners: The client of each sample, shape (N,), from 0.
             clients: The number of clients.
 
         Returns:
-            One value per client, shape (clients,); NaN if it is undefined.
+            One value per client, shape (clients,); NaN if the value is undefined.
         """
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(clients + 1))
@@ -97,9 +97,9 @@ class Metric(Setting):
         """Return the metric's value on each of M sets of samples, for a task other than plain classification.
 
         Args:
-            tables: For each entry of ``Task.tables``, its sums over each set, shape (M, …).
-            loss: The sum of the losses of each set, (M,).
-            weight: The sum of the weights of each set, (M,).
+            tables: A mapping from each entry of ``Task.tables`` to its sums over each set, each of shape (M, …).
+            loss: The sum of the losses of each set, shape (M,).
+            weight: The sum of the weights of each set, shape (M,).
 
         Raises:
             NotImplementedError: The metric cannot be computed from sums.
@@ -136,11 +136,11 @@ class Metric(Setting):
 
         Args:
             rows: The predictions of N samples.
-            owners: The client of each sample, (N,), from 0.
+            owners: The client of each sample, shape (N,), from 0.
             clients: The number of clients.
 
         Returns:
-            One value per client, shape (clients,); NaN if it is undefined.
+            One value per client, shape (clients,); NaN if the value is undefined.
         """
         tables = {name: rows.sums(name, owners, clients) for name in (self.table,) if name in rows.arrays}
         loss: Reals = np.bincount(owners, weights=rows.losses, minlength=clients).astype(np.float64)
@@ -199,17 +199,17 @@ class _OfCounts(_ByClient):
         """Return the metric's value for each class, by default the recall; NaN if the value is undefined.
 
         Args:
-            hits: The number of correctly predicted samples of each class, (…, C).
-            actual: The number of samples of each class, (…, C).
-            predicted: The number of predictions of each class, (…, C).
+            hits: The number of correctly predicted samples of each class, shape (…, C).
+            actual: The number of samples of each class, shape (…, C).
+            predicted: The number of predictions of each class, shape (…, C).
 
         Returns:
-            The values, (…, C).
+            The values, shape (…, C).
         """
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes, (…), by default the mean over the classes; for arguments, see ``each``."""
+        """Return the value over all classes: by default, the mean over the classes. For the arguments, see ``each``."""
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -284,7 +284,7 @@ class _OfErrors(Metric):
             n: The number of samples.
             absolute: The sum of the absolute errors, in the unit of the target.
             square: The sum of the squared errors.
-            total: The sum of the differences of the targets from their training mean.
+            total: The sum over the targets of the difference between a target and the mean of the training targets.
             squares: The sum of the squares of these differences.
         """
 
@@ -630,7 +630,7 @@ AnyMetric = Annotated[Metric, FromRegistry(METRICS)]
 
 
 def values_of(metrics: Sequence[Metric], predictions: Predictions | Rows) -> dict[str, float | None]:
-    """Return a mapping from the label of each metric to its value; None if it is undefined."""
+    """Return a mapping from the label of each metric to its value; None if the value is undefined."""
     if isinstance(predictions, Predictions):
         return {metric.label: metric.of(predictions) for metric in metrics}
     owners = np.zeros(len(predictions), dtype=np.int64)
@@ -656,9 +656,9 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
     score. Ties count half.
 
     Args:
-        scores: The score of each sample, (N,).
-        positive: Whether each sample is positive, (N,).
-        owners: The client of each sample, (N,).
+        scores: The score of each sample, shape (N,).
+        positive: Whether each sample is positive, shape (N,).
+        owners: The client of each sample, shape (N,).
         clients: The number of clients.
 
     Returns:
@@ -698,7 +698,7 @@ def _mean_of_known(values: Reals) -> Reals:
 
 
 def none_for_nan(value: Any) -> float | None:
-    """Return a number, or None if it is not finite."""
+    """Return a number, or None if the number is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None
 

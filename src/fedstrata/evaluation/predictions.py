@@ -35,9 +35,9 @@ class Predictions:
     """The predictions of a model for N samples.
 
     Args:
-        labels: True labels, (N,).
-        logits: The model's outputs, (N, C), float32.
-        predicted: The class with the largest logit for each sample, (N,).
+        labels: True labels, shape (N,).
+        logits: The model's outputs, shape (N, C), float32.
+        predicted: The class with the largest logit for each sample, shape (N,).
         total_loss: Sum of the samples' cross-entropies, in nats; ``predict`` computes it in float32, batch by batch.
 
     >>> Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [0.0, 0.0]])).probabilities[1].tolist()
@@ -71,7 +71,7 @@ class Predictions:
 
     @cached_property
     def log_probabilities(self) -> Reals:
-        """Logarithm of the predicted probabilities, (N, C)."""
+        """Logarithm of the predicted probabilities, shape (N, C)."""
         with np.errstate(invalid="ignore"):  # Logits may be infinite if a model has diverged.
             shifted = self.logits.astype(np.float64)
             shifted -= shifted.max(axis=1, keepdims=True, initial=-np.inf)
@@ -80,12 +80,12 @@ class Predictions:
 
     @cached_property
     def probabilities(self) -> Reals:
-        """Predicted probabilities, (N, C): the softmax of the logits."""
+        """Predicted probabilities, shape (N, C): the softmax of the logits."""
         return np.exp(self.log_probabilities)
 
     @property
     def losses(self) -> Reals:
-        """Cross-entropy of each sample in nats, (N,)."""
+        """Cross-entropy of each sample in nats, shape (N,)."""
         return -self.log_probabilities[np.arange(len(self)), self.labels]
 
 
@@ -95,8 +95,8 @@ class Rows:
 
     Args:
         arrays: The entries of ``Task.rows``, each of shape (N, …).
-        losses: The loss of each sample, summed over its tokens or pixels, (N,).
-        weights: The weight of each sample, which is 1 or its number of tokens or pixels, (N,).
+        losses: The loss of each sample, summed over its tokens or pixels, shape (N,).
+        weights: The weight of each sample, which is 1 or its number of tokens or pixels, shape (N,).
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -116,11 +116,11 @@ class Rows:
 
         Args:
             name: The entry.
-            owners: The client of each sample, (N,).
+            owners: The client of each sample, shape (N,).
             clients: The number of clients.
 
         Returns:
-            The sums, (clients, …).
+            The sums, shape (clients, …).
         """
         array = self.arrays[name]
         sums = np.zeros((clients, *array.shape[1:]))

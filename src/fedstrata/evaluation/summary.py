@@ -61,7 +61,7 @@ def _shown(metric: str, value: float | None) -> str:
 
 
 def reached(history: History) -> dict[str, int]:
-    """Return a mapping from each target that a run reached, in words, to the first round that reached it.
+    """Return a mapping from a description of each target that a run reached to the first round that reached it.
 
     >>> reached(History([{"round": 1, "accuracy": 0.6, "test": {"rmse": 2.5}}], metric_targets={"rmse": [3]}))
     {'50 %': 1, 'rmse 3': 1}
@@ -73,7 +73,7 @@ def reached(history: History) -> dict[str, int]:
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:
-    """Format a fraction in percent.
+    """Format a fraction as a percentage.
 
     >>> percent(0.5), percent(None)
     ('50.00 %', '–')

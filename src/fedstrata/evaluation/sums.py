@@ -1,4 +1,4 @@
-"""Sums from which metrics can be computed, and which real sites send instead of predictions."""
+"""Sums that real sites send instead of predictions, and from which metrics can be computed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class EvaluationSums(Message):
     Args:
         samples: The number of samples.
         loss: Sum of the samples' cross-entropies, in nats.
-        confusion: The number of samples of each class (row) that were predicted as each class (column), (C, C) int64.
-        scores: Two histograms for each class c, (C, 2, B) int64: first, the scores of samples of other classes; second,
-            the scores of samples of class c. A sample's score for c is the log-odds of its predicted probability of c.
-            B is 0 if no metric uses the scores.
+        confusion: The number of samples of each class (row) that were predicted as each class (column), an int64 array
+            of shape (C, C).
+        scores: Two histograms for each class c, int64, shape (C, 2, B): first, the scores of samples of other classes;
+            second, the scores of samples of class c. A sample's score for c is the log-odds of its predicted
+            probability of c. B is 0 if no metric uses the scores.
         calibration: For each of E bins of confidence, the sum of the confidences and the number of correct predictions,
             (E, 2) float64. The confidence is the largest predicted probability of a sample.
 
@@ -88,7 +89,7 @@ def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int 
     Args:
         predictions: The predictions of N samples.
         score_bins: B, the number of bins of each class's histogram of scores; 0 for no histograms.
-        confidence_bins: E, the number of bins of confidence; 0 for none.
+        confidence_bins: E, the number of bins of confidence; 0 for no bins.
     """
     n, classes = len(predictions), predictions.classes
     labels = predictions.labels
@@ -112,7 +113,7 @@ def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int 
 
 
 def confusion_of(predictions: Predictions) -> Ints:
-    """Return the number of samples of each class (row) that were predicted as each class (column), (C, C)."""
+    """Return the number of samples of each class (row) that were predicted as each class (column), shape (C, C)."""
     classes = predictions.classes
     cells = predictions.labels * classes + predictions.predicted
     return np.bincount(cells, minlength=classes * classes).reshape(classes, classes).astype(np.int64)
@@ -125,7 +126,7 @@ def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int)
 
     Args:
         predictions: The predictions of N samples.
-        owners: The client of each sample, (N,).
+        owners: The client of each sample, shape (N,).
         clients: The number of clients.
         bins: E, the number of bins.
 

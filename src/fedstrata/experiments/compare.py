@@ -105,7 +105,7 @@ def compare(
         A mapping from each label to the histories of its runs, in the order of ``seeds``.
 
     Raises:
-        SpecError: A setting is wrong; every experiment is checked before the first one starts.
+        SpecError: A setting is wrong; every experiment is checked before the first experiment starts.
         FedstrataError: The process of a run was killed; all other runs have ended.
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
@@ -174,7 +174,8 @@ def plan(
     A reference may have several runs, whose labels are ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
-        SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown or does not fit.
+        SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown, or does not fit the
+            experiments.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})
@@ -298,8 +299,8 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        False to use new processes, and True to use forks of this process. None if forks are needed but not possible, so
-        that this process must execute one run after another.
+        False to use new processes, and True to use forks of this process. None if forks are needed but not possible;
+        this process must then execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):

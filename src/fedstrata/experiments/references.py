@@ -61,13 +61,13 @@ def reference_runs(
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
     The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In each round, this
-    run computes as many gradients of samples as all invited clients of the federated experiment compute on average.
+    run computes as many sample-gradients as all clients that a federated round invites compute together, on average.
     ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All other settings,
     such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.
-        experiments: The experiments that are compared, by label.
+        experiments: A mapping from labels to the experiments that are compared.
         data: Your own data; see ``prepare``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run one experiment, which turns a spec into a history and a run folder."""
+"""Run one experiment: turn a spec into a history and a run folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(
 
     Returns:
         The records of the rounds. ``params`` contains the final model's parameters and buffers. ``warning`` is empty,
-        except if the run broke down: from some round to the end, the server could not use any client's reply.
+        except after a breakdown. In a breakdown, the server cannot use any reply from some round to the end.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

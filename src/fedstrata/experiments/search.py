@@ -1,4 +1,4 @@
-"""A search for good settings, in which Optuna proposes settings, and validation samples show which are best."""
+"""A search for good settings: Optuna proposes settings, and validation samples decide which settings are best."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Range:
         """Parse a range: ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
 
         Raises:
-            SpecError: The text has another form.
+            SpecError: The text does not have one of these forms.
 
         >>> Range.parse("training.lr", "log:0.001..0.5")
         Range(kind='log', low=0.001, high=0.5, choices=())
@@ -161,8 +161,8 @@ def search(
     ``evaluation.primary``. The metric is measured on the validation samples, with the model that each run saves. A
     trial is pruned (stopped early) if its first run is worse than the median of the earlier trials in the same round.
     If the process is killed, the same call continues the search: finished trials are not repeated, and an interrupted
-    trial continues from its last checkpoint. With ``jobs=1``, a search that was killed and repeated has the same result
-    as a search without a kill. With more jobs, the proposals depend on the order in which trials end.
+    trial continues from its last checkpoint. With ``jobs=1``, a search that was killed and continued has the same
+    result as an uninterrupted search. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
         table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
@@ -242,8 +242,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    Each end of a range is checked in an experiment in which the other searched settings have the first ends of their
-    ranges.
+    Both ends of each range are checked. For a check, all other settings of the space have the first end of their range.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -323,7 +322,7 @@ def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
 
 
 def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
-    """Run interrupted trials, and then new trials until the study has as many as ``trials``.
+    """Run interrupted trials, and then new trials until the study has ``trials`` trials.
 
     Args:
         setup: The settings of the search.

@@ -214,7 +214,7 @@ def measure(primary: str) -> str:
 
 
 def validated(history: History, primary: str) -> float | None:
-    """Return the primary metric of the model that a run saved, on the validation samples; None if it is missing."""
+    """Return the primary metric of a run's saved model on the validation samples; None if the metric is missing."""
     return history.final(measure(primary))
 
 
@@ -249,7 +249,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal; with ``every``, they have all columns in any case."""
+    """Return the tables of ``to_markdown`` for a terminal; with ``every``, a narrow terminal also shows all columns."""
     from rich.text import Text
 
     headings, lines = _lines(result)

@@ -65,7 +65,7 @@ def by_round(description: str, value: Callable[[int], Any]) -> Bound:
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """The largest number of samples from which a client computes one reply, even if it has more samples.
+    """The largest number of samples from which a client computes one reply, even if the client has more samples.
 
     Args:
         samples: The largest number of samples.
@@ -85,7 +85,7 @@ class Allowed:
         where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
             Other fields may have any value.
         times: How often the request may come. None means no fixed number: the order of requests (see ``Order``) or the
-            client's data then limit how often it comes.
+            client's data then limit how often the request comes.
         per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
         rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
             Default: every round.
@@ -115,7 +115,7 @@ class Allowed:
 
     @property
     def label(self) -> str:
-        """The name of the request in messages."""
+        """The name of the request in error messages."""
         return f"{self.request.__name__} of {self.inside.label}" if self.inside else self.request.__name__
 
     @property
@@ -124,7 +124,7 @@ class Allowed:
         return self if self.inside is None else self.inside.innermost
 
     def wrong(self, request: Request, round: int) -> str:
-        """Return a description of the first field whose value is not accepted; an empty string if there is none."""
+        """Return a description of the first field whose value is not accepted; an empty string if all are accepted."""
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):

@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. The number of
-other clients (except in ``SizeCorrelated``) and the invited clients do not matter. Resuming a run therefore requires no
-state of these models.
+other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. Resuming a run therefore
+requires no state of these models.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Population:
 
     @property
     def sizes(self) -> NDArray[np.int64] | None:
-        """Number of training samples of each client, (N,); None if unknown."""
+        """Number of training samples of each client, shape (N,); None if unknown."""
         return None if self.assignment is None else self.assignment.sizes
 
     @cached_property
     def labels(self) -> NDArray[np.int64] | None:
-        """Number of training samples of each class at each client, (N, C); None if unknown."""
+        """Number of training samples of each class at each client, shape (N, C); None if unknown."""
         if self.assignment is None or self.y is None:
             return None
         return self.assignment.counts(self.y, self.classes)
@@ -115,20 +115,20 @@ class Availability(Setting):
 
     @abstractmethod
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether it is online in a round.
+        """Return whether each client is online in a round.
 
         Args:
-            clients: The clients, (n,).
+            clients: The clients, shape (n,).
             round: The round, counted from 1.
             seed: The experiment's seed.
         """
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds that each client needs for its work, (n,).
+        """Return the simulated seconds that each client needs for its work, shape (n,).
 
         Args:
-            clients: The clients, (n,).
-            work: Number of sample-gradients (gradients of one sample) that each client computes, (n,).
+            clients: The clients, shape (n,).
+            work: Number of sample-gradients (gradients of one sample) that each client computes, shape (n,).
             seed: The experiment's seed.
         """
         median: NDArray[np.float64] = work * self.seconds_per_sample
@@ -161,7 +161,7 @@ class Bernoulli(Availability):
     p: float = Field(default=0.5, gt=0, le=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw for each client whether it is online in the round.
+        """Draw whether each client is online in the round.
 
         >>> bool(Bernoulli(p=1.0).online(np.arange(5), 1, seed=0).all())
         True
@@ -181,7 +181,7 @@ class Persistent(Availability):
     period: PositiveInt = 20
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether it is online in the period that contains the round."""
+        """Return whether each client is online in the period that contains the round."""
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 
@@ -218,7 +218,7 @@ class Grouped(Availability):
             )
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw for each client whether it is online, with the probability ``p`` of its ``AvailabilityGroup``."""
+        """Draw whether each client is online, with the probability ``p`` of the client's ``AvailabilityGroup``."""
         ends = np.cumsum([group.clients for group in self.groups])
         p = np.array([group.p for group in self.groups])[np.searchsorted(ends, clients, side="right")]
         return uniforms(seed, "online", round, clients) < p
@@ -260,14 +260,14 @@ class Combined(Availability):
             under(str(place), partial(model.check, replace(population, seed=_seed_of(place, population.seed))))
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether it is online in all models."""
+        """Return whether each client is online in all models."""
         online = np.ones(len(clients), dtype=bool)
         for place, model in enumerate(self.models):
             online &= model.online(clients, round, _seed_of(place, seed))
         return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds of each client according to the first model, (n,)."""
+        """Return the simulated seconds of each client according to the first model, shape (n,)."""
         return self.models[0].seconds(clients, work, seed)
 
 

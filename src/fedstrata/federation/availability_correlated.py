@@ -42,7 +42,7 @@ class Correlated(Availability):
 
     @abstractmethod
     def relative(self, population: Population) -> Floats:
-        """Return each client's probability of being online, divided by the mean probability, (N,).
+        """Return each client's probability of being online, divided by the mean probability, shape (N,).
 
         Args:
             population: The clients.
@@ -52,7 +52,7 @@ class Correlated(Availability):
         """
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether it is online, according to its probability and the pattern."""
+        """Return whether each client is online, according to its probability and the pattern."""
         p = self._p[clients]
         if self.pattern == "markov":
             return in_spells(p, self.offline_rounds, clients, round, seed)
@@ -76,7 +76,7 @@ class LabelCorrelated(Correlated):
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
 
     def relative(self, population: Population) -> Floats:
-        """Return C · Σ_c q_c w_c of each client, (N,), with the symbols of ``LabelCorrelated``."""
+        """Return C · Σ_c q_c w_c of each client, shape (N,), with the symbols of ``LabelCorrelated``."""
         counts = population.labels
         if counts is None:
             problem = "needs the labels of all clients' samples, which real sites do not reveal. Use another model."
@@ -100,7 +100,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return n^``exponent`` for each client, where n is its number of samples, divided by the mean, (N,)."""
+        """Return n^``exponent`` for each client with n samples, divided by the mean over clients, shape (N,)."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which real sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

@@ -47,7 +47,7 @@ class Cyclic(Availability):
     period: PositiveInt = 100
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return for each client whether the round lies in the online part of the client's period."""
+        """Return whether the round is in the online part of each client's period."""
         return in_cycles(np.full(len(clients), self.p), self.period, clients, round, seed)
 
 
@@ -77,26 +77,26 @@ class Diurnal(Availability):
         return self
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw for each client whether it is online, with the probability at the client's time of day."""
+        """Draw whether each client is online, with the probability at the client's time of day."""
         day = (round - 1) / self.period + self.spread * uniforms(seed, "zone", 0, clients)
         p = self.lowest + (self.highest - self.lowest) * (1 + np.sin(2 * math.pi * day)) / 2
         return uniforms(seed, "online", round, clients) < p
 
 
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return for each client whether it is online, as the state of a Markov chain that is stationary from round 1.
+    """Return whether each client is online: the state of a Markov chain that is stationary from round 1.
 
-    A chain goes online with probability 1 / ``offline_rounds``. If a spell online would then be shorter than one round
-    on average, the chain goes online with a smaller probability, and goes offline after each round online (FedAU,
-    arXiv:2306.03401).
+    A chain goes online with probability 1 / ``offline_rounds``. With this probability, the mean spell online can be
+    shorter than one round. In this case, the chain goes online with a smaller probability, and goes offline after each
+    round online (FedAU, arXiv:2306.03401).
 
     In each round, a uniform random number either sets the state regardless of the previous state, or keeps or flips the
     previous state. The function therefore goes back only to the latest round that set the state, and stores nothing.
 
     Args:
-        p: The probability that each client is online in a round, (n,).
+        p: The probability that each client is online in a round, shape (n,).
         offline_rounds: Mean number of rounds that a client stays offline.
-        clients: The clients, (n,).
+        clients: The clients, shape (n,).
         round: The round, counted from 1.
         seed: The experiment's seed.
     """
@@ -120,12 +120,12 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
 
 def in_cycles(p: Floats, period: int, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return for each client whether a round is in the online part of the client's period.
+    """Return whether a round is in the online part of each client's period.
 
     Args:
-        p: The fraction of the period in which each client is online, (n,).
+        p: The fraction of the period in which each client is online, shape (n,).
         period: Length of a period, in rounds.
-        clients: The clients, (n,).
+        clients: The clients, shape (n,).
         round: The round, counted from 1.
         seed: The experiment's seed.
     """

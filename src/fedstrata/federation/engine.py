@@ -70,7 +70,7 @@ class Failure:
 
     Args:
         reason: The reason in words.
-        error: The client's exception, if it raised one.
+        error: The client's exception; None if the client did not raise an exception.
         bystander: Whether the answer is missing only because this client adds up tensors with another client that
             failed.
         refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
@@ -212,7 +212,7 @@ class HopByHop:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Continue with the model of the last hop if it is accepted, otherwise with the model before it."""
+        """Continue with the model of the last hop if the hop is accepted, otherwise with the model before the hop."""
         assert self._moved is not None
         client, moved, reply = self._moved
         self._engine.commit([client] if accepted else [])

@@ -41,7 +41,7 @@ class RoundLog:
 
     Args:
         round: The round, counted from 1; 0 while clients enrol.
-        method: The method's name, for messages.
+        method: The method's name, for error messages.
     """
 
     round: int = 0
@@ -114,7 +114,7 @@ class Exchanges:
     Args:
         config: The settings that server and clients share.
         availability: The model of which clients are online in a round, and of how fast they are.
-        method: The method's name, for messages.
+        method: The method's name, for error messages.
     """
 
     def __init__(self, config: FederationConfig, availability: Availability, method: str) -> None:
@@ -266,9 +266,9 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
-        answered a request of these Python classes. If the federation has at least two clients, at least two clients
-        must have got a request.
+        A fault in the program is assumed if two conditions hold. All clients with a request raised an exception, and no
+        client has ever answered a request of these Python classes. If the federation has at least two clients, at least
+        two clients must have got a request.
 
         Args:
             asked: The clients that got a request.
@@ -299,7 +299,7 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
     Returns:
         ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all clients),
         ``update_bytes`` (C) and ``client_bytes``. ``client_bytes`` is R × C × f: the mean number of bytes that a client
-        has sent, if all rounds so far had as many transfers as this round.
+        has sent. The formula assumes that all rounds so far had as many transfers as this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -89,7 +89,7 @@ class Federation:
         engine: The engine that runs the clients.
         config: The settings that server and clients share.
         availability: The model of which clients are online in a round, and of how fast they are.
-        method: The method's name, for messages.
+        method: The method's name, for error messages.
         listener: A function that is called after every ``ask`` with the round and the accepted replies.
         legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. The
             alternative is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and
@@ -135,8 +135,8 @@ class Federation:
     def candidates(self) -> NDArray[np.int64]:
         """Return the clients that may be invited, in ascending order.
 
-        All clients except ``excluded`` may be invited or, with ``availability.announced``, only those of them that are
-        online.
+        All clients except ``excluded`` may be invited. With ``availability.announced``, offline clients may not be
+        invited.
         """
         clients = np.delete(np.arange(self.config.clients), self.excluded)
         if not self.availability.announced or self.round == 0:
@@ -321,8 +321,8 @@ class Federation:
                 replies to choose the next pair, because the pair is requested only after the previous hop.
             weights: The model that the first client gets.
             on_reply: Called after each hop with the position of its task in ``tasks`` and the reply, which is None if
-                the hop was skipped. If the engine computes the relay in one pass, it may learn of a failure only at the
-                end; ``on_reply`` is then called a second time for this hop, with None.
+                the hop was skipped. If the engine computes the relay in one pass, the engine may notice a failure only
+                at the end. ``on_reply`` is then called a second time for this hop, with None.
             work: A function of a task and the client's number of samples, which returns the number of sample-gradients.
         """
         replies: dict[int, Any] = {}

@@ -1,7 +1,7 @@
 """Messages between server and clients: frozen records of tensors and plain values.
 
 All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
-``Reply``, and a handler: the function with which a client answers (``fedstrata.clients.handling``).
+``Reply``, and a handler. A handler is the function with which a client answers (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class FitReply(Reply):
         seen: Number of sample-gradients that were computed.
         loss: Mean training loss over the steps.
         message: The message that the objective sends from the client to the server.
-        trained: Whether the client took a step. Without a step it returns the model unchanged.
+        trained: Whether the client took a step. Without a step, the client returns the model unchanged.
     """
 
     weights: Weights

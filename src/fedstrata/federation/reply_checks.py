@@ -28,7 +28,7 @@ Check = Callable[[Any], None]
 
 
 def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | None:
-    """Return the reason why a reply cannot be used; None if it can be used.
+    """Return the reason why a reply cannot be used; None if the reply can be used.
 
     Args:
         reply: The reply.
@@ -71,13 +71,13 @@ def finite(leaf: Any) -> bool:
 
 
 def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    """Refuse a tensor of another shape or dtype.
+    """Refuse a tensor whose shape or dtype is not as expected.
 
     Args:
         got: The tensor.
         shape: The expected shape; −1 stands for any length of a dimension.
         dtype: The expected dtype.
-        what: The tensor's name, for the message.
+        what: The tensor's name, for the error message.
 
     Raises:
         ReplyRefusedError: The shape or the dtype differs.

@@ -239,7 +239,7 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec, without settings that have their default and are unknown to early versions."""
+        """Return the table for a spec, without settings that have their default and that early versions do not know."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
@@ -286,7 +286,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with another number of local epochs, which replaces local steps; None changes nothing."""
+        """Return the settings with a new number of local epochs, which replaces local steps; None changes nothing."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

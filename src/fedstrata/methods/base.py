@@ -298,7 +298,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if a sampler or objective declares none."""
+        """Return the samplers' requests and the request ``training``; None if one declares no requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -308,7 +308,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps it private; otherwise none."""
+        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps sizes private; else empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -420,7 +420,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters are as before: an optimiser's weight decay changes them."""
+        """Return a new model in which frozen parameters have their old values, because weight decay changes them."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -490,7 +490,8 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
     """Return the mean squared distance of the clients' models from their mean (ReBaFL, Eq. 24).
 
-    With the clients' models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖². Without models, it is None.
+    With the clients' models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖². Without models, the result is
+    None.
 
     >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
     {'weight_diversity': 1.0}

@@ -10,11 +10,12 @@ from fedstrata.methods.base import Parts, Recipe
 
 
 class FedAWE(Recipe):
-    """FedAvg that lets each client continue at the model of its last reply. An update counts once per round since.
+    """FedAvg in which clients continue from the model of their last reply. An update counts once per round since then.
 
-    In round t, the new model is w ← (1/r) Σ_{k∈S} (x_k + (t − τ_k) Δ_k), where S are the r clients that replied. Client
-    k last replied in round τ_k. The client starts at x_k, the global model after round τ_k, and Δ_k is its update of
-    x_k. The server stores the models x_k. The mean of the models x_k of all clients is evaluated and saved.
+    In round t, the new model is w ← (1/r) Σ_{k∈S} (x_k + (t − τ_k) Δ_k), where S is the set of the r clients that
+    replied. Client k last replied in round τ_k. The client starts at x_k, the global model after round τ_k, and Δ_k is
+    its update of x_k. The server stores the models x_k. The mean of the models x_k of all clients is evaluated and
+    saved.
 
     Args:
         clip: Largest norm of the mean of (t − τ_k) Δ_k. See the aggregator ``fedawe``.

@@ -130,9 +130,9 @@ class SharedNorm(torch.autograd.Function):
 
     ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
     ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
-    to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. ``centre`` is μ
-    if the statistics are computed over the whole batch, and the client's own mean if the statistics are averages of the
-    clients' statistics.
+    to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. If the statistics
+    are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients' statistics,
+    ``centre`` is the client's own mean.
     """
 
     @staticmethod
@@ -160,8 +160,8 @@ class SharedNorm(torch.autograd.Function):
         """Return the gradient ∂J/∂x of the loss J for the inputs x, by the formula of BatchNorm.
 
         ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). Here g = ∂J/∂x̂ is the gradient for the
-        normalised inputs x̂, A is the sum of g and B the sum of x̂ g, both over the m values of a channel at all clients
-        of the group. The class describes ``centre``.
+        normalised inputs x̂. A is the sum of g, and B is the sum of x̂ g, both over the m values of a channel at all
+        clients of the group. The class describes ``centre``.
         """
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)

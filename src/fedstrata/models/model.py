@@ -163,7 +163,7 @@ class Model:
         """Compute features and logits in one pass.
 
         Returns:
-            The input of the head, usually (B, features), and the logits, (B, classes).
+            The input of the head, usually (B, features), and the logits, shape (B, classes).
 
         Raises:
             RuntimeError: ``forward`` did not call the head.

@@ -246,7 +246,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
     ``model()``. The seed decides the module's initial values, as for a class that a spec names.
 
     Raises:
-        SpecError: ``model`` is neither a module nor a class or function that returns one.
+        SpecError: ``model`` is neither a module nor a class or function that returns a module.
     """
     if callable(model) and not isinstance(model, (nn.Module, Model)):
         try:
@@ -295,7 +295,7 @@ class Classifier(nn.Module):
         self.head = head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the logits, (B, classes)."""
+        """Compute the logits, shape (B, classes)."""
         logits: torch.Tensor = self.head(self.body(x))
         return logits
 

@@ -142,7 +142,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final`` for ``fedstrata asks``; empty if clients send none.
+        """A description of the message from ``client_final`` for ``fedstrata asks``; empty without a message.
 
         A class that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.
@@ -212,17 +212,17 @@ class Objective(Setting):
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply of which the objective needs the sum, in addition to the aggregator's."""
+        """Return the parts of a reply whose sum the objective needs, in addition to the aggregator's parts."""
         return {}
 
     def server_update_sums(
         self, state: Tree, before: Weights, after: Weights, sums: Sums, clients: int
     ) -> tuple[Tree, Weights]:
-        """Return what ``server_update`` returns, computed from the sums of ``summands``."""
+        """Return the same values as ``server_update``, computed from the sums of ``summands``."""
         return state, after
 
     def metrics_of_sums(self, sums: Sums) -> dict[str, Any]:
-        """Return what ``metrics`` returns, computed from the sums of ``summands``."""
+        """Return the same metrics as ``metrics``, computed from the sums of ``summands``."""
         return {}
 
     # The following hooks run on a client.

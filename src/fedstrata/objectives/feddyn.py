@@ -20,9 +20,9 @@ class Dynamic(CrossEntropy):
     """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², where F_k is the cross-entropy and w_t the global model.
 
     After training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server
-    updates its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. S are the clients that replied, N is the
-    number of all clients, and w̄ is the aggregated model (in FedDyn, the mean of the w_k). If no client replies, the
-    model does not change. Optimisers other than SGD are refused, because λ_k and h treat w_k − w_t as a sum of
+    updates its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. S is the set of clients that replied, N is
+    the number of all clients, and w̄ is the aggregated model (in FedDyn, the mean of the w_k). If no client replies,
+    the model does not change. Optimisers other than SGD are refused, because λ_k and h treat w_k − w_t as a sum of
     gradients.
 
     Args:

@@ -77,7 +77,7 @@ class TowardsGlobal(Objective):
     strength: NonNegativeFloat
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return λ (v − w_t), the gradient of the second term."""
+        """Return λ (v − w_t), the gradient of the loss's second term."""
         received = context.received["global"]
         return {name: self.strength * (v.detach() - received[name]) for name, v in params.items()}
 

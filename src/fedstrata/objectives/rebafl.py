@@ -179,7 +179,7 @@ class Rebalanced(CountsIdle):
 
         Returns:
             The augmented features P[c_j] + λ (h_j − P[y_j]), shape (B, d), and their new labels c_j, shape (B,). The
-            docstring of the class defines the symbols.
+            symbols are defined in the docstring of the class.
         """
         P: Tensor = context.derived["prototypes"]
         positions = torch.arange(len(labels), device=labels.device)

@@ -21,7 +21,7 @@ class Scaffold(Objective):
 
     The control variate c belongs to the server, and c_k to the client. A step with gradient g is w ← w − η (g − c_k +
     c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The
-    server then sets c ← c + (1/N) Σ_{k∈S} Δc_k, where S are the clients that replied and N is the number of all
+    server then sets c ← c + (1/N) Σ_{k∈S} Δc_k, where S is the set of clients that replied, and N is the number of all
     clients. The formula for c_k⁺ holds only for plain SGD, so momentum, clipping and other optimisers are refused.
     """
 

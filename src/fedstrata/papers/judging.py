@@ -132,7 +132,8 @@ class Judgement:
         evidence: The numbers on which the verdict is based, as text that completes ``measure``.
         command: The command that computes these numbers.
         measure: The beginning of a sentence about the quantity in ``evidence``; empty if ``evidence`` is a sentence.
-        decisive: The claim's comparisons that have enough seeds. Each has the difference whose interval decides.
+        decisive: The claim's comparisons that have enough seeds. Each comparison has the difference whose interval
+            decides the verdict.
     """
 
     claim: Claim

@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """Return the replies that arrive. The availability model ``bernoulli`` draws them at random."""
+        """Return the replies that arrive. The availability model ``bernoulli`` draws these replies at random."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -41,7 +41,7 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A method whose clients can drop out after training. Their states then change, but the server gets no replies.
+    """A method whose clients can drop out after training: their states change, but the server gets no replies.
 
     Args:
         p: The probability that a reply arrives.

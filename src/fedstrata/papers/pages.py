@@ -178,7 +178,7 @@ def _counts(verdicts: Iterable[judging.Verdict]) -> str:
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page with all claims, one group per paper, and with an explanation of how they are judged."""
+    """Return the page with all claims, one group per paper, and with an explanation of how claims are judged."""
     about = f"This page lists every quantitative claim of the four papers, with our verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
@@ -302,7 +302,7 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Return the expected seconds per round on one core, for each row and column for which they are known.
+    """Return the expected seconds per round on one core, for each row and column whose duration is known.
 
     The estimate comes from the first available source, in this order: finished runs of the row and column; finished
     runs of the row; the estimate in the table's file; finished runs of other rows. Times from other columns are scaled

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     Args:
         setting: The column of the paper's table.
         method: The row of the paper's table.
-        paper: The published number; None if the paper does not print one.
+        paper: The published number; None if the paper does not print a number.
         ours: Our mean over seeds, with its interval.
     """
 

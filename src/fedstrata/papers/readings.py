@@ -1,6 +1,6 @@
 """Readings: numbers that follow from a paper's formulas or algorithms, such as biases, weights and privacy budgets.
 
-They are computed in seconds, without training a model.
+Readings are computed in seconds, without training a model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict over several cases. A case is True if the paper's claim holds in it.
+    """Return the verdict over several cases. A case is True if the paper's claim holds in this case.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -64,9 +64,9 @@ def verdict(right: Sequence[bool]) -> Supported:
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, relative to the length of the mean update over all N clients.
 
-    This assumes that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
-    and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. Its weight in the
-    mean is m_h / m, but should be N_h / N.
+    We assume that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
+    and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight
+    in the mean is m_h / m, but should be N_h / N.
 
     Args:
         sizes: N_h, the number of clients in each cluster; at most m clusters.
@@ -155,7 +155,7 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square error p̃ − p of the probability of keeping a sample (FedSTaS, Lemma 2.2).
+    """Return the root mean square of p̃ − p, the error of the probability of keeping a sample (FedSTaS, Lemma 2.2).
 
     Of all n samples, n* = q n are wanted, so the exact probability is p = q. Under privacy, the server knows only an
     estimate ñ of n, and clients use p̃ = min(1, n*/ñ).

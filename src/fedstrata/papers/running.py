@@ -58,7 +58,7 @@ def read(path: Path) -> Results:
 
 
 def keep(out: Path, table: Stored, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add results to the file of a table. Other processes may do this at the same time."""
+    """Add results to the file of a table. Other processes may add results at the same time."""
     path = results_file(out, table)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -68,7 +68,7 @@ def keep(out: Path, table: Stored, results: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def known(out: Path) -> Results:
-    """Read the results of all tables. Their keys are ``Cell.hash``, because several tables may contain the same run."""
+    """Read the results of all tables, by ``Cell.hash``, because several tables may contain the same run."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 

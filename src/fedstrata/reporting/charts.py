@@ -257,7 +257,7 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
     Returns:
         A table for JSON. ``run``, ``rounds`` and ``each`` are the same as in ``fates``. ``some`` is the number of
         rounds in which at least one class was absent. ``rows`` has a text for each class, with a digit per bar. The
-        digit is 0 if the class was present in all rounds of the bar, and up to 4 if it was absent in all rounds.
+        digit is 0 if the class was present in all rounds of the bar, and up to 4 if the class was absent in all rounds.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)

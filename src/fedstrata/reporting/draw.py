@@ -243,13 +243,13 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the MB sent and received until the end of each of ``rounds``, as a mean over seeds, (R,)."""
+    """Return the MB sent and received until the end of each of ``rounds``, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return the sum of several columns from the start until the end of each of ``rounds``, (R,)."""
+    """Return the sum of several columns from the start until the end of each of ``rounds``, shape (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)

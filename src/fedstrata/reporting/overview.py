@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        A method that lacks a value for a seed can be best only if all methods lack one.
+        A method that lacks a value for a seed can be best only if all methods lack a value.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name that is unique among runs with the same label: the seed or, if it is unknown, the folder's name."""
+        """A name that is unique among runs with the same label: the seed or, without a seed, the folder's name."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
@@ -86,9 +86,9 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """Read the runs in run folders and compare folders, and group the runs by label.
 
     A compare folder contains run folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a
-    compare folder are in the order of the comparison or, if it is unknown, sorted by name. The label of a single run
-    folder is the folder's name. If several folders have equal labels, the names of parent folders are put before the
-    labels.
+    compare folder are in the order of the comparison or, if this order is unknown, sorted by name. The label of a
+    single run folder is the folder's name. If several folders have equal labels, the names of parent folders are put
+    before the labels.
 
     Args:
         folders: One folder, or several.

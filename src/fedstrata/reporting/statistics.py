@@ -180,7 +180,8 @@ def paired_difference(
 def holm(p: Mapping[K, float]) -> dict[K, float]:
     """Return p-values that are corrected for their number by Holm's step-down procedure (1979).
 
-    In ascending order, the i-th of m p-values is multiplied by m − i + 1, and is at least as large as the one before.
+    In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each result is at least as large as the
+    previous result.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
@@ -214,7 +215,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
-    """Limit an interval to the possible values, because a t interval over few seeds may exceed them.
+    """Limit an interval to the possible values, because a t interval over few seeds may contain impossible values.
 
     >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
     ((-100.0, 3.5), None)

@@ -92,8 +92,8 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     Returns:
         Rows with cells for the keys of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, and
         ``rounds_to_T`` of each target T of any history. For other metrics of the saved model, there are ``test.NAME``
-        and ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. A seed that never
-        reached a target is not counted in the target's cell.
+        and ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. Seeds that never
+        reached a target are not counted in the target's cell.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -189,7 +189,7 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if there is none."""
+    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if no round did."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
@@ -305,7 +305,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty if there are none.
+    """Return a list with a sentence about the runs that broke down (see ``Row.stuck``); empty without such runs.
 
     Args:
         stuck: A mapping from each method's label to its number of runs that broke down.
@@ -322,7 +322,7 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown, with a caption if it needs one."""
+    """Return the table in Markdown, with a caption if the table needs a caption."""
     shown = keys(rows)
     headings = ["", *(measure(key).heading for key in shown)]
     text = markdown_table(headings, [[row.marked, *(show(row, key) for key in shown)] for row in rows])

@@ -80,7 +80,7 @@ class RunAccountant(Protocol):
         """Count a round; return the largest ε of all clients and, if necessary, what this ε is about."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
-        """Return the reason why the run must end before its next round; empty if it can continue."""
+        """Return the reason why the run must end before its next round; empty if the run can continue."""
 
 
 class Accountant(RunAccountant):
@@ -93,7 +93,7 @@ class Accountant(RunAccountant):
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
         sizes: Number of samples of each client, shape (N,). The numbers of samples are assumed to be public.
-        known: Whether the sizes are known before the run. If not, replies contain them.
+        known: Whether the sizes are known before the run. If not, replies contain the sizes.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

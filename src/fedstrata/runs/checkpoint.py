@@ -52,11 +52,12 @@ class Checkpoint:
         round: The last round that was complete when the checkpoint was saved.
         state: The method's state.
         clients: A mapping from each client that has a state to the state's file.
-        remote: Whether the sites (the clients' own machines) keep the clients' states, so that the checkpoint has none.
-        identity: The run's identity; None if the checkpoint has none.
+        remote: Whether the sites (the clients' own machines) keep the clients' states, so that the checkpoint has no
+            clients' states.
+        identity: The run's identity; None if the checkpoint has no identity.
         logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to the checksum of the log's
             last line when the checkpoint was saved.
-        loop_state: The state of the loop over rounds; None if the checkpoint has none.
+        loop_state: The state of the loop over rounds; None if the checkpoint has no such state.
     """
 
     round: int
@@ -96,7 +97,7 @@ def save(
         round: The last complete round.
         state: The method's state.
         store: The clients' states. States are only written if they changed since the last checkpoint.
-        remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has none.
+        remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has no states.
         identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: A mapping from the name of each log of the run to the checksum of its last line.
         loop_state: The state of the loop over rounds.

@@ -47,7 +47,7 @@ class ClientAccountant(RunAccountant):
 
     Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k, whose ε is exact
     (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant computes distributions of the privacy loss
-    (Koskela et al. 2020). It rounds losses up, so that ε is never too small.
+    (Koskela et al. 2020). The accountant rounds losses up, so that ε is never too small.
     ``dp-accounting`` computes both.
 
     Args:

@@ -2,8 +2,8 @@
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
 identity. Only settings whose fields are marked with ``config.MayChange`` may differ. Software versions and the
-processor are not part of the identity: if they differ, a resumed run warns that the last bits of its results may
-differ.
+processor are not part of the identity. If versions or processors differ, a resumed run warns that the last bits of its
+results may differ.
 """
 
 from __future__ import annotations

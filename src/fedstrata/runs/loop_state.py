@@ -64,8 +64,8 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: For each client, the latest round in which the server used its reply, shape (N,); 0 if there is
-            none. Empty if clients have no test samples of their own.
+        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
+            such a round. Empty if clients have no test samples of their own.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The latest evaluation.
         best: The evaluation with the best primary metric; if several are equally good, the first of them.
@@ -114,8 +114,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of unheard clients, whose replies the server has not used recently.
 
-        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations, it
-        means since the start of the run.
+        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations,
+        "recently" means since the start of the run.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -150,7 +150,7 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
         model: A module with the same architecture, if the run trained a module of your own; or the module's Python
             class, or a function that creates it, as for ``fedstrata.run``. The module is not changed, and its trainable
             parameters are ignored. The module's frozen parameters must be equal to the run's frozen parameters, because
-            the folder does not contain these.
+            the folder does not contain frozen parameters.
 
     Raises:
         SpecError: The folder has no finished run, or ``model`` is missing or does not fit the run.
@@ -236,8 +236,9 @@ class Predictor:
             stores class names as text. Therefore, the labels "0" and "1" are returned as integers, and the labels True
             and False as strings.
 
-            Regression: numbers in the unit of the targets, (N,), or (N, K) for several targets. Several labels: 1
-            for each label that is predicted, (N, K). Next token and segmentation: a class for each token or pixel.
+            Regression: numbers in the unit of the targets, shape (N,), or (N, K) for several targets. Several labels: 1
+            for each label that is predicted, shape (N, K). Next token and segmentation: a class for each token or
+            pixel.
 
         Raises:
             DataError: A cell does not match the schema, or a value is missing in a column that has no rule for missing

@@ -133,9 +133,9 @@ def assemble(
         model: See ``prepare``.
         sizes_known: Whether ``assignment`` has the samples of all clients; False at real sites, which keep their data.
         validation: The indices of training samples that were held out before the partition.
-        brought: The test samples of each client, if a site or the data set has separate test samples for it.
+        brought: The test samples of each client, if a site or the data set has separate test samples for the client.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
-            samples. None if neither is known yet.
+            samples. None if the samples and the statistics are not known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.

@@ -67,7 +67,7 @@ def rounds_done(folder: Path) -> int:
 
 
 def last_number(folder: Path, column: str) -> float | None:
-    """Return the last number that a run has recorded in a column; None if there is none.
+    """Return the last number that a run has recorded in a column; None if the column has no number.
 
     The run may be in progress in another process, so the last line may be incomplete.
     """
@@ -238,7 +238,7 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Write events that happened after the round's events were written, and save a checkpoint if it is due.
+        """Write events that happened after the round's events were written, and save a checkpoint if one is due.
 
         With ``force``, a checkpoint is saved even if it is not due, except if ``evaluation.checkpoint_every`` is 0.
         """
@@ -264,7 +264,7 @@ class RunFolder:
         )
 
     def finish(self, simulation: Simulation) -> History:
-        """Write the model, the last evaluations and the summary, and return the history that contains these."""
+        """Write the model, the last evaluations and the summary, and return the history with these results."""
         history, loop_state = self.history, simulation.loop_state
         weights, history.model_round = loop_state.final_model or (simulation.evaluated(), None)
         history.privacy = simulation.privacy.get("protection", "")
@@ -315,7 +315,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 
     Args:
         path: The folder; None if no files are written.
-        prepared: The experiment to run there.
+        prepared: The experiment to run in the folder.
         resume: Whether to continue the run in the folder.
 
     Returns:
@@ -340,7 +340,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 
 
 def identity_in(path: Path) -> dict[str, Any] | None:
-    """Return the identity of the run in a folder, or None if it cannot be read.
+    """Return the identity of the run in a folder, or None if the identity cannot be read.
 
     The identity is read from the newest checkpoint or, if there is none, from ``run.json``. The identity is not
     computed from ``spec.toml``, because this file may have been edited since the run began.

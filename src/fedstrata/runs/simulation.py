@@ -368,7 +368,7 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose, if any; the dict is empty if its round was already evaluated."""
+        """Evaluate the model that ``leave`` chose, if any; the dict is empty if that round was already evaluated."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}
@@ -486,7 +486,7 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
 
     Args:
         was: Whether the sites (the clients' own machines) have kept the clients' states so far, so that the checkpoint
-            has none.
+            has no clients' states.
         will: Whether the sites keep the clients' states when this engine continues the run.
         engine: The name of the engine.
 

@@ -172,9 +172,9 @@ def allocated(
         generator: The random generator, which only ``neyman-random`` uses.
 
     Returns:
-        Two arrays of shape (H,). The first is the number of draws from each stratum: at most the stratum's number of
-        clients, and ``budget`` in total. The second is the probability that a stratum gets at least one draw, which is
-        0 or 1 for rules that are not random.
+        Two arrays of shape (H,). The first is the number of draws from each stratum. It is at most the stratum's number
+        of clients, and adds up to ``budget``. The second is the probability that a stratum gets at least one draw. For
+        rules that are not random, this probability is 0 or 1.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))
@@ -202,7 +202,7 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
             or 1.
 
     Returns:
-        The number of draws from each stratum, shape (H,): at most its number of clients, ``budget`` in total.
+        The number of draws from each stratum, shape (H,): at most its number of clients, and together ``budget`` draws.
 
     >>> neyman(4, np.array([10, 10]), np.array([3.0, 1.0])).tolist()
     [3, 1]

@@ -81,7 +81,7 @@ class Selection:
             draws: How often each client was drawn, shape (N,).
             sizes: The weight of each client, shape (N,), not all zero. A client's expected number of draws is
                 proportional to its weight.
-            by_size: Whether ``sizes`` are numbers of samples; False if they are other weights.
+            by_size: Whether ``sizes`` are numbers of samples; False if ``sizes`` are other weights.
         """
         drawn = draws > 0
         return cls(

@@ -138,7 +138,7 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
 
 
 def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -> float:
-    """Return what ``estimated_total`` returns, computed from the sum of the answers and the number of clients."""
+    """Return the estimate of ``estimated_total``, computed from the sum of the answers and the number of clients."""
     return max(1.0, (total - (1 - alpha) * bound * clients / 2) / alpha)
 
 

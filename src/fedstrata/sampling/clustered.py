@@ -38,13 +38,13 @@ LARGEST = 5000
 class Distributions:
     """m probability distributions over the clients, stored as one sequence of masses.
 
-    A *mass* is a probability times ``each``, which makes it a whole number. Each mass in the sequence belongs to one
-    client. The first masses, with the sum ``each``, are the first distribution. The next masses, with the same sum, are
-    the second distribution, and so on.
+    A *mass* is a probability multiplied by ``each``; the product is a whole number. Each mass in the sequence belongs
+    to one client. The first masses, with the sum ``each``, are the first distribution. The next masses, with the same
+    sum, are the second distribution, and so on.
 
     Args:
         places: The client of each mass, as an index into the array of clients, shape (s,).
-        masses: The masses, shape (s,). Their sum is ``draws`` · ``each``.
+        masses: The masses, shape (s,). The masses add up to ``draws`` · ``each``.
         draws: m, the number of distributions.
         each: The total mass of each distribution: the number of samples of all clients.
     """

@@ -1,4 +1,4 @@
-"""FedSTaS's data sampler: clients use about a requested number of samples, and can hide their sizes (FedSTaS §2.4)."""
+"""FedSTaS's data sampler: clients use part of their samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PowerOfChoice(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return two requests: once for the clients' sizes, and in every round for the candidates' losses."""
+        """Return two requests: for the clients' sizes (once), and for the candidates' losses (in every round)."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:
@@ -54,7 +54,7 @@ class PowerOfChoice(ClientSampler):
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw candidates, ask for their losses, and select the largest losses; ties break at random."""
+        """Draw candidates, and select the candidates with the largest losses; ties are broken at random."""
         config = federation.config
         clients, sizes = state.among(federation.candidates())
         m = min(config.training.invited(config.clients), len(clients))

@@ -58,7 +58,7 @@ class StratifiedState:
         sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
             gradients.
         lr: The learning rate of the last round.
-        steps: The number of local steps if it is the same for all clients; otherwise 1.
+        steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
         clusters: The state of k-means between rounds. None if k-means starts from scratch in every round, because there
             are at most ``FITTED`` clients or because all clients send new gradients.

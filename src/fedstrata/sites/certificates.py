@@ -111,7 +111,7 @@ def fingerprint(kit: Path) -> str:
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:
-    """Replace a certificate with a new one that has the same name and public key, but expires later.
+    """Replace a certificate with a new certificate that has the same name and public key, but expires later.
 
     Args:
         authority: The folder with the root certificate and its private key.
@@ -119,7 +119,7 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
         days: Days for which the new certificate is valid.
 
     Returns:
-        The time at which the new certificate expires. It never expires after the root certificate.
+        The time at which the new certificate expires. The new certificate never expires after the root certificate.
 
     Raises:
         DataError: The folder or the old certificate cannot be read.

@@ -31,7 +31,7 @@ RESULT = "fedstrata"
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
-    """Write the files of a job for NVFlare. They are JSON that names installed classes, and contain no source code.
+    """Write the files of a job for NVFlare. The files name installed classes in JSON, and contain no source code.
 
     Args:
         folder: The folder of the job.

@@ -75,7 +75,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
     Args:
         begin: The server's first message, which describes the run.
-        data: The site's own data file; None if it has none.
+        data: The site's own data file; None if the site has no data file.
         keys: The keys that clients use to mask their labels.
         tells: Whether the site sends the values of its metrics, in addition to the sums from which the server computes
             the metrics of all sites.

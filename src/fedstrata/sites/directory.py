@@ -1,4 +1,4 @@
-"""The server's list of the sites. It stores the clients of each site, and whether the site takes part in the run."""
+"""The server's list of the sites. The list has the clients of each site, and whether the site takes part in the run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Fewer = Literal["wait", "abort", "go-on"]
 
 
 class SiteDirectory:
-    """The sites of a run. For each site, it stores the clients, and whether the site takes part.
+    """The sites of a run. For each site, the directory stores the clients, and whether the site takes part.
 
     Args:
         site_of_client: The name of each client's site; the index is the client's id.
-        is_reachable: A function that returns whether a site will probably answer now. It raises an error if the job is
-            over.
+        is_reachable: A function that returns whether a site will probably answer now. The function raises an error if
+            the job is over.
         least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer.
     """
@@ -69,7 +69,7 @@ class SiteDirectory:
 
         Args:
             site: The site.
-            error: The reason why its answer cannot be used; None if the site answered.
+            error: The reason why the site's answer cannot be used; None if the site answered.
         """
         if error is None:
             self._lost.discard(site)
@@ -113,7 +113,7 @@ class SiteDirectory:
     def gather(self) -> None:
         """Check before an exchange whether enough sites can be reached.
 
-        If not, wait, continue or end the run, as ``fewer`` says.
+        If too few sites can be reached, wait, continue or end the run, as ``fewer`` says.
 
         Raises:
             FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``.

@@ -41,9 +41,10 @@ class Declaration:
         job: The hash of the job's spec; a site approves a job by this hash.
         method: The method's name.
         rounds: The number of rounds.
-        allowed: The requests that a client may get. None if the method, or one of its settings, does not declare them.
-        survey: A description of the statistics that a site with its own data sends before the first round; empty if it
-            sends none.
+        allowed: The requests that a client may get. None if the method, or one of its settings, does not declare its
+            requests.
+        survey: A description of the statistics that a site with its own data sends before the first round; empty if the
+            site does not send statistics.
         own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method keeps private.
         extremes: Whether the statistics contain the minimum and the maximum, which are values of single samples.
@@ -144,7 +145,7 @@ def declaration_of(
             data.
 
     Raises:
-        SpecError: The spec sets ``privacy.sums`` to "secure", but a reply has no secure sum.
+        SpecError: The spec sets ``privacy.sums`` to "secure", but a reply cannot be summed securely.
     """
     data, method = spec.data, spec.method
     own = (data.schema is not None or data.shape is not None) if own_data is None else own_data

@@ -61,7 +61,8 @@ class NVFlareEngine(Engine):
             client.
         log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
             optional.
-        trust: The certificates that the server accepts in secure sums. Default: none, so such runs are refused.
+        trust: The certificates that the server accepts in secure sums. Default: no certificates, so runs with secure
+            sums are refused.
 
     Raises:
         SpecError: Secure sums are not possible without certificates, or with several clients at a site.
@@ -307,7 +308,7 @@ class NVFlareEngine(Engine):
         return outcome.weights, reply
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay. Its model goes from site to site if ``direct`` is True, and otherwise through the server."""
+        """Begin a relay. The model goes from site to site if ``direct`` is True, and otherwise through the server."""
         if not self.direct:
             return super().relay(kind, weights)
         self._relays += 1

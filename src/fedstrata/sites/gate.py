@@ -1,4 +1,4 @@
-"""A gate that lets only sites on the server's list connect. It is needed because NVFlare cannot revoke certificates."""
+"""A gate that only sites on the server's list can pass, needed because NVFlare cannot revoke certificates."""
 
 from __future__ import annotations
 

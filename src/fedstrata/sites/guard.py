@@ -38,7 +38,7 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
         settings: The site's settings. If the settings name a data file, the site uses this file instead of the data
             that the spec names.
         clients: The number of clients.
-        own_data: Whether the job is about the sites' own data. If not, it is about the data that the spec names.
+        own_data: Whether the job is about the sites' own data. If not, the job is about the data that the spec names.
 
     Raises:
         RuleError: The spec names data or files that are not in the site's catalog.
@@ -173,7 +173,7 @@ class Quota:
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second. A site that is killed therefore loses only the numbers of about one second."""
+        """Save at most once per second. A site that is killed therefore loses only one second's numbers."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
@@ -256,8 +256,8 @@ class Match:
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The position of the run after the answer to the request.
-        digests: The hashes of all variants of the request that may repeat it if clients that add up tensors together
-            failed; empty if each client answers separately.
+        digests: The hashes of all variants in which the request may be repeated, if clients that add up tensors
+            together failed. Empty if each client answers separately.
         again: Whether the client got this request before, and gets the request again because another client failed.
     """
 
@@ -275,7 +275,7 @@ class Guard:
 
     Args:
         declaration: Everything that the job may ask.
-        policy: The site's policy; None if the site has none.
+        policy: The site's policy; None if the site has no policy.
         quota: The counts of what the job has used at the site so far.
         round: The last finished round; 0 for a new run.
     """

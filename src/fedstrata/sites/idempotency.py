@@ -32,7 +32,7 @@ class RequestCache:
         """The number of the last question that the site began, and the size of its answer in bytes (or ``AT_WORK``)."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:
-        """Return the answer to a question. It is computed only when the question is asked for the first time.
+        """Return the answer to a question. The answer is computed only when the question is asked for the first time.
 
         Args:
             number: The number of the question. Later questions have larger numbers. A question with the number 0 is

@@ -72,7 +72,7 @@ class Entry:
         run: The hash of the spec.
         kind: The kind of the question.
         client: The id of the client; None for an answer of the site itself.
-        phase: ``enrolment``, ``round`` or ``evaluation``; empty if it is not known.
+        phase: ``enrolment``, ``round`` or ``evaluation``; empty if the phase is not known.
         round: The round; None if the question does not belong to a round.
         samples: The number of samples from which the answer was computed.
         bytes: The size of the answer in bytes.
@@ -106,7 +106,7 @@ class Entry:
 
 
 class Ledger:
-    """The ledger of one site. Several processes may write to it.
+    """The ledger of one site. Several processes may write to the ledger.
 
     Args:
         folder: The folder of the ledger.
@@ -117,7 +117,7 @@ class Ledger:
         self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
-        """Write entries to the disk, and return the new head. Call this before the answers leave the site.
+        """Write entries to the disk, and return the new head. Call this method before the answers leave the site.
 
         Raises:
             DataError: The last line of the file is not an entry.

@@ -32,7 +32,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
     Args:
         folder: The folder of the administrator, the server or a site, or a run folder; see
             ``fedstrata.sites.status.source_of``.
-        port: The port; 0 for a free one.
+        port: The port; 0 for a free port.
         report: A function that is called once, with a text that contains the address of the page.
 
     Raises:
@@ -56,7 +56,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
 
     Args:
         source: The source of the progress.
-        port: The port; 0 for a free one.
+        port: The port; 0 for a free port.
 
     Raises:
         SpecError: The port cannot be used.

@@ -16,12 +16,12 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Make the folders of the server and the sites, start all parties, run the job, fetch its result, and stop them.
+    """Make the folders of server and sites, start all parties, run the job, fetch its result, and stop all parties.
 
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
-        out: The folder that will contain these folders and the result. It must be empty, or not exist.
+        out: The folder that will contain these folders and the result. The folder must be empty, or not exist.
         base_dir: The folder to which relative paths of data files refer.
         report: A function that is called with a line about each event.
 
@@ -37,7 +37,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
 
 
 class Processes:
-    """The processes of a trial. They and their child processes end with the ``with`` block.
+    """The processes of a trial. The processes and their child processes end with the ``with`` block.
 
     Args:
         out: The folder that ``provision`` wrote.

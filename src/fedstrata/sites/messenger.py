@@ -107,9 +107,9 @@ class Messenger:
         Args:
             bodies: A mapping from each site to the message for it.
             kind: The expected class of the answers.
-            ended: A function that is called with a site and its answer or error, as soon as it arrives. It is given
-                only if the clients at these sites add up tensors together. A site that fails is then not asked again,
-                because the other sites do not wait for it.
+            ended: A function that is called with a site and its answer or error, as soon as it arrives. The function is
+                given only if the clients at these sites add up tensors together. A site that fails is then not asked
+                again, because the other sites do not wait for it.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

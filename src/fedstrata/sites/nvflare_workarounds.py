@@ -147,7 +147,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """A signal that ends calls to sites. It is triggered if the job is aborted, and when our server ends normally.
+    """A signal that ends calls to sites, triggered if the job is aborted and when our server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.
@@ -191,16 +191,16 @@ def survive_kill(run: Path) -> None:
 def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
     """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
-    NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. Its own list of
-    disabled names can only be changed by an administrator. Without the log-out, NVFlare sends jobs to a refused client
-    for two more minutes.
+    NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. NVFlare's own
+    list of disabled names can only be changed by an administrator. Without the log-out, NVFlare sends jobs to a refused
+    client for two more minutes.
 
     Seen in NVFlare 2.9.0, ``private/fed/server/client_manager.py`` (``ClientManager.is_client_disabled``) and
     ``private/fed/server/fed_server.py`` (``logout_client``).
 
     Args:
         fl_ctx: The context of an event at the server.
-        refuses: A function that returns whether a name is refused. NVFlare calls it from now on.
+        refuses: A function that returns whether a name is refused. NVFlare calls this function from now on.
         refused_now: A function that returns whether a client that is connected now is refused. Only this function calls
             it.
     """
@@ -293,7 +293,7 @@ def adapt_script(name: str, text: str) -> str:
     The script then uses this Python, checks the folder before it starts NVFlare, and can be stopped at any time.
 
     NVFlare's ``stop_fl.sh`` asks for confirmation, and does nothing without a terminal. NVFlare's ``start.sh`` returns
-    before the daemon has written its process id, so a stop immediately after it does not find the process.
+    before the daemon has written its process id, so a stop immediately after the start does not find the process.
 
     Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
 

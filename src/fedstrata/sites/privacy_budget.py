@@ -45,9 +45,10 @@ class Spending:
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """Return the divergence of each job for each of ``ORDERS``: of its client with the largest divergence.
+        """Return the largest divergence of all clients of each job, for each of ``ORDERS``.
 
-        In a job, clients have different samples, so only the largest divergence counts. It is bounded for each order.
+        In a job, clients have different samples, so only the largest divergence counts. This divergence is bounded for
+        each order.
         """
         clients: dict[tuple[str, ClientId], NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
         for (job, client, noise, rate), count in self.steps.items():
@@ -64,7 +65,7 @@ class Spending:
 
 
 class PrivacyBudget:
-    """The privacy budget of one site. Several processes may use it.
+    """The privacy budget of one site. Several processes may use the budget.
 
     Args:
         folder: The folder of the file.

@@ -1,4 +1,4 @@
-"""The progress of a run over sites. The server and each site write it as a table, which is shown as text."""
+"""The progress of a run over sites. The server and each site write the progress as a table, which is shown as text."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ COUNTED = ("returned", "dropped", "late", "failed")
 def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -> dict[str, list[list[float]]]:
     """Return the curves of a run, each as a list of rounds and a list of values.
 
-    A curve has at most about ``POINTS`` points. The curve of the ``primary`` metric comes first.
+    A curve has approximately ``POINTS`` points or fewer. The curve of the ``primary`` metric comes first.
 
-    If a run repeated a round after a crash, the new record replaces the old records of this round and of later ones.
+    If a run repeated a round after a crash, the new record replaces the old records of this round and of later rounds.
 
     >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
     {'loss': [[1, 2], [1.0, 0.5]]}

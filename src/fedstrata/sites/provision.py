@@ -1,6 +1,6 @@
 """Make the job of a federation, and folders for the server, each site and the administrator.
 
-A folder contains a certificate, settings and start scripts. NVFlare calls it a start-up kit.
+A folder contains a certificate, settings and start scripts. NVFlare calls such a folder a start-up kit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run an experiment over sites in one process, to test it before it runs on real machines.
 
-As on real machines, the run reads the sites' files and encodes all messages. It has the same result.
+As on real machines, the run reads the sites' files and encodes all messages. The result is the same, too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def rehearse_file(
 
     Args:
         spec: The experiment.
-        file: The description of the federation (``sites.toml``). It names the files with the data and keys of the
-            server and the sites; relative paths refer to the folder of this file.
+        file: The description of the federation (``sites.toml``). The description names the files with the data and keys
+            of the server and the sites; relative paths refer to the folder of this file.
         out: The run folder.
         resume: Whether to resume the run in the folder.
         callbacks: Callbacks of the run.

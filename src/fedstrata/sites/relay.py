@@ -19,7 +19,7 @@ class ClientRaisedError(FedstrataError):
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
-    """Return a client's reply to a request, or a ``Failure`` if the client failed or replied with another type."""
+    """Return a client's reply to a request, or a ``Failure`` if the client failed or its reply has a wrong type."""
     if isinstance(outcome, Failed):
         error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander, outcome.refused)

@@ -156,7 +156,7 @@ def member_of(
         begin: The server's first message.
         path: The file of the questions that the site has answered in this job.
         credentials: The site's certificate, and the accepted certificates.
-        policy: The site's policy; None if the site has none.
+        policy: The site's policy; None if the site has no policy.
         privacy: The spec's settings.
 
     Raises:
@@ -183,7 +183,7 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
 
 
 def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
-    """Process the news that a sum was opened. The server may send it several times.
+    """Process the message that a sum was opened. The server may send the message several times.
 
     Args:
         member: The site's part in secure sums.
@@ -192,10 +192,10 @@ def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
         client: The site's client.
 
     Returns:
-        Whether the site heard the news for the first time.
+        Whether the site received this message for the first time.
 
     Raises:
-        WireError: The acknowledgement is of another class.
+        WireError: The acknowledgement has the wrong class.
     """
     if not isinstance(ack, Opened):
         raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
@@ -213,7 +213,7 @@ def about(message: object, member: Member) -> dict[str, Any]:
     """Return the fields of a ledger entry that describe a message of a secure sum; empty for other messages.
 
     Args:
-        message: The request that the site answered, or the news that a sum was opened.
+        message: The request that the site answered, or the message that a sum was opened.
         member: The site's part in secure sums.
     """
     if isinstance(message, Masked) and isinstance(message.begin, Begin):

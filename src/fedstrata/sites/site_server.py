@@ -85,8 +85,8 @@ class SiteServer:
         keys: The keys that all clients share to mask labels. Default: the keys that the environment variables name.
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
-        credentials: A function that returns the site's certificate. Default: the site has none, so it refuses jobs with
-            secure sums.
+        credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses
+            jobs with secure sums.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SiteServer:
 
         Args:
             caller: The name of the sender, which NVFlare has verified.
-            data: The encoded message. If it is wrong or not allowed, the answer is ``Refused``.
+            data: The encoded message. If the message is wrong or not allowed, the answer is ``Refused``.
         """
         what = "a message"
         try:
@@ -171,7 +171,7 @@ class SiteServer:
     def note(self, kind: str, **about: Any) -> None:
         """Make an ``Entry`` about a question, with the fields ``about``.
 
-        It is written to the ledger (the site's log of all answers) before the answer leaves the site.
+        The entry is written to the ledger (the site's log of all answers) before the answer leaves the site.
         """
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
@@ -754,7 +754,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop; None if it is neither the last hop at this site nor its last hop that counts."""
+        """Return the result of a hop; None if this was neither the site's last hop nor its last counted hop."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

@@ -57,7 +57,7 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
         report: A function that is called with a line about each event.
 
     Raises:
-        SpecError: ``folder`` is none of these.
+        SpecError: ``folder`` is not one of these folders.
         ExtraMissingError: ``folder`` is the administrator's folder, and NVFlare is not installed.
     """
     if (folder / JOB / "meta.json").is_file():
@@ -80,11 +80,11 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
 
 
 def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
-    """Print the progress of a run, or of one site's work in it.
+    """Print the progress of a run, or of one site's work in a run.
 
     Args:
         folder: The folder of the administrator, the server or a site, or a run folder; see ``source_of``.
-        watch: Whether to repeat this every two seconds until the run is over. A terminal is updated in place.
+        watch: Whether to print the progress every two seconds until the run is over. A terminal is updated in place.
         as_json: Whether to print the progress as JSON.
 
     Raises:

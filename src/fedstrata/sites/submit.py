@@ -53,8 +53,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
-    late or was restarted. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted. The job is also submitted again if a connected site does not
+    take part because the site joined late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, as ``provision`` wrote it.
@@ -159,7 +159,7 @@ class Watch:
         return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Poll once: submit the job if it is not submitted, and return True if it has ended with a result."""
+        """Poll once: submit the job if it is not submitted, and return True if the job has ended with a result."""
         if self._job is None:
             if self._given_up:
                 # Wait for the sites before the job is submitted again, because they connect one after another if the
@@ -208,8 +208,8 @@ class Watch:
     def ended(self) -> tuple[str, str]:
         """Return the id and the status of the job that was submitted last.
 
-        The id is empty if the job still runs, or if it failed and can be submitted again. Both are empty if no job was
-        submitted.
+        The id is empty if the job still runs, or if it failed and can be submitted again. The id and the status are
+        empty if no job was submitted.
         """
         listed = self._call(lambda session: session.list_jobs()) or []
         same = [job for job in listed if job["job_name"] == self._name]

@@ -22,7 +22,7 @@ SHARE = 0.4
 
 
 class Sums:
-    """The server's adder of tensors. It waits for the terms of all sites of a group, and adds up the terms.
+    """The server's adder of tensors. The adder waits for the terms of all sites of a group, and adds up the terms.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).

@@ -65,8 +65,8 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
         call: A function that asks the question.
         data: The encoded question.
         patience: The number of seconds within which there must be an answer.
-        beside: Whether to repeat the question while an earlier call still waits. If not, it is repeated only after a
-            call has failed.
+        beside: Whether to repeat the question while an earlier call still waits. If not, the question is repeated only
+            after a call has failed.
 
     Raises:
         SiteLostError: There was no answer in time.

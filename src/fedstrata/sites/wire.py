@@ -21,7 +21,7 @@ class SiteRefusedError(FedstrataError):
     """A site refused a message.
 
     Args:
-        reason: A text that says why.
+        reason: The reason, as text.
         for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
@@ -98,8 +98,8 @@ class Begun(Message):
     """The answer of a site that is ready for the run.
 
     Args:
-        round: The round after which the clients' states were stored. It is the requested round or an earlier round, or
-            0 if no states are stored.
+        round: The round after which the clients' states were stored. This is the requested round or an earlier round,
+            or 0 if no states are stored.
         lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -187,7 +187,7 @@ class Failed(Message):
     """The outcome of a client that did not answer.
 
     Args:
-        reason: A text that says why.
+        reason: The reason, as text.
         bystander: Whether the client failed only because another client, with which it adds up tensors, failed.
         refused: Whether the site or the client refused to answer.
     """
@@ -275,7 +275,7 @@ class Unmoved(Message):
     """The answer to ``Hop``, if the site could not fetch the model.
 
     Args:
-        reason: A text that says why.
+        reason: The reason, as text.
     """
 
     reason: str
@@ -317,7 +317,7 @@ class Refused(Message):
     """The answer to a message that a site refuses.
 
     Args:
-        reason: A text that says why.
+        reason: The reason, as text.
         for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 
@@ -355,8 +355,8 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``). Each is sent again until
-            the site has answered a message that contains it.
+        acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``). Each acknowledgement is
+            sent again until the site has answered a message that contains the acknowledgement.
         body: The question, such as ``Ask``.
         number: The number of the message; numbers ascend. A site that gets a number again repeats its answer. 0 for a
             message that is never repeated.
@@ -375,7 +375,7 @@ def read(data: object, *kinds: type[Message]) -> Any:
         kinds: The expected classes of messages.
 
     Raises:
-        WireError: The data are damaged, or the message is of another class.
+        WireError: The data are damaged, or the message has none of the expected classes.
         SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):

@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples or, without these, on the test set; None if it is not measured."""
+        """Return the metric on validation samples or, without such samples, on the test set; None if not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -160,7 +160,7 @@ class KeepBest(_Best):
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Store the model if it is the best so far."""
+        """Store the model if the model is the best so far."""
         value, best = self.value(simulation, record), simulation.memory.get(self.name)
         if not self.improves(simulation, value, None if best is None else best["value"]):
             return

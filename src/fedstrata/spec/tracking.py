@@ -301,7 +301,7 @@ class Tracking(Setting):
 
 
 def title(simulation: Simulation) -> str:
-    """Return a name for a run that consists of its method, data, seed and a hash of its identity."""
+    """Return a name for a run: its method, data and seed, and a hash of its identity."""
     spec, data = simulation.spec, Path(str(simulation.spec.data.name)).stem
     digest = sha256(json.dumps(simulation.identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{digest}")

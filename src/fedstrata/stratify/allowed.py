@@ -59,7 +59,7 @@ def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -
     Args:
         masking: How labels are hidden from the server; see ``Stratify``.
         weighted: Whether clients are drawn in proportion to their numbers of samples.
-        classes: C, the number of classes; None if it is not known.
+        classes: C, the number of classes; None if C is not known.
     """
     if masking == "none":
         return [Allowed(LabelReport), Allowed(Assign)]

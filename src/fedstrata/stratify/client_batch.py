@@ -103,11 +103,11 @@ def opened(
 ) -> dict[int, Pool]:
     """Return the client's pools for a request: its shuffled samples of each label, and how many of them are used.
 
-    A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all its samples
-    are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know the
-    placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not report
-    labels with so few samples before the first round, and no request may draw them. The order of a pool depends on the
-    label and not on the placeholder, so that training is the same with and without masking.
+    A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all samples of
+    the pool are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know
+    the placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not
+    report labels with so few samples before the first round, and no request may draw them. The order of a pool depends
+    on the label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.

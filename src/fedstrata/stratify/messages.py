@@ -50,7 +50,7 @@ class Epoch(Order):
         self._last = -1
 
     def refusal(self, request: Any) -> str:
-        """Return the reason why a request is refused; an empty string if it is accepted.
+        """Return the reason why a request is refused; an empty string if the request is accepted.
 
         The client refuses malformed requests, batches that are over or out of order, and batches without reserved
         samples.

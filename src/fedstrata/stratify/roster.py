@@ -18,7 +18,7 @@ from fedstrata.stratify.schedule import Holders
 class Roster:
     """The clients that can be asked in an epoch, and which of them have unused samples of each label.
 
-    - A *placeholder* is a number that stands for a label. Its *holders* are the clients with samples of this label.
+    - A *placeholder* is a number that stands for a label. The *holders* of a placeholder have samples of this label.
     - A placeholder's *place* is its index in ``holders.placeholders``.
     - A *row* is an index of a pair (placeholder, holder). There are R pairs, in the order of ``holders.clients``.
     - A client's *pool* of a placeholder contains the client's samples of this label that are not used yet in the epoch.

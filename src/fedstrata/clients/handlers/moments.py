@@ -26,7 +26,7 @@ class MomentsReply(Reply):
     Args:
         samples: n_k(c), the number of samples of each class, shape (C,), float32.
         first: Σ z, the sum of the features of each class, shape (C, d), float32.
-        second: Σ z zᵀ, the sum of their outer products, shape (C, d, d), float32.
+        second: Σ z zᵀ, the sum of the outer products of these features, shape (C, d, d), float32.
     """
 
     samples: Tensor
@@ -34,7 +34,7 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Refuse tensors of other shapes, and numbers of samples that are negative or not whole.
+        """Refuse tensors of the wrong shape, and numbers of samples that are negative or not whole.
 
         Args:
             classes: The number of classes C.

@@ -54,7 +54,7 @@ class Visit(Request):
 
 @handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
-    """Train the model on the client's samples, and return it for the next client."""
+    """Train the model on the client's samples, and return the model for the next client."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     outcome = train(client, weights, data, round=request.round, message={})

@@ -86,14 +86,14 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch for each step of a round; with ``training.accumulate``, it combines the step's mini-batches.
+        """Yield one batch for each step of a round; with ``training.accumulate``, the batch has all its mini-batches.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.
 
         Args:
             training: The settings: samples per step, and epochs or steps.
-            generator: The source of the random numbers for the orders.
+            generator: The random generator that draws the order of the samples.
             pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
                 then joins the batch before it, and a client with a single sample takes no step.
         """
@@ -227,8 +227,8 @@ def train(
 
     If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
 
-    With ``privacy.dp``, the steps are those of DP-SGD: see ``NoisyGradient``. The result then contains the loss 0 and
-    the expected number of samples, because the true values are not private.
+    With ``privacy.dp``, the client takes the steps of DP-SGD; see ``NoisyGradient``. The result then contains the loss
+    0 and the expected number of samples, because the true values are not private.
 
     The batches of the steps are augmented (``data.augment``). The objective's ``client_prepare`` and ``client_final``
     use the original samples.
@@ -238,7 +238,7 @@ def train(
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
-        message: The objective's message from the server.
+        message: The message that the server sends for the objective.
         objective: An objective without a state. Default: the objective of the context, whose state is read from the
             client's state.
     """

@@ -113,7 +113,7 @@ def train_personal(client: Client, weights: Weights, data: LocalData, round: int
 
 
 def personal_model(client: Client, weights: Weights) -> Weights:
-    """Return the client's personal model; the model ``weights`` if the client has none yet."""
+    """Return the client's personal model; the model ``weights`` if the client has no personal model yet."""
     kept = client.state.get(PERSONAL)
     if not isinstance(kept, dict):
         return weights

@@ -31,7 +31,8 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     """Yield, for each step of a round, the positions of its samples; a step may have no samples.
 
     Args:
-        client: The client, which draws with its own random numbers. At real sites, their seed is a secret.
+        client: The client, which draws with its own random numbers. At real sites, the seed of these numbers is a
+            secret.
         training: The settings of local training, which give the probability of a sample and the number of steps.
         round: The round, counted from 1.
         samples: The client's number of samples.
@@ -49,7 +50,7 @@ Noise = Callable[[torch.Size], Tensor]
 def noise_of(client: Client, round: int) -> Noise:
     """Return the source of a client's noise in a round.
 
-    In a simulation, the noise follows from the spec's seed. At a real site, it comes from the operating system.
+    In a simulation, the noise follows from the spec's seed. At a real site, the noise comes from the operating system.
 
     Args:
         client: The client.
@@ -143,7 +144,7 @@ class NoisyGradient:
         return loss, list(total.values())
 
     def _of_samples(self, trained: Params, part: Batch) -> tuple[Params, Tensor]:
-        """Return the gradient of each sample's loss, (B, …) for each parameter, and the losses, (B,)."""
+        """Return the gradient of each sample's loss, shape (B, …) for each parameter, and the losses, shape (B,)."""
 
         def loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
             one = Batch(each(x, lambda tensor: tensor[None]), y[None])

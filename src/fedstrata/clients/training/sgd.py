@@ -2,9 +2,9 @@
 
 For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` avoids autograd: it
 computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end.
-The gradient of a weight is a product ``δᵀ a``, which ``addmm_`` adds to the weight without storing it. The results are
-equal to autograd's results, except that sums are added in another order. FedAvg on an MLP is 1.6 times as fast as with
-autograd (``benchmarks/fast_paths.py``).
+The gradient of a weight is a product ``δᵀ a``, which ``addmm_`` adds to the weight without storing the product. The
+results are equal to autograd's results, except that sums are added in another order. FedAvg on an MLP is 1.6 times as
+fast as with autograd (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations

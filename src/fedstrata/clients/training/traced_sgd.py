@@ -1,10 +1,10 @@
 """SGD steps on single samples, replayed from a trace of tensor operations.
 
-With one sample per step, most of the time is spent on bookkeeping: autograd records a graph and allocates gradients as
-large as the parameters, and an optimiser adds them to the parameters. This module records the tensor operations of one
-step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample. Views of parameters are
-made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds to the weight without storing it.
-Tracing takes a tenth of a second and needs no compiler.
+With one sample per step, most of the time is spent on bookkeeping. Autograd records a graph and allocates gradients as
+large as the parameters, and an optimiser adds these gradients to the parameters. This module records the tensor
+operations of one step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample. Views
+of parameters are made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds to the weight without
+storing the product. Tracing takes a tenth of a second and needs no compiler.
 
 A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
 other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and autograd give the
@@ -81,11 +81,11 @@ class TracedSGD:
 
         Args:
             x: Inputs, (n, …), n ≥ 1.
-            y: Labels, (n,).
+            y: Labels, shape (n,).
             lr: The learning rate η.
 
         Returns:
-            The loss of each sample before its step, (n,).
+            The loss of each sample before its step, shape (n,).
         """
         step, bound = self._step, self._bound
         # For a single sample, setting up an operation of oneDNN takes longer than the time that it saves.

@@ -22,7 +22,7 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
     plus log(U)/α for a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in logarithms.
 
     Args:
-        alpha: The concentrations α, all positive, (…, C).
+        alpha: The concentrations α, all positive, shape (…, C).
         rng: The generator of the draws.
 
     Returns:
@@ -42,13 +42,13 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
     Without the random number, the last client would get half a sample per class too many on average.
 
     Args:
-        codes: The class (or domain) of every sample, 0…C−1, (samples,).
+        codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
         clients: The number of clients N.
         alpha: The concentration α, the same for each client.
         rng: The generator of the draws.
 
     Returns:
-        The owner of every sample, (samples,).
+        The owner of every sample, as an array of shape (samples,).
     """
     owner = np.empty(len(codes), dtype=np.int64)
     for code in range(int(codes.max()) + 1):
@@ -67,13 +67,13 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
     classes that have samples left. Every pass except the last uses up a class, so there are at most C passes.
 
     Args:
-        codes: The class of every sample, 0…C−1, (samples,).
-        sizes: The number of samples of each client, (N,); the sum must be the number of all samples.
-        log_mix: The logarithms of each client's class probabilities, (N, C).
+        codes: The class of every sample, 0…C−1, shape (samples,).
+        sizes: The number of samples of each client, shape (N,); the sum must be the number of all samples.
+        log_mix: The logarithms of each client's class probabilities, shape (N, C).
         rng: The generator of the draws.
 
     Returns:
-        The owner of every sample, (samples,).
+        The owner of every sample, as an array of shape (samples,).
     """
     pool, starts, remaining = by_class(codes, log_mix.shape[1], rng)
     owner = np.empty(len(codes), dtype=np.int64)
@@ -106,7 +106,7 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
     remain true. Any two classes may therefore occur together at a client.
 
     Args:
-        each: The number of classes of each client, at most ``classes``, (N,).
+        each: The number of classes of each client, at most ``classes``, shape (N,).
         classes: The number of classes C.
         rng: The generator of the choices.
 
@@ -134,14 +134,14 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
     """Split the samples of every class among the holders, the clients that were chosen for the class.
 
     Args:
-        codes: The class of every sample, 0…C−1, (samples,). Every class must have a holder.
+        codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
         rng: The generator that chooses the samples of each client, and the clients that get the remainder of a split.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
-        The owner of every sample, (samples,); −1 for samples beyond the quotas.
+        The owner of every sample, as an array of shape (samples,); −1 for samples beyond the quotas.
     """
     classes = int(codes.max()) + 1
     pool, starts, _ = by_class(codes, classes, rng)
@@ -164,13 +164,14 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
     Each sample is taken from the client that has the most samples at that time.
 
     Args:
-        owner: The owner of every sample, (samples,). There must be at least ``clients`` · ``least`` samples.
+        owner: The owner of every sample, as an array of shape (samples,). There must be at least ``clients`` ·
+            ``least`` samples.
         clients: The number of clients N.
         least: The smallest number of samples that a client may have.
         rng: The generator that selects the samples and their new owners.
 
     Returns:
-        The new owner of every sample, (samples,).
+        The new owner of every sample, shape (samples,).
     """
     sizes = np.bincount(owner, minlength=clients)
     missing = np.maximum(least - sizes, 0)

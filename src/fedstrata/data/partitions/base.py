@@ -29,9 +29,9 @@ class Assignment:
 
     Args:
         indices: The indices of the samples in the training set, client after client, int64.
-        offsets: The start of each client in ``indices``, and the end of the last client, (N + 1,) int64.
-        codes: The index of each client in the data set's ``client_names``, (N,); None if the data set does not define
-            the clients.
+        offsets: The start of each client in ``indices``, and the end of the last client, shape (N + 1,), int64.
+        codes: The index of each client in the data set's ``client_names``, shape (N,); None if the data set does not
+            define the clients.
 
     >>> two = Assignment.from_owners(np.array([1, 0, UNUSED, 1]), clients=2)
     >>> len(two), two[1].tolist(), two.sizes.tolist()
@@ -47,7 +47,7 @@ class Assignment:
         """Build an assignment from the owner of every sample.
 
         Args:
-            owner: The client of each training sample, (samples,), or ``UNUSED`` if no client has the sample.
+            owner: The client of each training sample, shape (samples,), or ``UNUSED`` if no client has the sample.
             clients: The number of clients N.
         """
         order = np.argsort(owner, kind="stable").astype(np.int64)
@@ -71,7 +71,7 @@ class Assignment:
 
     @property
     def sizes(self) -> Ints:
-        """The number of samples of each client, (N,)."""
+        """The number of samples of each client, shape (N,)."""
         return np.diff(self.offsets)
 
     @property
@@ -96,11 +96,11 @@ class Assignment:
         """Count the samples of each class at each client.
 
         Args:
-            labels: The label of every training sample, (samples,).
+            labels: The label of every training sample, shape (samples,).
             classes: The number of classes C.
 
         Returns:
-            The counts, (N, C) int64.
+            The counts, shape (N, C), int64.
         """
         cells = self.owners * classes + labels[self.indices]
         return np.bincount(cells, minlength=len(self) * classes).reshape(len(self), classes).astype(np.int64)
@@ -136,12 +136,12 @@ class Partition(Setting):
         """Divide the samples; the result depends only on the arguments and settings.
 
         Args:
-            labels: The label of every training sample, (samples,).
-            domains: The domain of every training sample, (samples,); None if the data set has no domains.
+            labels: The label of every training sample, shape (samples,).
+            domains: The domain of every training sample, shape (samples,); None if the data set has no domains.
             rng: The only source of randomness.
 
         Returns:
-            The owner of every sample, (samples,); or, for each client, an array with the indices of its samples.
+            The owner of every sample, shape (samples,); or, for each client, an array with the indices of its samples.
         """
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:

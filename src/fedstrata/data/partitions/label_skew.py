@@ -156,14 +156,14 @@ def _held(
     Args:
         partition: The partition.
         key: The setting with the number of classes, for messages.
-        labels: The class (or domain) of every sample, (samples,).
-        each: The number of classes of each client, (N,).
+        labels: The class (or domain) of every sample, shape (samples,).
+        each: The number of classes of each client, shape (N,).
         size: The number of samples of each client; None to use all samples.
         rng: The generator of the choices.
         kind: ``"class"`` or ``"domain"``, for messages.
 
     Returns:
-        The owner of every sample, (samples,).
+        The owner of every sample, shape (samples,).
 
     Raises:
         SpecError: The data have too few classes, or too few samples of a class.

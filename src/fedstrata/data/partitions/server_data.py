@@ -40,7 +40,7 @@ class ServerData:
         return np.setdiff1d(np.arange(self.data.train_size), self.assignment.indices)
 
     def counts(self) -> Ints:
-        """Count the left-out training samples of each class, (C,)."""
+        """Count the left-out training samples of each class, shape (C,)."""
         return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.outputs)
 
     def balanced(self, per_class: int, generator: np.random.Generator) -> tuple[Inputs, Tensor]:

@@ -29,7 +29,7 @@ class Targets:
     """The targets of a data set, in the form in which a ``Dataset`` stores them.
 
     Args:
-        train: The targets of the training samples, (N, …).
+        train: The targets of the training samples, shape (N, …).
         test: The targets of the test samples, in the form of ``train``.
         names: The name of each output of the model, such as the classes; empty if outputs have no names.
         outputs: The number of outputs of the model for a sample, a token or a pixel.
@@ -45,7 +45,7 @@ class Task(Setting):
     """A learning task. A task of your own derives from this class; see the guide "Your task".
 
     In all methods, *outputs* are what the model returns for a batch of B samples, and *targets* are the stored targets
-    of these samples, (B, …).
+    of these samples, shape (B, …).
     """
 
     default_metrics: ClassVar[tuple[str, ...]] = ()
@@ -104,7 +104,7 @@ class Task(Setting):
         return float(self.losses(outputs, targets)[0].sum())
 
     def weights(self, targets: Tensor) -> Tensor:
-        """Return the weight of each sample, (B,) float64."""
+        """Return the weight of each sample, shape (B,), float64."""
         return torch.ones(len(targets), dtype=torch.float64)
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Task(Setting):
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values, (N,) float64, whose frequencies ``fitted`` needs; None if it does not need frequencies."""
+        """Return the values, shape (N,), whose frequencies ``fitted`` needs; None if no frequencies are needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
@@ -168,7 +168,7 @@ class Task(Setting):
 
         Args:
             label: The column with the labels; None for arrays.
-            n_classes: The number of classes that the spec lists; 0 if it lists none.
+            n_classes: The number of classes that the spec lists; 0 if the spec does not list classes.
         """
         problem = "cannot be used on the sites' own data, which must have one class or one number per sample as label."
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)

@@ -168,7 +168,7 @@ def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
     """Return the boundaries between ranges that contain equally many values, as far as ties permit.
 
     Args:
-        counts: The distinct values, ascending, and how often each value occurs, (V, 2).
+        counts: The distinct values, ascending, and how often each value occurs, shape (V, 2).
         bins: The number of ranges.
 
     Returns:

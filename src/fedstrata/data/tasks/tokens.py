@@ -68,7 +68,7 @@ class PerPlace(Task):
         return (targets.flatten(1) != self.ignore).sum(dim=1).double()
 
     def by_place(self, outputs: Tensor) -> Tensor:
-        """Return the logits of each position, (B, positions, classes)."""
+        """Return the logits of each position, shape (B, positions, classes)."""
         return outputs
 
     @override

@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into tensors that are encoded and tensors that are sent without encoding.
 
-    With error feedback, the errors of several rounds are added up. If a training objective sends tensors that must not
-    be added up, such as prototypes, these are sent without encoding.
+    With error feedback, the errors of several rounds are added up. Tensors of a training objective that must not be
+    added up, such as prototypes, are sent without encoding.
 
     Args:
         change: The update in a client's reply, with the objective's tensors.
@@ -50,8 +50,8 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Return the digest that identifies a version of the model.
 
-    The digest is computed from the bytes that were sent, because parameters that a client computes from changes may
-    differ in the last bit between processors.
+    The digest is computed from the bytes that were sent. Parameters that a client computes from changes would be
+    unsuitable, because their last bit may differ between processors.
 
     Args:
         before: The digest of the previous version; empty if the whole model is sent.

@@ -78,10 +78,11 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
         forms: The forms that sender and receiver expect.
 
     Returns:
-        The bytes, uint8, (bytes,).
+        The bytes, uint8, shape (bytes,).
 
     Raises:
-        FedstrataError: The payload has other forms, because the codec's ``forms`` and ``encode`` contradict each other.
+        FedstrataError: The payload does not have these forms, because the codec's ``forms`` and ``encode`` contradict
+            each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in actual | forms:
@@ -225,7 +226,7 @@ class QSGD(Codec):
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape and dtype of two tensors, named ``all``: the buckets' scales, and the packed codes."""
+        """Return the shapes and dtypes of two tensors under the key ``all``: the buckets' scales, the packed codes."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
@@ -303,14 +304,14 @@ class TopK(WithMemory):
         return min(max(1, round(self.fraction * d)), d)
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape and dtype of two tensors, named ``all``: the packed indices, and the coordinates' values."""
+        """Return the shapes and dtypes of the two tensors under the key ``all``: the packed indices, and the values."""
         d = _coordinates(like)
         k = self._sent(d)
         indices = ((_packed(k, _bits(d)),), torch.uint8)
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return indices and values of the coordinates with the largest absolute values; of equals, the first."""
+        """Return indices and values of the coordinates with the largest absolute values; of equal values, the first."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
@@ -446,7 +447,7 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Add the factors P to an encoded change of ``PowerSGD`` that contains only the factors Q of P Qᵀ.
+    """Add the factors P to a change encoded by ``PowerSGD``, which so far contains only the factors Q of P Qᵀ.
 
     Args:
         payload: A client's term of PowerSGD's second sum, or the second sum itself.

@@ -47,7 +47,7 @@ class CompressionState:
         params: The parameters of the latest version, which differ from the server's model by the error of the codec.
         changes: The encoded changes that lead to the latest version, one for each of the most recent versions, oldest
             first.
-        confirmed: The version that each client has, (N,); −1 if the server does not know the version.
+        confirmed: The version that each client has, shape (N,); −1 if the server does not know the version.
         basis: The matrices Q with which the next exchange begins, for the codec ``PowerSGD``; otherwise empty.
     """
 
@@ -141,7 +141,7 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """The compression of a run: it encodes requests that contain a model, and decodes the replies to them.
+    """The compression of a run: it encodes requests that contain a model, and decodes the replies to these requests.
 
     Args:
         communication: The codecs.

@@ -1,6 +1,6 @@
 """Messages with encoded models and updates: a request around another request, and a reply with an encoded update.
 
-PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange: ``Encoded`` asks each
+PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange. ``Encoded`` asks each
 client for its term of the first sum, and ``Coefficients`` for its term of the second sum.
 """
 

@@ -23,7 +23,7 @@ def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
         parties: Smallest number of sites in a sum.
 
     Raises:
-        SpecError: A reply has no secure sum.
+        SpecError: The replies to a request cannot be added up in a secure sum.
     """
     begins = Bound("the beginning of an exchange", lambda begin, _: begin is not None)
     envelopes = []

@@ -25,7 +25,7 @@ except ImportError:
 
 @dataclass(frozen=True)
 class Identity:
-    """A site's name and certificate, and the use of the certificate's private key.
+    """A site's name and certificate, and a function that signs with the certificate's private key.
 
     Args:
         name: The site's name, which is the common name of the certificate.
@@ -39,7 +39,7 @@ class Identity:
 
     @classmethod
     def of(cls, certificate: x509.Certificate, key: RSAPrivateKey | Ed25519PrivateKey) -> Identity:
-        """Return the identity of a certificate and its private key."""
+        """Return the identity with a certificate and its private key."""
 
         def sign(signed: bytes) -> bytes:
             if isinstance(key, RSAPrivateKey):
@@ -53,7 +53,7 @@ class Trust(Protocol):
     """The rules by which a certificate and a signature are accepted."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if it is.
+        """Return the reason why a signature is not accepted; an empty text if the signature is accepted.
 
         Args:
             name: The name of the site that claims to have signed.
@@ -74,7 +74,7 @@ class IssuedBy:
     root: x509.Certificate
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if it is."""
+        """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""
         try:
             read = x509.load_der_x509_certificate(certificate)
             common_name, key = _common_name(read), read.public_key()
@@ -97,7 +97,7 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def stranger(certificate: bytes, peers: Collection[str] | None) -> bool:
-    """Return True if a certificate is not among the peers of a site.
+    """Return True if a certificate does not belong to a peer of the site.
 
     Args:
         certificate: The certificate, DER-encoded.

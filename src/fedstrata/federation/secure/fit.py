@@ -24,12 +24,12 @@ LOSS_RANGE = 64.0
 
 @dataclass(frozen=True)
 class Weight:
-    """The factor with which a client's numbers count in a sum.
+    """The factor by which a client's numbers are multiplied in a sum.
 
     Args:
         name: The name of the sum of all factors: ``"clients"`` for equal weights, and otherwise an entry of the sums.
-        of: A function of the client's reply that returns the factor.
-        largest: The largest factor. A client with a larger one does not answer.
+        of: A function that returns the factor, given the client's reply.
+        largest: The largest factor. A client with a larger factor does not answer.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Numbers:
     """Real numbers that each client computes from its reply, and whose weighted sum the server learns.
 
     Args:
-        values: A function of the model that the client received and of its reply that returns the numbers.
+        values: A function that returns the numbers, given the model that the client received and the client's reply.
         like: Tensors with the names, shapes and dtypes of the numbers.
-        range: Largest absolute value of a number. Larger numbers are scaled down, see ``Ring.encode``.
+        range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
     """
 
@@ -59,7 +59,7 @@ class Numbers:
 
     @property
     def part(self) -> Part:
-        """The place of the numbers in a vector of the ring."""
+        """The numbers as a part of a vector in the ring."""
         return Part(sum(tensor.numel() for tensor in self.like.values()), self.range)
 
 
@@ -68,8 +68,8 @@ class Count:
     """A whole number that each client computes from its reply, and whose sum the server learns.
 
     Args:
-        value: A function of the reply that returns the number, which is not negative.
-        most: The largest number. A client with a larger one does not answer.
+        value: A function that returns the number (at least 0), given the client's reply.
+        most: The largest number. A client with a larger number does not answer.
     """
 
     value: Callable[[Any], int]
@@ -90,7 +90,7 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 
     Args:
         config: The settings that server and clients share.
-        largest: The largest number of samples behind a reply.
+        largest: The largest number of samples from which a client computes a reply.
     """
     return Weight("samples", lambda reply: reply.size, largest * config.places)
 
@@ -103,12 +103,13 @@ def size_of_weights(weight: Weight) -> Summands:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the clients' replies to training requests, which are known before the first round.
+    """Bounds on the clients' replies to training requests; the bounds are known before the first round.
 
     Args:
         config: The settings that server and clients share.
         params: The parameters that clients change, with the names and shapes of the model's parameters.
-        sample_gradients: A function from a number of samples to the number of sample-gradients that a client computes.
+        sample_gradients: A function that returns the number of sample-gradients that a client computes, given its
+            number of samples.
     """
 
     config: FederationConfig
@@ -146,7 +147,7 @@ class Bounds:
         return {f"updates by {weight.name}": Numbers(values, self.params, self.config.privacy.range, weight)}
 
     def buffers(self, weight: Weight) -> Summands:
-        """Return the changes of the floating-point buffers; none if the model has none."""
+        """Return the changes of the floating-point buffers; empty if the model has no such buffers."""
         like = {name: b for name, b in self.config.model.buffers().items() if b.is_floating_point()}
 
         def values(sent: Weights, reply: FitReply) -> Params:
@@ -155,7 +156,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Return the numbers for the record of a round: the sample-gradients, and the training loss weighted by them.
+        """Return a round's numbers for the record: the sample-gradients, and the loss weighted by sample-gradients.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -266,7 +267,7 @@ class ModelForm:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
     def exchange(self, request: Any) -> int:
-        """Return the number of a request in its round, on which the rounding depends."""
+        """Return the number of a request within its round; the random rounding depends on this number."""
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:

@@ -1,4 +1,4 @@
-"""Keys, signatures, boxes and masks of secure sums, by the library ``cryptography`` (extra ``secure``)."""
+"""Keys, signatures, boxes (encrypted messages) and masks of secure sums, with the library ``cryptography``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Part = bytes | str | int | Sequence["Part"]
 
 
 def statement(use: str, *parts: Part) -> bytes:
-    """Return bytes that determine their use and all parts, for signatures, hashes and the derivation of keys.
+    """Encode a purpose and several values unambiguously as bytes, for signatures, hashes and derived keys.
 
     Args:
-        use: The use. Statements for different uses differ.
-        parts: Texts, bytes, whole numbers and sequences of these.
+        use: The purpose of the bytes. Statements for different purposes differ.
+        parts: Texts, bytes, whole numbers, and sequences of texts, bytes and whole numbers.
 
     >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")
     True
@@ -100,10 +100,10 @@ def signing_key() -> Ed25519PrivateKey:
 
 
 def agreement_key(secret: bytes | None = None) -> X25519PrivateKey:
-    """Return a private key for the agreement on secrets.
+    """Return a private key with which two sites can agree on a secret.
 
     Args:
-        secret: The 32 bytes from which the key follows. Default: bytes from the operating system.
+        secret: The 32 bytes from which the key is computed. Default: bytes from the operating system.
     """
     return X25519PrivateKey.generate() if secret is None else X25519PrivateKey.from_private_bytes(secret)
 
@@ -112,7 +112,7 @@ def agree(own: X25519PrivateKey, other: bytes) -> bytes:
     """Return the secret that only the owners of two X25519 keys can compute.
 
     Raises:
-        ValueError: The other public key has a small order, so that the secret would be zero, or is not a key.
+        ValueError: The other site's public key is invalid, or has a small order, so that the secret would be zero.
     """
     return own.exchange(X25519PublicKey.from_public_bytes(other))
 
@@ -132,13 +132,13 @@ def seal(key: bytes, content: bytes, public: bytes) -> bytes:
     Args:
         key: The key.
         content: The content.
-        public: Bytes that the receiver must know too; they are authenticated but not sent.
+        public: Bytes that the receiver must also know; these bytes are authenticated, but not sent.
     """
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, public)
 
 
 def unseal(key: bytes, box: bytes, public: bytes) -> bytes | None:
-    """Return the content of a box; None if the box was made with another key or other public bytes, or was changed."""
+    """Return the content of a box; None if the box was changed, or the key or the public bytes do not fit the box."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, public)
     except (InvalidTag, ValueError):

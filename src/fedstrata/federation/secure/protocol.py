@@ -1,13 +1,13 @@
 """The messages of secure sums, and the statements that sites sign.
 
-The protocol is that of Bonawitz et al. (2017), in its variant against an active server, with all pairs of sites. Keys
+The protocol is by Bonawitz et al. (2017), in the variant against an active server, with all pairs of sites. Keys
 and shares are made in advance, for several exchanges. ``Site`` and ``Server`` are the two state machines.
 
-A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. Its *self seed* gives a mask
-that is added to its vector. Its *pair seed* gives a private key, from which it derives one mask per other site; of two
-sites, one adds this mask and the other one subtracts it. The sites hold shares of both seeds of each site, and t shares
-give the seed. To open the sum over a set U of sites, the server needs the self seeds of the sites in U, and the pair
-seeds of the other sites, whose vectors do not count.
+A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
+that the site adds to its vector. The *pair seed* gives a private key, from which the site derives one mask for each
+other site. Of two sites, one adds their common mask, and the other subtracts this mask. The sites hold shares of both
+seeds of each site, and t shares of a seed give the seed. To open the sum over a set U of sites, the server needs the
+self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, whose vectors are left out.
 
 ====================  ==========================================  ==================================================
 message to a site     reply                                       checks of the site before it replies
@@ -37,26 +37,26 @@ t − m honest inputs.** The proof needs three checks of honest sites:
 *At most one set is signed t times.* At least t − m honest sites sign such a set. For two sets, this takes 2(t − m)
 votes, but there are only n − m honest sites, and 2(t − m) > n − m.
 
-*Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites voted otherwise. Those that
-answered ``RevealAll`` revealed shares of self seeds. Together with the colluders' shares, the server has at most
+*Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites voted otherwise. Honest sites
+that answered ``RevealAll`` revealed shares of self seeds. Together with the colluders' shares, the server has at most
 n − t + m < t shares of the self seed of an honest site outside U, so this seed stays secret. Nobody reveals shares of
-pair seeds of sites in U, so the colluders' m < t shares are all that the server has of such a seed. Hence no honest
-site loses both seeds. The masks of pairs of honest sites in U cancel only in the sum over all of them. As honest sites
-sign only sets that contain themselves, U contains at least t − m honest sites.
+pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence no honest
+site loses both seeds. The masks of pairs of honest sites in U cancel only in the sum over all honest sites in U. An
+honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
 
-*Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The only sum whose
-masks cancel is that over all honest sites of R'. R' has at least t members, of which at least t − m are honest.
+*Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
+only in the sum over all honest sites of R'. R' has at least t members, of which at least t − m are honest.
 
-This is why ``RevealAll`` needs no round of signatures, unlike in the paper: a site's answer to it is its vote, and the
-few sites that vote otherwise cannot reach a threshold. With different contexts for different sites, the same count
-holds: honest sites of different contexts do not accept each other's signatures, so each signed set and each R' that is
-revealed takes t − m honest votes of its own context.
+Therefore ``RevealAll`` needs no round of signatures, unlike in the paper. A site's answer to ``RevealAll`` is its vote,
+and the few sites that vote otherwise cannot reach a threshold. The server may also send different contexts to different
+sites. Honest sites of different contexts do not accept each other's signatures. Each signed set and each R' that is
+revealed therefore takes t − m honest votes of its own context, and the same proof holds.
 
-The bound needs the true t. A server that could choose t close to n / 2 would reduce the number of colluders that the
+The proof needs the true t. A server that could choose t close to n / 2 would reduce the number of colluders that the
 sites tolerate to zero. Sites therefore refuse a roster whose threshold is below ``default_threshold``.
 
 Limits: across exchanges with different questions, the server may open sums over sets that differ by one site. A site
-that sends a false vector spoils a sum undetected. The server can always stop a run.
+that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def default_threshold(sites: int) -> int:
 
 
 class RefusedError(WithheldError):
-    """A message of the server that a site does not answer, because a check failed.
+    """The error for a message of the server that a site does not answer, because a check failed.
 
     Args:
         check: The name of the check.
@@ -119,12 +119,12 @@ class Package(Message):
         name: The site's name.
         certificate: The site's certificate, DER-encoded.
         job_key: The Ed25519 key with which the site signs in this job.
-        credential: The signature of ``job_key`` by the certificate's key.
-        box_key: The X25519 key for boxes to the site in this job.
-        keys: The X25519 keys of the exchanges, one after the other.
-        self_commitments: The hashes of the self seeds of the exchanges.
-        pair_commitments: The hashes of the pair seeds of the exchanges.
-        signature: The signature of all keys and hashes by ``job_key``.
+        credential: The signature of ``job_key``, made with the certificate's key.
+        box_key: The X25519 key with which other sites encrypt boxes (messages) to this site in this job.
+        keys: The X25519 keys, one for each exchange.
+        self_commitments: The hashes of the self seeds, one for each exchange.
+        pair_commitments: The hashes of the pair seeds, one for each exchange.
+        signature: The signature of all keys and hashes, made with ``job_key``.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Package(Message):
     signature: bytes
 
     def signed(self, job: bytes) -> bytes:
-        """Return the bytes that ``signature`` is about."""
+        """Return the bytes that ``signature`` signs."""
         public = self.box_key, self.keys, self.self_commitments, self.pair_commitments
         return statement("package", job, self.name, *public)
 
@@ -160,7 +160,7 @@ class Package(Message):
         return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
 
     def form_defect(self) -> str:
-        """Return the reason why the keys cannot be used, whoever signed them; an empty text if they can."""
+        """Return the reason why the keys cannot be used, regardless of signatures; an empty text if they can be."""
         lengths = {len(self.keys), len(self.self_commitments), len(self.pair_commitments)}
         if len(lengths) > 1 or len(self.keys) % KEY_BYTES or not 1 <= self.exchanges <= MOST_EXCHANGES:
             return "its package has a wrong number of keys or hashes"
@@ -171,7 +171,7 @@ class Package(Message):
         return ""
 
     def signature_defect(self, job: bytes) -> str:
-        """Return the reason why the package's own signature is wrong; an empty text if it is right."""
+        """Return the reason why the package's own signature is wrong; an empty text if the signature is right."""
         return "" if valid(self.job_key, self.signature, self.signed(job)) else "the signature of its package is wrong"
 
 
@@ -180,7 +180,7 @@ class Roster(Message):
     """The sites whose vectors are summed in several exchanges.
 
     Args:
-        packages: The package of each site, in ascending order of the names.
+        packages: The package of each site, sorted by the sites' names.
         threshold: Number t of sites that can open a sum.
     """
 
@@ -198,7 +198,7 @@ class Roster(Message):
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the names of the sites whose name, key or seed occurs at another site or exchange too."""
+    """Return the names of the sites of which a name, a key or a seed occurs more than once, here or at other sites."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
@@ -214,7 +214,7 @@ def repeated(packages: Sequence[Package]) -> set[str]:
 
 @record("secure/Deal")
 class Deal(Message):
-    """A site's shares of its seeds, for the other sites.
+    """The shares of a site's seeds, for the other sites.
 
     Args:
         boxes: For each other site of the roster, the encrypted shares of this site's seeds of all exchanges.
@@ -225,10 +225,10 @@ class Deal(Message):
 
 @record("secure/Delivery")
 class Delivery(Message):
-    """The members of a roster's sums, and the other members' boxes for one site.
+    """The members of a roster's sums, and the boxes that the other members sent to one site.
 
     Args:
-        members: The sites that have dealt shares, in ascending order: R'.
+        members: R', the sites that have sent shares, in ascending order.
         boxes: The box of each other member for this site.
     """
 
@@ -238,7 +238,7 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The beginning of an exchange, which goes to a site together with the question.
+    """The message that begins an exchange; the site receives it together with the question.
 
     Args:
         roster: The hash of the roster.
@@ -253,11 +253,11 @@ class Begin(Message):
 
 @record("secure/In")
 class In(Message):
-    """A site's signed statement that it has sent its masked vector.
+    """A site's signed statement that the site has sent its masked vector.
 
     Args:
         enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
-        signature: The signature of the site's job key.
+        signature: The signature, made with the site's job key.
     """
 
     enough: bool
@@ -308,7 +308,7 @@ class Vote(Message):
     """A site's vote for a set.
 
     Args:
-        signature: The signature of the site's job key.
+        signature: The signature, made with the site's job key.
     """
 
     signature: bytes
@@ -320,7 +320,7 @@ class RevealSet(Message):
 
     Args:
         exchange: The exchange.
-        votes: The votes' signatures, by site.
+        votes: A mapping from each site that voted to the signature of its vote.
     """
 
     exchange: int
@@ -329,11 +329,11 @@ class RevealSet(Message):
 
 @record("secure/Shares")
 class Shares(Message):
-    """A site's shares of other sites' seeds, and of its own.
+    """The shares that a site holds, of other sites' seeds and of its own seeds.
 
     Args:
-        selfs: The shares of self seeds, by the seeds' owners.
-        pairs: The shares of pair seeds, by the seeds' owners. No site is in both mappings.
+        selfs: A mapping from the owner of each self seed to the share.
+        pairs: A mapping from the owner of each pair seed to the share. No site is in both mappings.
     """
 
     selfs: dict[str, bytes]
@@ -342,7 +342,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """The news that the server has opened the sum over a set.
+    """The message that the server has opened the sum over a set.
 
     Args:
         exchange: The exchange.
@@ -354,7 +354,7 @@ class Opened(Message):
 
 
 def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:
-    """Return the hash of what an exchange is about. All signatures and masks of the exchange depend on it.
+    """Return the hash of an exchange's context. All signatures and masks of the exchange depend on this hash.
 
     Args:
         job: The job's hash.
@@ -377,30 +377,30 @@ def vote_statement(context: bytes, members: Sequence[str]) -> bytes:
 
 
 def job_key_statement(job: bytes, name: str, job_key: bytes) -> bytes:
-    """Return the bytes that a certificate's key signs once per job."""
+    """Return the bytes that a site signs once per job with its certificate's key."""
     return statement("job key", job, name, job_key)
 
 
 def commitment(job: bytes, name: str, kind: Seed, exchange: int, seed: bytes) -> bytes:
-    """Return the hash of a seed, which its owner publishes before anybody sends a vector."""
+    """Return the hash of a seed; the seed's owner publishes the hash before any site sends a vector."""
     return digest("seed", job, name, kind, exchange, seed)
 
 
 def exchange_key(job: bytes, name: str, exchange: int, pair_seed: bytes) -> X25519PrivateKey:
-    """Return the private key of an exchange, which its owner derives from its pair seed."""
+    """Return the private key of an exchange, which a site derives from its pair seed."""
     key = derive(pair_seed, b"", statement("exchange key", job, name, exchange))
     return primitives.agreement_key(key)
 
 
 def self_mask(context: bytes, name: str, self_seed: bytes, length: int) -> Words:
-    """Return the mask of a site's self seed, shape (``length``,)."""
+    """Return the mask that a site derives from its self seed, shape (``length``,)."""
     return primitives.mask(derive(self_seed, context, statement("self mask", name)), length)
 
 
 def pair_mask(context: bytes, key: X25519PrivateKey, owner: str, other: Package, exchange: int, length: int) -> Words:
     """Return the mask that a site adds to its vector for one other site, shape (``length``,).
 
-    The other site adds the negative of it. Both can compute it, and everybody who knows one of the two private keys.
+    The other site subtracts this mask. Everybody who knows one of the two sites' private keys can compute the mask.
 
     Args:
         context: The exchange's context.

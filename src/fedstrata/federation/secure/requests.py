@@ -1,4 +1,4 @@
-"""Requests to clients in secure sums. The messages of the protocol travel inside them."""
+"""Requests to clients in secure sums. The requests contain the messages of the protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class MaskedReply(Reply):
     """A client's reply as a vector of the ring.
 
     Args:
-        vector: The vector modulo 2³², with its bits in an int32 tensor. It is masked if ``present`` is not None.
+        vector: The vector modulo 2³², with its bits in an int32 tensor. The vector is masked if ``present`` is not
+            None.
         present: The client's signed statement (``protocol.In``); None without masks.
     """
 
@@ -89,8 +90,8 @@ class Dealt(Message):
 
     Args:
         deal: The site's shares for the other sites (``protocol.Deal``).
-        package: The site's public keys for its next roster (``protocol.Package``), so that this roster needs no
-            message for keys.
+        package: The site's public keys for its next roster (``protocol.Package``). The next roster then needs no
+            separate request for keys.
     """
 
     deal: Message
@@ -98,10 +99,10 @@ class Dealt(Message):
 
 
 def check_vector(reply: MaskedReply, length: int) -> None:
-    """Refuse a vector of another shape or dtype.
+    """Refuse a vector of the wrong shape or dtype.
 
     Raises:
-        ReplyRefusedError: The vector differs.
+        ReplyRefusedError: The shape or dtype is wrong.
     """
     require_shape(reply.vector, (length,), torch.int32, "the vector")
     if reply.vector.layout != torch.strided:

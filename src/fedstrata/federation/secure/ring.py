@@ -1,8 +1,9 @@
 """Numbers of secure sums: fixed point modulo 2³².
 
 Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as a whole
-number, in units of ``range / Q``, and each count as it is. Q is so small that the sum over all sites cannot wrap, so
-the sum of the vectors modulo 2³² determines the sum of the numbers. It does not depend on the order of the sites.
+number, in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow.
+The sum of the vectors modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of
+the sites.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Part:
 
     Args:
         size: Number of elements.
-        range: Largest absolute value of an element. A vector with a larger value is scaled down as a whole.
+        range: Largest absolute value of an element. If one element is larger, the whole vector is scaled down.
     """
 
     size: int
@@ -53,8 +54,8 @@ class Total:
     Args:
         parts: The sum of each part, in float64.
         counts: The sum of each count.
-        scaled: Number of parts that a site scaled down, summed over the sites. If it is not 0, the sums of the parts
-            are those of the scaled vectors.
+        scaled: Number of parts that a site scaled down, summed over the sites. If this number is not 0, ``parts``
+            contains the sums of the scaled vectors.
     """
 
     parts: dict[str, Floats]
@@ -72,7 +73,7 @@ class Ring:
         counts: The largest value of each count at one site, by name. A count is a whole number that is not negative.
 
     Raises:
-        SpecError: A sum could wrap.
+        SpecError: A sum could overflow.
 
     >>> ring = Ring(2, {"update": Part(1, range=1.0)}, {"samples": 10})
     >>> one, two = (ring.encode({"update": [x]}, {"samples": 5}, rounding(0, 1, 0, 0)) for x in (0.25, -1.0))
@@ -118,7 +119,7 @@ class Ring:
         Args:
             parts: The vectors, without their weight.
             counts: The counts.
-            generator: The source of the roundings, see ``rounding``.
+            generator: The random generator for the rounding; see ``rounding``.
             weights: The factors of the parts, between 0 and 1. Default: 1.
 
         Raises:
@@ -165,8 +166,8 @@ class Ring:
             sites: Number of sites that contributed.
 
         Raises:
-            ReplyRefusedError: A number is out of the range that the messages of so many sites can have. At least one
-                site has sent a false vector.
+            ReplyRefusedError: A sum is outside the range that valid messages of so many sites can give. At least one
+                site has sent an invalid vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
             raise ReplyRefusedError(
@@ -202,9 +203,10 @@ def add(vectors: Iterable[Words]) -> Words:
 
 
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
-    """Return the source of the roundings of one client's message.
+    """Return the random generator that rounds the numbers of one client's message.
 
-    Everybody who knows the spec can compute the roundings. This reveals nothing, because the sum contains them.
+    Everybody who knows the spec can repeat these random numbers. This reveals nothing, because the sum contains only
+    rounded numbers.
 
     Args:
         seed: The experiment's seed.

@@ -45,11 +45,12 @@ Stage = Literal["masking", "revealing", "voting", "opening", "opened", "failed"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that went wrong in a secure sum.
+    """A problem in a secure sum.
 
     Args:
-        kind: ``refused``: the server does not use a site's message. ``wrong share``: shares of a seed do not belong
-            together, so its owner or the sites that sent them are faulty. ``failed``: the sum or the roster has failed.
+        kind: ``refused``: the server does not use a site's message. ``wrong share``: shares of a seed contradict each
+            other, so the seed's owner or a site that sent a share is faulty. ``failed``: the sum or the roster has
+            failed.
         sites: The names of the sites.
         reason: The reason, as a sentence.
     """
@@ -62,15 +63,15 @@ class Event:
 class Server:
     """The server of one roster.
 
-    A site that does not answer in time is missing from the mappings that the methods get. Messages of sites may contain
-    anything. A faulty message counts as missing, and ``events`` says why.
+    A site that does not answer in time is missing in the arguments of the methods. Messages of sites may contain any
+    values. A faulty message counts as missing, and ``events`` contains the reason.
 
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
         parties: Smallest number of sites with enough samples in a sum; sites refuse smaller sums.
         confirm: See ``Site``.
-        exchanges: Number of exchanges that each package must have keys for.
+        exchanges: Number of exchanges for which each package must have keys.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Server:
         self._used = 0
 
     def enrol(self, packages: Mapping[str, Any]) -> Roster | None:
-        """Form a roster of all sites with a valid package; None if they are too few.
+        """Form a roster of all sites with a valid package; return None if there are too few such sites.
 
         Args:
             packages: The ``Package`` of each site.
@@ -115,13 +116,13 @@ class Server:
         return self.roster
 
     def deliver(self, deals: Mapping[str, Any]) -> bool:
-        """Fix the members of the roster's sums: the sites that have dealt shares to all others.
+        """Determine the members of the roster's sums: the sites that have sent shares to all other sites.
 
         Args:
             deals: The ``Deal`` of each site.
 
         Returns:
-            Whether the members are enough for a sum.
+            Whether there are enough members for a sum.
         """
         assert self.roster is not None
         names = set(self.roster.names)
@@ -142,7 +143,7 @@ class Server:
         return True
 
     def begin(self, question: bytes, length: int) -> Exchange | None:
-        """Begin the next exchange; None if the roster has no keys left.
+        """Begin the next exchange; return None if the roster has no keys left.
 
         Args:
             question: The hash of the question, with the model as the sites decode it.
@@ -162,7 +163,7 @@ class Server:
         return exchange
 
     def delivered(self, name: str) -> None:
-        """Note that a site has got its boxes."""
+        """Record that a site has received its boxes."""
         self._delivered.add(name)
 
     @property
@@ -201,8 +202,8 @@ class Server:
 class Exchange:
     """One secure sum, from the question to the opened sum.
 
-    Send ``outgoing``, and pass the replies to ``receive``. Repeat this until ``stage`` is "opened" or "failed". Then
-    ``outgoing`` has the last messages, which need no reply.
+    Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
+    Then send the last messages in ``outgoing``, which need no reply.
 
     Args:
         server: The server, which collects the events.
@@ -237,7 +238,7 @@ class Exchange:
         """Continue the exchange with the replies to the messages in ``outgoing``.
 
         Args:
-            replies: The reply of each site. Sites that did not answer or refused to are missing.
+            replies: The reply of each site. Sites that did not answer, or refused to answer, are missing.
         """
         asked = {name: replies[name] for name in self.outgoing if name in replies}
         self.outgoing = {}

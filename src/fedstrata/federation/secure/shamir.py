@@ -1,7 +1,7 @@
-"""Shamir's secret sharing (Shamir 1979): any t of n shares give the secret, and fewer reveal nothing.
+"""Shamir's secret sharing (Shamir 1979): any t of n shares give the secret, and fewer than t shares reveal nothing.
 
 The dealer draws a random polynomial of degree t − 1 whose value at 0 is the secret. The share of holder x is the
-value at x = 1, …, n. All numbers are modulo a prime; the default is larger than any secret of 16 bytes.
+polynomial's value at x = 1, …, n. All numbers are modulo a prime; the default is larger than any secret of 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def split(
         threshold: Number t of shares that give the secret.
         holders: Number n of shares.
         prime: The prime.
-        draw: A function that returns a random number below its argument. Default: from the operating system.
+        draw: A function that returns a random number below its argument. Default: random numbers from the operating
+            system.
     """
     if not (0 <= secret < prime and 1 <= threshold <= holders < prime):
         raise ValueError(
@@ -44,11 +45,11 @@ def split(
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
     """Return the factors of the holders' shares whose sum is the value of the polynomial at ``at``.
 
-    They depend only on the holders, so all secrets that the same holders reconstruct use the same factors.
+    The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
 
     Args:
         holders: Different holders, each at least 1 and below ``prime``.
-        at: The place of the value: 0 for the secret, x for the share of holder x.
+        at: The argument of the polynomial: 0 for the secret, x for the share of holder x.
         prime: The prime.
     """
     if len(set(holders)) < len(holders) or not all(1 <= holder < prime for holder in holders):
@@ -65,14 +66,14 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
 
 
 def combine(holders: Sequence[int], shares: Sequence[int], *, at: int = 0, prime: int = PRIME) -> int:
-    """Return the value of the dealer's polynomial at a place, which is the secret at 0.
+    """Return the value of the dealer's polynomial at ``at``; the value at 0 is the secret.
 
     The result is wrong if a share is wrong, or if there are fewer shares than the dealer's threshold.
 
     Args:
         holders: The holders of the shares.
         shares: Their shares.
-        at: The place.
+        at: The argument of the polynomial.
         prime: The prime.
     """
     factors = coefficients(tuple(holders), at, prime)

@@ -1,4 +1,4 @@
-"""Secure sums: at real sites, and in simulations with masks, or without masks and with the same results."""
+"""Secure sums at real sites and in simulations; simulations without masks have the same results as with masks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SecureSum:
 
     Args:
         total: The sum.
-        clients: The clients whose replies are in it.
+        clients: The clients whose replies are in the sum.
     """
 
     total: Total
@@ -54,13 +54,13 @@ class KeyIsCertificate:
     """Accepts certificates that consist only of a public key, which is enough in a simulation."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if it is."""
+        """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""
         return "" if valid(certificate, signature, signed) else "the signature of its key is wrong"
 
 
 @dataclass
 class Member:
-    """A client's part of the protocol, and the state that it keeps until its sum is opened.
+    """A client's part of the protocol, and the new state that the client keeps until the sum is opened.
 
     Args:
         site: The state machine.
@@ -96,7 +96,7 @@ def ask_sum(
 ) -> SecureSum | None:
     """Ask clients a question, and return only the sum of their replies.
 
-    The log counts the bytes of all messages of the protocol, also if the masks are not simulated.
+    The log counts the bytes of all messages of the protocol, even if the masks are not simulated.
 
     Args:
         federation: The federation. If its engine has ``secure_sums``, the clients are real sites.
@@ -146,7 +146,7 @@ def words_of(reply: MaskedReply) -> Words:
 
 
 def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
-    """Return the reply with a vector of the ring."""
+    """Return the reply that contains a vector of the ring."""
     return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 
@@ -155,7 +155,7 @@ def _fail(federation: Federation, clients: Collection[ClientId], did: str, neede
 
 
 class Masks:
-    """The protocol over an engine, for one sum.
+    """Runs the protocol for one sum, with the clients of an engine.
 
     Args:
         federation: The federation.
@@ -170,7 +170,7 @@ class Masks:
         self._present: dict[ClientId, Message | None] = {}
 
     def ask(self, requests: Requests, request: Request, length: int) -> Mapping[ClientId, MaskedReply | Failure]:
-        """Let all clients that are online exchange keys and shares, and those in time send their masked vectors.
+        """Let all online clients exchange keys and shares, and let clients that are in time send their masked vectors.
 
         Args:
             requests: The requests to the clients that answer in time.
@@ -226,7 +226,7 @@ class Masks:
 
 
 def question_of(request: Request) -> bytes:
-    """Return the hash of a question, with the model in it."""
+    """Return the hash of a question and of the model that it contains."""
     return digest("question", records.encode(request))
 
 
@@ -242,11 +242,12 @@ def count_messages(
 
     Args:
         federation: The federation.
-        question: The question without the beginning of an exchange. Its bytes and those of the vectors are in the log.
+        question: The question without the beginning of an exchange. The log already counts the bytes of the question
+            and of the vectors.
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.
-        opened: Whether they are enough to open the sum.
+        opened: Whether these clients are enough to open the sum.
     """
     names, present = sorted(map(str, clients)), {str(client): _IN for client in answered}
     key, share = bytes(KEY_BYTES), bytes(shamir.SHARE_BYTES)

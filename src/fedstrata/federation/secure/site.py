@@ -74,7 +74,7 @@ class _Joined:
         return self.roster.packages[self.roster.names.index(name)]
 
     def forget(self, before: int) -> None:
-        """Delete the seeds and shares of the exchanges before this one."""
+        """Delete the seeds and shares of all earlier exchanges."""
         for exchange in range(before):
             self.shares[exchange].clear()
             self.own.seeds[exchange].clear()
@@ -94,23 +94,24 @@ class _Exchange:
 class Site:
     """The state of a site in the secure sums of one job.
 
-    Its secrets are never saved: a site that restarts is a new one, which joins the next roster. Only ``answered`` must
-    be saved. Otherwise, a server could make sites restart, ask the same question again without one of them, and
-    compute this site's vector as the difference of the two sums.
+    The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
+    ``answered`` must be saved. Otherwise, a server could make sites restart and ask the same question again without one
+    site. The difference of the two sums would then be this site's vector.
 
-    Each method answers one message of the server. If a check fails, it raises ``RefusedError``, and the state is as
-    before. The server is the adversary, so the messages may contain anything.
+    Each method answers one message of the server. If a check fails, the method raises ``RefusedError``, and the state
+    does not change. The server is the adversary, so its messages may contain any values.
 
     Args:
-        job: The job's hash, which contains the spec.
+        job: The hash of the job; the job contains the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
         parties: Smallest number of sites with enough samples in a sum, at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
-        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", it skips
-            this if all sites have sent their vectors. Both are equally safe, and "needed" saves two messages per site.
-        exchanges: Number of exchanges for which the site makes keys at a time.
-        answered: The hashes of the questions that the site has answered in this job before it restarted.
+        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", the site
+            does not wait for signatures if all sites have sent their vectors. Both values are equally safe, and
+            "needed" saves two messages per site.
+        exchanges: Number of exchanges for which the site makes keys in advance.
+        answered: The hashes of the questions that the site had answered in this job before its restart.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Site:
         return package
 
     def deal(self, roster: Roster) -> Deal:
-        """Join a roster, and return shares of this site's seeds for the other sites. The site leaves its last roster.
+        """Join a roster, leave the previous roster, and return shares of this site's seeds for the other sites.
 
         Raises:
             RefusedError: A check failed.
@@ -212,15 +213,15 @@ class Site:
         return Deal(boxes)
 
     def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
-        """Return this site's masked vector. Its vector for this question is never masked again.
+        """Return this site's masked vector. The site never masks another vector for this question.
 
-        Call this only after the site's guard has accepted the question.
+        Call this method only after the site's guard has accepted the question.
 
         Args:
             begin: The message of the server.
             question: The hash of the question, with the model as this site decoded it.
             vector: The site's vector, shape (d,).
-            enough: Whether at least ``privacy.min_samples`` samples contribute to it.
+            enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
 
         Raises:
             RefusedError: A check failed.
@@ -260,7 +261,7 @@ class Site:
         return MaskedVector(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
 
     def reveal_all(self, message: RevealAll) -> Shares:
-        """Vote for the sum over all members, and return the shares that open it.
+        """Vote for the sum over all members, and return the shares that open the sum.
 
         Raises:
             RefusedError: A check failed.
@@ -316,10 +317,10 @@ class Site:
 
         Returns:
             Whether the server says that the sum contains this site's vector. The caller then makes the state that
-            belongs to it permanent.
+            belongs to this vector permanent.
 
         Raises:
-            RefusedError: The site has voted for another set, or the exchange is not its last one.
+            RefusedError: The site has voted for another set, or the exchange is not the site's last exchange.
         """
         current, joined = self._exchange(message.exchange)
         members = sorted(message.members)

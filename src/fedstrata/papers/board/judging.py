@@ -41,7 +41,7 @@ class Standing:
     Args:
         entry: The entry.
         settings: The chosen settings, as nested tables.
-        trials: The results of its trials.
+        trials: The results of the entry's trials.
         runs: A mapping from each finished seed to the results of its run.
     """
 
@@ -62,11 +62,11 @@ class Standing:
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean of a number in the results over the seeds."""
+        """Return the mean over the seeds of a number in the results."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Standing) -> dict[int, float | None]:
-        """Return the value of a measure for each seed; None if the entry spent more before its first evaluation."""
+        """Return a measure's value for each seed; None if the first evaluation came after the budget was spent."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
         return {
@@ -77,14 +77,14 @@ class Standing:
 
 
 def within(points: Curve, place: int, budget: float) -> float | None:
-    """Return the mean accuracy of a run when it has spent nearly a budget; None if no evaluation is within the budget.
+    """Return a run's mean accuracy at the end of a budget; None if no evaluation is within the budget.
 
     The mean is over the evaluations in the last fifth of the rounds within the budget. A run that spends less than the
     budget in total has the accuracy of its last rounds.
 
     Args:
         points: The curve; see ``running.curve``.
-        place: The place of the cost in a point of the curve.
+        place: The index of the cost in each point of the curve.
         budget: The largest cost, which may be exceeded by ``FEW_MORE``.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
@@ -114,7 +114,7 @@ class Verdicts:
 
     @cached_property
     def complete(self) -> dict[str, Standing]:
-        """The results of the entries that have finished all seeds; empty if the baseline has not."""
+        """The results of the entries that have finished all seeds; empty if the baseline has not finished all seeds."""
         every = {name: each for name, each in self.standings.items() if set(each.runs) >= set(self.seeds)}
         return every if BASELINE in every else {}
 

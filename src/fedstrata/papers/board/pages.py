@@ -66,9 +66,9 @@ def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, An
     """Return the summary for programs.
 
     Returns:
-        ``protocol``, the name, and ``columns``. Each column has its sections ``partition`` and ``availability``, and a
-        mapping ``methods``. Each method has its ``seeds`` and, in this order, its accuracies as fractions. Costs are
-        means over the seeds; ``hours`` are the core hours of all its trials and runs.
+        ``protocol`` (the protocol's name) and ``columns``. Each column has its sections ``partition`` and
+        ``availability``, and a mapping ``methods``. Each method has its ``seeds`` and, in this order, its accuracies as
+        fractions. Costs are means over the seeds; ``hours`` are the core hours of all its trials and runs.
     """
     columns = {
         each.column.label: {

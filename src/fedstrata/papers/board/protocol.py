@@ -79,16 +79,16 @@ class Protocol:
         title: The title of the page.
         seeds: The seeds of the runs that are ranked.
         tuning_seed: The seed of the trials that choose settings.
-        rates: The learning rates of an entry without a setting of its own.
-        rates_with_setting: The learning rates of an entry with a setting of its own, which has two values.
+        rates: The learning rates of an entry for which only the learning rate is tuned.
+        rates_with_setting: The learning rates of an entry for which a second setting is tuned, with two values.
         spec: The settings that all cells share.
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of further columns to their settings. They run only if they are named.
+        more: A mapping from the names of further columns to their settings. These columns run only if they are named.
         grid: The setting of each method that is tuned, with its values.
         compositions: A mapping from the names of compositions to their section ``method``.
-        seconds: The expected seconds of a run on one core, for each entry; the key "" stands for all others.
+        seconds: The expected seconds of a run on one core, for each entry; the key "" stands for all other entries.
         quick: The methods, columns, seeds and changed settings of ``--quick``.
         is_quick: Whether the cells are small.
     """

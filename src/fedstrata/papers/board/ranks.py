@@ -19,7 +19,8 @@ class Ranking:
     Args:
         ranks: A mapping from each method to its average rank, best first. Equal values share the mean of their ranks.
         blocks: The number of blocks.
-        p: The p-value of Friedman's test that all methods have the same distribution of ranks; None if all are equal.
+        p: The p-value of Friedman's test that all methods have the same distribution of ranks; None if all values are
+            equal.
         critical: The critical difference of Nemenyi's test: average ranks that differ by less cannot be distinguished.
     """
 

@@ -38,7 +38,8 @@ def results_of(out: Path, column: Column) -> Results:
 def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dict[str, Any] | None:
     """Return the settings of the trial with the best validation result; None if a trial is not finished.
 
-    A trial that broke down is chosen only if all trials broke down. Of equal trials, the first is chosen.
+    A trial that broke down is chosen only if all trials broke down. If several trials are equally good, the first of
+    these trials is chosen.
     """
     finished = [(results[cell.hash], settings) for cell, settings in trials if cell.hash in results]
     if len(finished) < len(trials) or any(REFUSED in result for result, _ in finished):
@@ -47,7 +48,7 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
-    """Return the reason why an entry cannot run in a column; None if it can run, or if this is not yet known."""
+    """Return the reason why an entry cannot run in a column; None if the entry can run, or if this is not yet known."""
     reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
@@ -71,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all cells without a result, and again while other processes finish trials on which cells wait."""
+        """Run all cells without a result; repeat this while other processes finish trials for which cells wait."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -154,8 +155,8 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
 
     Returns:
         ``accuracy`` and ``worst_class`` are measured on the test set. ``worst_client`` is the mean accuracy of the
-        worst tenth of the clients on their own test samples, and ``client_mean`` the mean over all clients. ``curve``
-        has for each evaluation the round, the accuracy, and the bytes and sample-gradients until this round.
+        worst tenth of the clients on their own test samples, and ``client_mean`` the mean over all clients. For each
+        evaluation, ``curve`` has the round, the accuracy, and the bytes and sample-gradients until this round.
     """
     records = late(history)
     by_class = np.array([record["per_class"] for record in records], dtype=np.float64)

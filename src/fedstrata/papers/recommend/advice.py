@@ -53,7 +53,7 @@ class Advice:
         properties: The measured properties of the spec.
         columns: The columns of the board, beginning with the nearest column.
         methods: The reasons for each advised method.
-        ahead: The number of methods at the beginning of ``methods`` that are ahead of FedAvg in an alike column.
+        ahead: The number of methods at the beginning of ``methods`` that are ahead of FedAvg in a similar column.
         behind: The methods that are not advised because they are behind FedAvg in the nearest column, with reasons.
         refused: The methods that cannot run with this spec, with the error.
         limits: Sentences that say how little is known.
@@ -99,7 +99,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
     """Measure a spec, and advise which methods to compare.
 
     Args:
-        spec: The experiment. Its method decides only how clients are invited, see ``sampler_of``.
+        spec: The experiment. The spec's method decides only how clients are invited; see ``sampler_of``.
         file: The results of the board.
 
     Raises:
@@ -133,9 +133,9 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is alike (``Column.alike``), methods that its results show to be ahead of FedAvg come first,
-    and methods behind FedAvg are left out. Methods that rules name follow. Each rule adds its first method before a
-    rule adds its second.
+    If the nearest column is similar (``Column.alike``), its results decide first: methods ahead of FedAvg come first,
+    and methods behind FedAvg are left out. Methods that rules name follow. Each rule adds its first method before any
+    rule adds its second method.
 
     Args:
         measured: The measured properties of the spec.
@@ -189,7 +189,7 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
     """Return sentences that say how few results the advice is based on.
 
     Args:
-        board: The results of the board; None if there are none.
+        board: The results of the board; None if the board has no results.
         columns: The measured columns, beginning with the nearest column.
         ahead: The number of methods that are ahead of FedAvg in the nearest column.
     """

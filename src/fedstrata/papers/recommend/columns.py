@@ -49,7 +49,7 @@ class Column:
 
     @cached_property
     def differs(self) -> dict[str, float]:
-        """A mapping from each property that a spec has to how far it is apart; see ``apart``."""
+        """A mapping from each property to its distance between the spec and the column, from 0 to 1; see ``apart``."""
         values = {key: apart(key, self.own, self.properties) for key in SHOWN}
         return {key: value for key, value in values.items() if value is not None}
 

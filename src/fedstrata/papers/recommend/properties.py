@@ -28,7 +28,7 @@ class Properties:
     Args:
         clients: Number of clients, N.
         invited: Number of clients that a round invites, divided by N.
-        size_imbalance: Gini coefficient of the clients' numbers of samples; 0 if they are equal.
+        size_imbalance: Gini coefficient of the clients' numbers of samples; 0 if all clients have equally many samples.
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
         online: Share of the clients that are online in a round.
         offline_rounds: Mean number of successive rounds that a client is offline; 0 if all clients are always online.
@@ -99,9 +99,9 @@ def properties(sizes: Ints, steps: Floats, counts: Ints | None, run: Simulated) 
     """Compute the properties of a partition and of simulated rounds.
 
     Args:
-        sizes: Number of samples of each client, (N,).
-        steps: Number of local steps of each client per round, (N,).
-        counts: Number of samples of each class at each client, (N, C); None if the task has no classes.
+        sizes: Number of samples of each client, shape (N,).
+        steps: Number of local steps of each client per round, shape (N,).
+        counts: Number of samples of each class at each client, shape (N, C); None if the task has no classes.
         run: The simulated rounds.
     """
     rates = run.online.mean(axis=0)
@@ -135,7 +135,7 @@ def properties(sizes: Ints, steps: Floats, counts: Ints | None, run: Simulated) 
 
 
 def gini(values: Ints | Floats) -> float:
-    """Return the Gini coefficient of numbers of at least 0: 0 if all are equal, near 1 if one has almost everything.
+    """Return the Gini coefficient of non-negative numbers: 0 if all are equal, near 1 if one is nearly the whole sum.
 
     >>> gini(np.array([1, 1, 1])), round(gini(np.array([0, 0, 3])), 3)
     (0.0, 0.667)
@@ -171,7 +171,7 @@ def spell(online: Bools) -> float:
     """Return the mean number of successive rounds that a client is offline; 0 if no client is ever offline.
 
     Args:
-        online: Whether each client is online in each round, (rounds, N).
+        online: Whether each client is online in each round, shape (rounds, N).
 
     >>> spell(np.array([[True, False], [False, False], [True, False]]))
     2.0
@@ -182,14 +182,14 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return for each round and class whether none of the clients that take part has samples of the class.
+    """Return, for each round and class, whether none of the clients that take part has samples of the class.
 
     Args:
-        holds: Whether each client has samples of each class, (N, C).
-        takes_part: Whether each client takes part in each round, (rounds, N).
+        holds: Whether each client has samples of each class, shape (N, C).
+        takes_part: Whether each client takes part in each round, shape (rounds, N).
 
     Returns:
-        The values, (rounds, C).
+        The values, shape (rounds, C).
     """
     return np.array([~holds[row].any(axis=0) for row in takes_part])
 
@@ -198,7 +198,7 @@ def longest(absent: Bools) -> int:
     """Return the largest number of successive rounds in which a class is absent, over all classes.
 
     Args:
-        absent: Whether each class is absent in each round, (rounds, C).
+        absent: Whether each class is absent in each round, shape (rounds, C).
 
     >>> longest(np.array([[True, False], [False, False], [True, True], [True, True]]))
     2
@@ -259,7 +259,7 @@ FACTOR = 1000.0
 
 
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
-    """Return how far a property of two specs is apart, from 0 (equal) to 1; None if neither spec has the property.
+    """Return the distance of two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
 
     Shares and indices are compared by their difference, and the correlation by half its difference. Numbers are
     compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``. If only one spec has the

@@ -24,8 +24,8 @@ class Simulated(NamedTuple):
     """The clients that one seed simulates.
 
     Args:
-        online: Whether each client is online in each round, (rounds, N).
-        invited: Whether each client is invited in each round, (rounds, N).
+        online: Whether each client is online in each round, shape (rounds, N).
+        invited: Whether each client is invited in each round, shape (rounds, N).
     """
 
     online: Bools
