@@ -151,7 +151,7 @@ def test_every_record_states_what_epsilon_is_about():
         assert record["privacy"]["unit"] == "client"
         assert record["privacy"]["sampling"] == "Poisson with rate 0.5"
         assert record["privacy"]["noise"] == "no privacy: seeded, so anyone who knows the seed can remove the noise"
-    assert "per client, but anyone who knows the seed" in dict(summary_lines(history))["privacy"]
+    assert "per client; no privacy: seeded, so anyone who knows the seed" in dict(summary_lines(history))["privacy"]
 
 
 @pytest.mark.parametrize(

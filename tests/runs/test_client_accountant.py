@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, pld, rdp
 
+from fedstrata.federation.exchanges import RoundLog
 from fedstrata.federation.settings import DPSGD, ClientDP, Training
 from fedstrata.runs.accountant import ORDERS, Accountant
 from fedstrata.runs.client_accountant import LEAST_NOISE, MEMORY, ClientAccountant
@@ -87,16 +88,16 @@ def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise():
 
 def test_without_sampling_the_client_with_the_most_invitations_counts():
     single, memory = accountant(None), {}
-    assert single.spend(memory, {0, 2})["epsilon"] == single.epsilon(1)
-    assert single.spend(memory, {1, 2})["epsilon"] == single.epsilon(2)
-    assert single.spend(memory, {0, 1})["epsilon"] == single.epsilon(2)
+    assert single.spend(memory, RoundLog(invited={0, 2}))["epsilon"] == single.epsilon(1)
+    assert single.spend(memory, RoundLog(invited={1, 2}))["epsilon"] == single.epsilon(2)
+    assert single.spend(memory, RoundLog(invited={0, 1}))["epsilon"] == single.epsilon(2)
     assert memory[MEMORY].tolist() == [2, 2, 2, 0]
 
 
 def test_with_poisson_sampling_every_round_counts_for_every_client():
     sampled, memory = accountant(0.5), {}
-    sampled.spend(memory, set())
-    record = sampled.spend(memory, {3})
+    sampled.spend(memory, RoundLog(invited=set()))
+    record = sampled.spend(memory, RoundLog(invited={3}))
     assert memory[MEMORY].tolist() == [2, 2, 2, 2]
     assert record["epsilon"] == sampled.epsilon(2)
     assert record["privacy"] == {
