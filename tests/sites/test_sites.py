@@ -585,7 +585,7 @@ def test_a_site_loads_only_what_its_own_list_allows(
             "model": text.replace('"mlp"', f'"{module}:Own"'),
         }
         assert kinds[named] != text
-        for allow, accepted in ([], "is empty"), ([f"own_{named}"], f"has only own_{named}"):
+        for allow, accepted in ([], "is empty"), ([f"own_{named}"], f"contains only own_{named}"):
             with pytest.raises(SiteRefusedError, match=rf"{named}.name = '{module}:Own': is not .* 'allow' {accepted}"):
                 _begin(kinds[named], allow=allow)
     assert "" not in sys.path

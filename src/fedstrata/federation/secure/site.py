@@ -336,9 +336,7 @@ class Site:
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError(
-                "exchange", f"exchange {number} is not the last exchange in which the site sent its vector"
-            )
+            raise RefusedError("exchange", f"exchange {number} is not the last one in which the site sent its vector")
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:
@@ -349,11 +347,7 @@ class Site:
         who = f"the package of {package.name!r} is wrong: "
         if defect := package.form_defect():
             raise RefusedError("form", who + defect)
-        self._require(
-            "form",
-            package.exchanges == exchanges,
-            f"{who}it has keys for {package.exchanges} exchanges instead of {exchanges}",
-        )
+        self._require("form", package.exchanges == exchanges, f"{who}it is for {package.exchanges} exchanges")
         defect = package.signature_defect(self.job)
         self._require("signature", not defect, who + defect)
         signed = protocol.job_key_statement(self.job, package.name, package.job_key)
