@@ -23,8 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the summary."""
 QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
 INTERVALS = (
-    "Intervals of differences are not corrected for the number of methods, but p-values are corrected by Holm's method. "
-    "An interval can therefore exclude 0 although p is at least 0.05. Only p decides which differences are significant."
+    "Intervals of differences are not corrected for the number of methods. P-values are corrected by Holm's method. An "
+    "interval can therefore exclude 0 although p is at least 0.05. Only p decides which differences are significant."
 )
 """How to read the intervals and the p-values of the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
