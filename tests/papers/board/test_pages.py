@@ -84,7 +84,7 @@ def test_a_column_by_hand(protocol, out):
     assert verdicts.corrected["rebafl"] == pytest.approx(verdicts.difference("rebafl").p)
     smallest = min(verdicts.difference(name).p for name in ("fedau", "fedper"))
     assert min(verdicts.corrected.values()) == pytest.approx(3 * smallest)
-    assert verdicts.standings["fedau"].hours == pytest.approx(9 * 36 / 3600)
+    assert verdicts.outcomes["fedau"].hours == pytest.approx(9 * 36 / 3600)
 
 
 def test_accuracy_at_the_cost_of_fedavg(protocol, out):

@@ -35,7 +35,7 @@ Curve = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Standing:
+class Outcome:
     """The results of an entry in a column.
 
     Args:
@@ -65,7 +65,7 @@ class Standing:
         """Return the mean of a number in the results over the seeds."""
         return fmean(run[key] for run in self.runs.values())
 
-    def values(self, measure: str, baseline: Standing) -> dict[int, float | None]:
+    def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
         """Return the value of a measure for each seed; None if the entry spent more before its first evaluation."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
@@ -100,27 +100,27 @@ class Verdicts:
 
     Args:
         column: The column.
-        standings: The results of all entries with at least one finished seed.
+        outcomes: The results of all entries with at least one finished seed.
         seeds: The seeds of the protocol.
         refused: A mapping from the entries that cannot run in the column to the reason.
         missing: The names of the entries that have not finished all seeds.
     """
 
     column: Column
-    standings: Mapping[str, Standing]
+    outcomes: Mapping[str, Outcome]
     seeds: Sequence[int]
     refused: Mapping[str, str]
     missing: Sequence[str]
 
     @cached_property
-    def complete(self) -> dict[str, Standing]:
+    def complete(self) -> dict[str, Outcome]:
         """The results of the entries that have finished all seeds; empty if the baseline has not."""
-        every = {name: each for name, each in self.standings.items() if set(each.runs) >= set(self.seeds)}
+        every = {name: each for name, each in self.outcomes.items() if set(each.runs) >= set(self.seeds)}
         return every if BASELINE in every else {}
 
     def values(self, name: str, measure: str) -> list[float | None]:
         """Return the values of a measure for an entry, in the order of the protocol's seeds."""
-        values = self.standings[name].values(measure, self.standings[BASELINE])
+        values = self.outcomes[name].values(measure, self.outcomes[BASELINE])
         return [values.get(seed) for seed in self.seeds]
 
     @cached_property
@@ -158,26 +158,26 @@ class Verdicts:
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
     """Judge a column from the stored results."""
     results = results_of(out, column)
-    standings, refused, missing = dict[str, Standing](), dict[str, str](), list[str]()
+    outcomes, refused, missing = dict[str, Outcome](), dict[str, str](), list[str]()
     for entry in entries:
         trials = protocol.trials(column, entry)
         if (reason := refusal(trials, results)) is not None:
             refused[entry.name] = reason
             continue
-        standing = _standing(protocol, column, entry, results)
-        if standing is not None and standing.runs:
-            standings[entry.name] = standing
-        if standing is None or len(standing.runs) < len(protocol.seeds):
+        outcome = _outcome(protocol, column, entry, results)
+        if outcome is not None and outcome.runs:
+            outcomes[entry.name] = outcome
+        if outcome is None or len(outcome.runs) < len(protocol.seeds):
             missing.append(entry.name)
-    return Verdicts(column, standings, protocol.seeds, refused, missing)
+    return Verdicts(column, outcomes, protocol.seeds, refused, missing)
 
 
-def _standing(protocol: Protocol, column: Column, entry: Entry, results: Results) -> Standing | None:
+def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results) -> Outcome | None:
     trials = protocol.trials(column, entry)
     if (settings := best(trials, results)) is None:
         return None
     runs = {cell.seed: results[cell.hash] for cell in protocol.runs(column, entry, settings) if cell.hash in results}
-    return Standing(entry, settings, [results[cell.hash] for cell, _ in trials], runs)
+    return Outcome(entry, settings, [results[cell.hash] for cell, _ in trials], runs)
 
 
 def overall(columns: Sequence[Verdicts]) -> Ranking | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedstrata.base.jsonl import replace_file
 from fedstrata.methods.base import CHOICES, METHODS
-from fedstrata.papers.board.judging import BUDGETS, MEASURES, Standing, Verdicts, judged, overall
+from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, judged, overall
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import ALPHA, Ranking
@@ -45,7 +45,7 @@ def write(
     """
     out.mkdir(parents=True, exist_ok=True)
     verdicts = [judged(protocol, column, entries, out) for column in columns]
-    shown = [each for each in verdicts if each.standings]
+    shown = [each for each in verdicts if each.outcomes]
     rankings = {f"board-{each.column.label}.svg": ("seeds", each.rankings.get("accuracy")) for each in shown}
     rankings["board.svg"] = "columns", _overall(shown)
     names = []
@@ -79,7 +79,7 @@ def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, An
     columns = {
         each.column.label: {
             **{section: each.column.spec[section] for section in ("partition", "availability")},
-            "methods": {name: _summary(standing) for name, standing in each.standings.items()},
+            "methods": {name: _summary(outcome) for name, outcome in each.outcomes.items()},
             "refused": each.refused,
         }
         for each in verdicts
@@ -87,21 +87,21 @@ def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, An
     return {"protocol": protocol.name, "columns": columns}
 
 
-def _summary(standing: Standing) -> dict[str, Any]:
-    runs = [standing.runs[seed] for seed in sorted(standing.runs)]
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    runs = [outcome.runs[seed] for seed in sorted(outcome.runs)]
     return {
-        "method": standing.entry.method,
-        "seeds": sorted(standing.runs),
+        "method": outcome.entry.method,
+        "seeds": sorted(outcome.runs),
         **{key: [round(run[key] / 100, 4) for run in runs] for key in FRACTIONS},
-        **{key: round(standing.mean(key)) for key in ("bytes_up", "bytes_down", "samples")},
-        "hours": round(standing.hours, 4),
-        "settings": standing.settings,
+        **{key: round(outcome.mean(key)) for key in ("bytes_up", "bytes_down", "samples")},
+        "hours": round(outcome.hours, 4),
+        "settings": outcome.settings,
     }
 
 
 def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     """Return the page: the ranking over all columns, each column, and the protocol."""
-    shown = [each for each in verdicts if each.standings]
+    shown = [each for each in verdicts if each.outcomes]
     lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", _first_sentence(protocol, shown), ""]
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
@@ -115,7 +115,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
     complete = sum(len(each.complete) for each in shown)
     if not complete:
         return "This page will rank the methods. No method has finished all seeds yet."
-    hours = sum(standing.hours for each in shown for standing in each.standings.values())
+    hours = sum(outcome.hours for each in shown for outcome in each.outcomes.values())
     return (
         f"This page ranks methods if clients drop out, under the protocol `{protocol.name}`. It has {complete} tuned "
         f"methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired seeds each. All "
@@ -147,7 +147,7 @@ def _column(verdicts: Verdicts) -> list[str]:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
         lines += [f"{has}. All verdicts on this column are provisional, and are corrected only for the others.", ""]
-    return lines + _folded(f"{len(verdicts.standings)} methods: accuracies in %, and costs", _table(verdicts))
+    return lines + _folded(f"{len(verdicts.outcomes)} methods: accuracies in %, and costs", _table(verdicts))
 
 
 def _sentences(verdicts: Verdicts) -> list[str]:
@@ -190,7 +190,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
 def _table(verdicts: Verdicts) -> list[str]:
     """Return a table with a row per entry, best rank first, and then the entries without all seeds."""
     ranked = verdicts.rankings["accuracy"].ranks if "accuracy" in verdicts.rankings else {}
-    names = [*ranked, *(name for name in verdicts.standings if name not in ranked)]
+    names = [*ranked, *(name for name in verdicts.outcomes if name not in ranked)]
     headings = [
         "method",
         *MEASURES.values(),
@@ -207,25 +207,25 @@ def _table(verdicts: Verdicts) -> list[str]:
 
 
 def _row(verdicts: Verdicts, name: str) -> list[str]:
-    standing, complete = verdicts.standings[name], name in verdicts.complete
+    outcome, complete = verdicts.outcomes[name], name in verdicts.complete
     measured = [_estimate(verdicts, name, measure) for measure in MEASURES]
     compared = complete and name != BASELINE
     rank = verdicts.rankings["accuracy"].ranks.get(name) if "accuracy" in verdicts.rankings else None
     return [
-        f"{name}{' (personal)' * standing.entry.is_personal}",
+        f"{name}{' (personal)' * outcome.entry.is_personal}",
         *measured,
         difference_text(verdicts.difference(name)) if compared else "",
         f"{verdicts.corrected[name]:.3f}" if compared and name in verdicts.corrected else "",
         "" if rank is None else f"{rank:.1f}",
-        f"{(standing.mean('bytes_up') + standing.mean('bytes_down')) / 1e6:,.0f}",
-        f"{standing.mean('samples'):,.0f}",
-        f"{standing.hours:.2f}",
-        ", ".join(f"{key} {value}" for part in standing.settings.values() for key, value in part.items()),
+        f"{(outcome.mean('bytes_up') + outcome.mean('bytes_down')) / 1e6:,.0f}",
+        f"{outcome.mean('samples'):,.0f}",
+        f"{outcome.hours:.2f}",
+        ", ".join(f"{key} {value}" for part in outcome.settings.values() for key, value in part.items()),
     ]
 
 
 def _estimate(verdicts: Verdicts, name: str, measure: str) -> str:
-    if BASELINE not in verdicts.standings:
+    if BASELINE not in verdicts.outcomes:
         return ""
     estimate = Estimate.over(verdicts.values(name, measure), (0.0, 100.0))
     if estimate.mean is None:
