@@ -27,7 +27,7 @@ from fedstrata.federation.attacks import ATTACKS
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.federation.communication.codecs import CODECS, Communication
 from fedstrata.federation.optimizers import OPTIMIZERS
-from fedstrata.federation.settings import Privacy, Training
+from fedstrata.federation.settings import DPSGD, ClientDP, Privacy, Training
 from fedstrata.methods.base import CHOICES, METHODS, Recipe
 from fedstrata.models.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
@@ -52,6 +52,8 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "communication": Communication,
     "communication.codec": CODECS,
     "privacy": Privacy,
+    "privacy.dp": DPSGD,
+    "privacy.clients": ClientDP,
     "callbacks": CALLBACKS,
     "tracking": Tracking,
     "tracking.tensorboard": TensorBoard,

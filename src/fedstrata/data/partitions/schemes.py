@@ -133,7 +133,7 @@ class PowerLaw(Partition):
 class Given(Partition):
     """Lists of each client's samples, computed by another program.
 
-    The lists need not contain all samples.
+    The lists need not contain all samples. All seeds use the same lists.
 
     Args:
         indices: One list per client with the indices of its samples in the training set. The number of lists is the

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.base.jsonl import replace_file
+from fedstrata.methods.base import CHOICES, METHODS
 from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, judged, overall
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
@@ -21,6 +22,11 @@ from fedstrata.reporting.tables import markdown_table
 PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the summary."""
 QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
+INTERVALS = (
+    "Intervals of differences are not corrected for the number of methods. P-values are corrected by Holm's method. An "
+    "interval can therefore exclude 0 although p is at least 0.05. Only p decides which differences are significant."
+)
+"""How to read the intervals and the p-values of the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
 """Measures in the summary, as fractions. The cells have percentages."""
 
@@ -113,7 +119,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
     return (
         f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page has "
         f"{complete} tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired "
-        f"seeds per method. All runs together took {duration(hours)} on one core."
+        f"seeds per method. All runs together took {duration(hours)} on one core.\n\n{INTERVALS}"
     )
 
 
@@ -242,11 +248,28 @@ def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
     rows = [[name, ", ".join(columns), reason] for (name, reason), columns in refused.items()]
     table = markdown_table(["method", "columns", "reason"], rows, left=3).splitlines()
     lines = ["## Methods that cannot run", "", *table, ""] if rows else []
+    counts = _entries(protocol) | _numbers(protocol)
     about = files(__package__).joinpath("about.md").read_text(encoding="utf-8")
-    return [*lines, *about.format(**_numbers(protocol)).splitlines()]
+    return [*lines, *about.format(**counts).splitlines()]
 
 
-def _numbers(protocol: Protocol) -> Mapping[str, Any]:
+def _entries(protocol: Protocol) -> dict[str, Any]:
+    """Return the numbers of entries and columns of the protocol, and a list of the compositions with their parts."""
+    methods, lines = [*METHODS], []
+    for name, method in protocol.compositions.items():
+        parts = [f"{choice.replace('_', ' ')} `{method[choice]}`" for choice in CHOICES if choice in method]
+        lines.append(f"- `{name}`: {', '.join(parts)}")
+    return {
+        "entries": len(methods) + len(lines),
+        "methods": len(methods),
+        "combined": len(lines),
+        "compositions": "\n".join(lines),
+        "columns": len(protocol.partitions) * len(protocol.availabilities),
+        "more": len(protocol.more),
+    }
+
+
+def _numbers(protocol: Protocol) -> dict[str, Any]:
     training, data = protocol.spec["training"], protocol.spec["data"]
     test = protocol.spec["evaluation"]["client_test"]
     clients = protocol.partitions["iid"]["clients"]
