@@ -111,8 +111,14 @@ def test_trace(tmp_path):
         ("", "is not a valid trace of availability: line 1 must be client,first,last"),
         ("client,first,last\n0,1,2\n1,x,2\n", "is not a valid trace of availability: line 3 must have three whole"),
         ("client,first,last\n0,1\n", "is not a valid trace of availability: line 2 must have three whole numbers"),
-        ("client,first,last\n0,3,2\n", "is not a valid trace of availability: line 2 must have 1 <= first <= last"),
-        ("client,first,last\n0,0,2\n", "is not a valid trace of availability: line 2 must have 1 <= first <= last"),
+        (
+            "client,first,last\n0,3,2\n",
+            "is not a valid trace of availability: the columns of line 2 must satisfy 1 <= first <= last",
+        ),
+        (
+            "client,first,last\n0,0,2\n",
+            "is not a valid trace of availability: the columns of line 2 must satisfy 1 <= first <= last",
+        ),
         (b"\x80\xff\x00", "is not a valid trace of availability"),
     ],
 )
@@ -138,8 +144,8 @@ def test_a_trace_in_seconds(tmp_path):
     [
         ("0,1,x", "line 2 must have a whole number and two numbers"),
         ("0.5,1,2", "line 2 must have a whole number and two numbers"),
-        ("0,-1,2", "line 2 must have 0 <= first <= last"),
-        ("0,nan,2", "line 2 must have 0 <= first <= last"),
+        ("0,-1,2", "the columns of line 2 must satisfy 0 <= first <= last"),
+        ("0,nan,2", "the columns of line 2 must satisfy 0 <= first <= last"),
     ],
 )
 def test_traces_in_seconds_with_errors(tmp_path, line, problem):

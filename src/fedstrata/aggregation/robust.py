@@ -213,7 +213,7 @@ class GeometricMedian(RobustAggregator):
     """An approximation of the point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
-    update‖). The algorithm starts with v = 0, which is the global model.
+    update‖). The algorithm starts with v = 0, that is, with the unchanged global model.
 
     Args:
         steps: Number of steps of the algorithm. More steps give a better approximation.
@@ -240,8 +240,8 @@ class CentredClipping(RobustAggregator):
     """The mean of the updates after long updates are shortened (centred clipping, Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
-    by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, which is the
-    global model. In the paper, a round starts with the result of the previous round.
+    by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, that is,
+    with the unchanged global model. In the paper, a round starts with the result of the previous round.
 
     Args:
         radius: Largest distance τ between an update and the result of the previous step. Longer distances are shortened

@@ -324,8 +324,8 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
     if isinstance(x_train, Mapping):
         train, test = arrays.checked_named(x_train, "x_train"), arrays.checked_named(x_test, "x_test")
         if train.keys() != test.keys():
-            names = f"the inputs {', '.join(train)}, but x_test has {', '.join(test)}"
-            raise DataError(f"x_train has {names}. Give both splits the same inputs.")
+            names, others = ", ".join(train), ", ".join(test)
+            raise DataError(f"x_train has the inputs {names}, but x_test has {others}. Give both the same inputs.")
         pairs = [(f"x_train.{name}", train[name], f"x_test.{name}", test[name]) for name in train]
         both: tuple[Inputs, Inputs] = (train, {name: test[name] for name in train})
     else:

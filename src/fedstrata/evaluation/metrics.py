@@ -484,8 +484,8 @@ class _OfRows(Metric):
 class MeanAveragePrecision(_OfRows):
     """Mean average precision over the labels, for tasks with several labels per sample.
 
-    Labels without samples are left out. The metric cannot be computed from sums of real sites, because it needs all
-    predictions.
+    Labels without samples are left out. The metric cannot be computed from the sums that real sites send, because it
+    needs all predictions.
     """
 
     @override

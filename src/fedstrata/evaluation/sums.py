@@ -84,7 +84,7 @@ def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
-    """Return the sums over samples of plain classification, from their predictions.
+    """Return the sums that the metrics of plain classification need, from the predictions of samples.
 
     Args:
         predictions: The predictions of N samples.

@@ -112,7 +112,8 @@ def sweep(
         progress: Whether to show the progress; see ``compare``.
 
     Raises:
-        SpecError: A setting is wrong, or no samples are held out for validation; every cell is checked first.
+        SpecError: A setting is wrong, or no samples are held out for validation. All cells are checked before the first
+            run starts.
     """
     planned = cells(table, grid)
     specs = {label: cell.spec for label, cell in planned.items()}

@@ -57,7 +57,7 @@ class Trace(Availability):
             except (TypeError, ValueError):
                 raise ValueError(f"line {line} must have {numbers}") from None
             if not least <= first <= last:
-                raise ValueError(f"line {line} must have {least} <= first <= last")
+                raise ValueError(f"the columns of line {line} must satisfy {least} <= first <= last")
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:

@@ -63,7 +63,7 @@ class LocalOptimizer(Setting):
             return cls(params, **given, **arguments)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise SpecError(
-                "training.optimizer", f"does not accept its arguments: {error}. Correct them.", self.label
+                "training.optimizer", f"does not accept the spec's arguments: {error}. Correct the spec.", self.label
             ) from None
 
 

@@ -101,7 +101,8 @@ class Model:
         Values from messages and files need this conversion.
 
         Args:
-            values: A mapping from the name of a parameter or buffer to its value, of the module's shapes.
+            values: A mapping from names of parameters or buffers to values. Each value has the shape that it has in
+                the module.
         """
         initial = {**self._initial_params, **self._initial_buffers}
         clones = {name: torch.empty_like(initial[name]) for name in values}

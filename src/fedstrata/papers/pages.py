@@ -271,7 +271,7 @@ def _csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> list[dict[str, Any]]:
-    """Return how much of each table has been run.
+    """Return how many runs of each table are complete.
 
     Returns:
         A dict for each table: ``table`` is its name. ``cells`` is the number of its cells (runs of one row, column and

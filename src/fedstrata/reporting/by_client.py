@@ -21,7 +21,7 @@ NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "he
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """Estimate a result over the seeds for each client and method, such as the accuracy on the client's test samples.
+    """Estimate, over the seeds, each client's result with each method, such as the accuracy on its test samples.
 
     Args:
         runs: The histories of each method, one per seed.

@@ -178,7 +178,10 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of the curves with bands, which are curves over several seeds, if there are not too many."""
+    """Return the labels of the curves to draw with bands, which are curves over several seeds.
+
+    If there are more than ``BANDS`` curves, only the first curve and the best curve can have bands.
+    """
     labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
     return [label for label in labels if drawn[label].sd.any()]
 

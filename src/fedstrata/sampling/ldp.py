@@ -42,8 +42,8 @@ class FedSTaSData(DataSampler):
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
             smaller value means more noise. A client spends the privacy budget ε in each round in which it takes part.
             Default: clients report exact numbers.
-        bound: Public upper bound M for reported numbers of samples if ``epsilon`` is set. Larger numbers are reported
-            as M − 1. Clients then use more samples than requested.
+        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Larger numbers
+            are reported as M − 1. Clients then use more samples than requested.
     """
 
     needs_replies = "asks each client for its number of samples"

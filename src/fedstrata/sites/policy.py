@@ -51,7 +51,7 @@ class RuleError(FedstrataError):
 def _fingerprint(text: str) -> str:
     digits = text.replace(":", "").lower()
     if not re.fullmatch("[0-9a-f]{64}", digits):
-        raise ValueError("must have the 64 hexadecimal digits of a SHA-256 hash")
+        raise ValueError("must be a SHA-256 hash (64 hexadecimal digits)")
     return digits
 
 

@@ -389,7 +389,8 @@ def _member(site_server: SiteServer, begin: wire.Begin, job: str, privacy: Priva
     from fedstrata.sites.secure_site import ANSWERED, member_of
 
     if site_server.credentials is None:
-        raise SpecError("privacy.sums", "needs the site's certificate. Use 'plain'.", "secure")
+        problem = "needs the site's certificate, but this site has none. Use 'plain', or deploy a kit to the site."
+        raise SpecError("privacy.sums", problem, "secure")
     path = site_server.folder / ANSWERED / job
     return member_of(begin, path, site_server.credentials(), site_server.policy, privacy)
 

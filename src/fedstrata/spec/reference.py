@@ -171,8 +171,9 @@ def _paragraphs(section: str) -> Iterator[str]:
             yield links
         described = [row for row in own if row in owners]
         for owner in dict.fromkeys(owners[row] for row in described):
-            keys = ", ".join(f"`{row[0]}`" for row in described if owners[row] == owner)
-            yield f"Settings as in [`{owner}`](#{owner}): {keys}."
+            keys = [f"`{row[0]}`" for row in described if owners[row] == owner]
+            subject = f"The setting {keys[0]} is" if len(keys) == 1 else f"The settings {', '.join(keys)} are"
+            yield f"{subject} the same as in [`{owner}`](#{owner})."
         if new := [row for row in own if row not in owners]:
             yield _items(new)
         owners |= dict.fromkeys(new, name)
@@ -213,7 +214,7 @@ def _links(cls: type[Setting]) -> str:
         ]
         texts.append(
             f"{choice.replace('_', ' ')} [`{part}`]({choice.replace('_', '-')}.md#{part})"
-            + (f" ({', '.join(settings)})" if settings else "")
+            + (f" (setting{'s' * (len(settings) > 1)}: {', '.join(settings)})" if settings else "")
         )
     parts = [text for text in (", the ".join(texts[:-1]), texts[-1]) if text]
     return f"Uses the {' and the '.join(parts)}."

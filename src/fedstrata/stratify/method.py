@@ -43,9 +43,9 @@ class Stratify(Method):
     """Trains one epoch per round on a random schedule of labels, which mixes the classes in every batch.
 
     The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
-    with this label. In mode ``batch``, a batch consists of samples of many clients. Each batch is one step on the mean
-    gradient over its samples, which is the same step as in centralised training on these samples. In mode ``single``,
-    the model travels from client to client, and each client takes one SGD step per sample.
+    with this label. In mode ``batch``, a batch consists of samples of many clients. For each batch, training takes
+    one step with the mean gradient of the batch's samples. Centralised training on these samples would take the same
+    step. In mode ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
     client's samples of each label get a random order of arrival. The last samples, which are the fraction ``stream``,

@@ -41,7 +41,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """Collect, from the clients' reports, which clients have samples of each label."""
+        """Find, from the clients' reports, which clients have samples of each label."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)

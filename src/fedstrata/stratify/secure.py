@@ -81,7 +81,7 @@ def check_secure_batches(config: FederationConfig, mode: str) -> None:
         return
     if mode != "batch":
         problem = "sends the model from sample to sample, but with privacy.sums = 'secure' the server sees only sums."
-        raise SpecError("method.mode", f"{problem} Use 'batch', or 'plain' sums.", mode)
+        raise SpecError("method.mode", f"{problem} Use 'batch', or privacy.sums = 'plain'.", mode)
     if config.model.buffers():
         problem = "BatchNorm adds up the clients' statistics in each batch, which secure sums do not support yet."
         raise SpecError("model", f"{problem} Use a model without BatchNorm.")

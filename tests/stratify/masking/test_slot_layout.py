@@ -62,7 +62,7 @@ def test_a_label_that_is_listed_twice_is_an_error() -> None:
     grid = SlotLayout(10)
     entries = grid.entries(np.array([3, 3]), np.array([4, 5]))[0]
     opened = scrambled(grid, grid.sheets_of(np.array([3]))[0] - entries)
-    with pytest.raises(FedstrataError, match="the comparison is wrong"):
+    with pytest.raises(FedstrataError, match="the server's list of labels is invalid"):
         grid.find([opened], np.array([0]), 1)
 
 
@@ -73,7 +73,7 @@ def test_an_entry_that_equals_an_unused_row_is_an_error() -> None:
     opened[1 * 10 + 7] = 0
     assert grid.find([opened], np.array([0]), 2).tolist() == [-1, 7]
     opened[2 * 10 + 4] = 0
-    with pytest.raises(FedstrataError, match="the comparison is wrong"):
+    with pytest.raises(FedstrataError, match="the server's list of labels is invalid"):
         grid.find([opened], np.array([0]), 2)
 
 

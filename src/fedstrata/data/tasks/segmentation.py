@@ -12,7 +12,7 @@ from fedstrata.data.tasks.tokens import PerPlace
 class Segmentation(PerPlace):
     """The prediction of a class for each pixel of a picture.
 
-    Targets are classes, shape (N, H, W). The model returns logits (B, outputs, H, W).
+    The targets are class numbers, with the shape (N, H, W). The model returns logits (B, outputs, H, W).
 
     Args:
         ignore: Target value of pixels that loss and metrics leave out, such as borders.

@@ -229,7 +229,7 @@ class Delivery(Message):
 
     Args:
         members: R', the sites that have sent shares, in ascending order.
-        boxes: The box of each other member for this site.
+        boxes: For each other member, the encrypted shares that this member sent to the site.
     """
 
     members: list[str]

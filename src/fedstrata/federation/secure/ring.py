@@ -1,4 +1,4 @@
-"""Numbers of secure sums: fixed point modulo 2³².
+"""The number format of secure sums: fixed point modulo 2³².
 
 Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as a whole
 number, in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow.
@@ -212,6 +212,6 @@ def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Gen
         seed: The experiment's seed.
         round: The round.
         client: The client's id.
-        exchange: The number of the exchange in the round.
+        exchange: The index of the exchange within the round.
     """
     return rng(seed, f"rounding of secure sum {exchange}", round, client)

@@ -156,7 +156,7 @@ class Verdicts:
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
-    """Judge a column from the stored results."""
+    """Judge the entries of a column, with the stored results of their runs."""
     results = results_of(out, column)
     outcomes, refused, missing = dict[str, Outcome](), dict[str, str](), list[str]()
     for entry in entries:

@@ -2,9 +2,9 @@
 
 CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
 Ciphertexts of ``COUNTING`` can only be added. Ciphertexts of ``COMPARING`` can also be multiplied once by plain
-numbers. Numbers are multiplied by a scale before encryption, so that a product of two numbers has the square of the
-scale. Products are not *rescaled*, because CKKS would divide them by a prime that differs slightly from the scale, and
-the result would be inexact.
+numbers. Numbers are multiplied by a scale before encryption. The scale of a product of two numbers is therefore the
+square of this scale. Products are not *rescaled*, because CKKS would divide them by a prime that differs slightly from
+the scale, and the result would be inexact.
 """
 
 from __future__ import annotations

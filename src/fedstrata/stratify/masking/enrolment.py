@@ -2,7 +2,7 @@
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
 a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the
-clients one after another, and each client has a random order of its labels. The order is the same in every mode of
+clients one after another, and through the labels of each client in random order. The order is the same in every mode of
 masking, so that training is the same, too. Clients know the placeholders by other, random numbers, called *names*. The
 server's own numbers would tell clients which client added a label. Neither this module nor its imports can access a
 secret key.

@@ -165,7 +165,7 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """A request to report which scrambled differences between the client's labels and the server's list are zero.
+    """A request to report the zeros among the scrambled differences of the client's labels from the server's list.
 
     Args:
         classes: C, the number of classes.

@@ -156,7 +156,7 @@ class SlotLayout:
             rows, columns = zeros // self.width + sheet * self.rows, zeros % self.width
             last = (sheet + 1) * self.rows
             if len(np.unique(rows)) != len(rows) or (rows >= min(labels, last)).any() or (places[rows] >= 0).any():
-                raise FedstrataError("the comparison is wrong, because a label is on the server's list twice")
+                raise FedstrataError("the server's list of labels is invalid, because it contains a label twice")
             places[rows] = number * self.width + columns
         return places
 
