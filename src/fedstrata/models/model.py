@@ -101,8 +101,7 @@ class Model:
         Values from messages and files need this conversion.
 
         Args:
-            values: A mapping from names of parameters or buffers to values. Each value has the shape that it has in
-                the module.
+            values: A mapping from names of parameters or buffers to values with the shapes that the module requires.
         """
         initial = {**self._initial_params, **self._initial_buffers}
         clones = {name: torch.empty_like(initial[name]) for name in values}
