@@ -96,7 +96,7 @@ def test_the_fingerprint_depends_on_names_and_values():
 
 def test_models_for_one_input_are_refused_before_the_first_round():
     with pytest.raises(
-        SpecError, match=r"^model\.name = 'mlp': takes one input, but the samples have 3 \(ids, mask, num"
+        SpecError, match=r"^model\.name = 'mlp': takes one input, but the samples have 3 inputs \(ids, mask, num"
     ):
         fs.prepare(spec_of(), data=data_of(CASE))
 

@@ -74,8 +74,8 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
             {"targets": 90},
             r"targets = 90: must be a list of accuracies, which are fractions\. Use, for example, \[0\.9\]\.",
         ),
-        ({"targets": {"accuracy": [1.5]}}, r"1.5 is not an accuracy in \(0, 1\]"),
-        ({"targets": [0.0]}, r"0.0 is not an accuracy in \(0, 1\]"),
+        ({"targets": {"accuracy": [1.5]}}, r"1\.5 is not between 0 \(excluded\) and 1"),
+        ({"targets": [0.0]}, r"0\.0 is not between 0 \(excluded\) and 1"),
         (
             {"metrics": ["auroc"], "primary": "aurok"},
             r"primary = 'aurok': is not a metric of this run; did you mean 'auroc'\? Add it to evaluation.metrics, "

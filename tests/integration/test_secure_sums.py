@@ -255,7 +255,7 @@ def test_stratify_skips_batches_of_too_few_clients() -> None:
 
 
 def test_batches_with_batchnorm_are_refused() -> None:
-    with pytest.raises(SpecError, match="model: BatchNorm adds up statistics between clients in each batch"):
+    with pytest.raises(SpecError, match="model: BatchNorm adds up the clients' statistics in each batch"):
         prepared_of("classification", "stratify", norm=True, privacy={"sums": "secure"})
 
 

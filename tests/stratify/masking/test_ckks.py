@@ -87,7 +87,7 @@ def test_ciphertexts_that_are_none_are_refused(counting: Pair, comparing: Pair) 
     for junk in (b"", b"junk", os.urandom(len(data)), data[:-100], data * 20, product, other):
         with pytest.raises(ReplyRefusedError, match="ciphertext"):
             sealer.load(junk, length=2)
-    with pytest.raises(ReplyRefusedError, match="2 numbers, not 3"):
+    with pytest.raises(ReplyRefusedError, match="2 numbers, but must have 3"):
         sealer.load(data, length=3)
 
 
