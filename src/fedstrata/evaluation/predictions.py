@@ -80,7 +80,7 @@ class Predictions:
 
     @cached_property
     def probabilities(self) -> Reals:
-        """Predicted probabilities, shape (N, C): the softmax of the logits."""
+        """Predicted probabilities, which are the softmax of the logits, shape (N, C)."""
         return np.exp(self.log_probabilities)
 
     @property
