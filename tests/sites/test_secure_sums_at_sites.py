@@ -30,10 +30,10 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.certificates import fingerprint
+from fedstrata.federation.secure.member import question_of
 from fedstrata.federation.secure.protocol import Opened, Propose, RevealAll, RevealSet, Roster
 from fedstrata.federation.secure.requests import Masked, MaskedReply, SiteStep, Step, StepReply
 from fedstrata.federation.secure.server import Exchange, Server
-from fedstrata.federation.secure.simulated import question_of
 from fedstrata.federation.secure.site import Site
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.disclosure import declaration_of

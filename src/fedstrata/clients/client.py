@@ -32,7 +32,7 @@ from fedstrata.objectives.base import CrossEntropy, Objective
 
 if TYPE_CHECKING:
     from fedstrata.clients.handling import Handlers
-    from fedstrata.federation.secure.simulated import Member
+    from fedstrata.federation.secure.member import Member
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from fedstrata.federation.settings import Privacy, Training
 from fedstrata.models.model import Model
 
 if TYPE_CHECKING:
-    from fedstrata.federation.secure.simulated import SecureSum
+    from fedstrata.federation.secure.requests import SecureSum
 
 
 @dataclass(frozen=True)

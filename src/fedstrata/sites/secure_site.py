@@ -15,6 +15,7 @@ from fedstrata.base.jsonl import replace_file
 from fedstrata.base.locking import LOCK
 from fedstrata.clients.store import StateStore
 from fedstrata.federation.secure.certificates import Identity, IssuedBy, Trust
+from fedstrata.federation.secure.member import KeyIsCertificate, Member
 from fedstrata.federation.secure.primitives import KEY_BYTES, digest, public_key, signing_key
 from fedstrata.federation.secure.protocol import (
     Begin,
@@ -28,7 +29,6 @@ from fedstrata.federation.secure.protocol import (
 )
 from fedstrata.federation.secure.requests import Masked, SiteStep
 from fedstrata.federation.secure.ring import Words
-from fedstrata.federation.secure.simulated import KeyIsCertificate, Member
 from fedstrata.federation.secure.site import Site
 from fedstrata.federation.settings import Privacy
 from fedstrata.sites import wire

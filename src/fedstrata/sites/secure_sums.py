@@ -14,10 +14,19 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request, Requests, Work
 from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.certificates import Trust
-from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, StepReply, check_vector
+from fedstrata.federation.secure.member import question_of
+from fedstrata.federation.secure.requests import (
+    FAILED,
+    Dealt,
+    Masked,
+    MaskedReply,
+    SecureSum,
+    SiteStep,
+    StepReply,
+    check_vector,
+)
 from fedstrata.federation.secure.ring import Ring
 from fedstrata.federation.secure.server import Exchange, Server
-from fedstrata.federation.secure.simulated import FAILED, SecureSum, question_of
 
 if TYPE_CHECKING:
     from fedstrata.sites.engine import NVFlareEngine

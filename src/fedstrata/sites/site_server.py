@@ -46,7 +46,7 @@ from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
 if TYPE_CHECKING:
-    from fedstrata.federation.secure.simulated import Member
+    from fedstrata.federation.secure.member import Member
     from fedstrata.federation.settings import Privacy
     from fedstrata.sites.secure_site import Credentials
 

@@ -9,10 +9,10 @@ from fedstrata.base.records import Message
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.federation.secure.fit import Forms
-from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, Step, StepReply
+from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, Step, StepReply, reply_of
 
 if TYPE_CHECKING:
-    from fedstrata.federation.secure.simulated import Member
+    from fedstrata.federation.secure.member import Member
 
 
 @handles(Masked)
@@ -21,8 +21,8 @@ def answer(client: Client, request: Masked) -> MaskedReply:
 
     With masks, the client's new state is kept apart until the server says that the sum was opened.
     """
+    from fedstrata.federation.secure.member import question_of
     from fedstrata.federation.secure.protocol import Begin
-    from fedstrata.federation.secure.simulated import question_of, reply_of
 
     inner, before = request.request, dict(client.state)
     form = client.context.cached(forms).get(type(inner))
@@ -75,7 +75,7 @@ def forms(context: ClientContext) -> Forms:
 
 
 def _member(client: Client) -> Member:
-    from fedstrata.federation.secure.simulated import Member
+    from fedstrata.federation.secure.member import Member
 
     if client.context.member is not None:
         return client.context.member

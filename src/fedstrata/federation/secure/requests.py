@@ -1,16 +1,19 @@
-"""Requests to clients in secure sums. The requests contain the messages of the protocol."""
+"""Requests to clients in secure sums, which contain the messages of the protocol, with their replies and sums."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import Message, record
-from fedstrata.federation.messages import Reply, Request, RequestRule
+from fedstrata.federation.messages import ClientId, Reply, Request, RequestRule
 from fedstrata.federation.reply_checks import require_shape
+from fedstrata.federation.secure.ring import Total, Words
 
 
 @record("MaskedReply")
@@ -96,6 +99,33 @@ class Dealt(Message):
 
     deal: Message
     package: Message
+
+
+FAILED = "secure sum failed"
+"""The kind of event of a sum that too few clients answered, or that could not be opened."""
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """The sum of several clients' replies.
+
+    Args:
+        total: The sum.
+        clients: The clients whose replies are in the sum.
+    """
+
+    total: Total
+    clients: list[ClientId]
+
+
+def words_of(reply: MaskedReply) -> Words:
+    """Return the vector of a reply."""
+    return reply.vector.contiguous().numpy().view(np.uint32)
+
+
+def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
+    """Return the reply that contains a vector of the ring."""
+    return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 
 def check_vector(reply: MaskedReply, length: int) -> None:

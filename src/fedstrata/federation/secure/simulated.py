@@ -1,94 +1,39 @@
-"""Secure sums at real sites and in simulations; simulations without masks have the same results as with masks."""
+"""Secure sums in simulations, with or without masks and with the same results. Engines of real sites have their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, ReplyRefusedError
-from fedstrata.base.records import Message, Tree
+from fedstrata.base.records import Message
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.exchanges import Replies
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request, Requests, Work
 from fedstrata.federation.secure import protocol, shamir
-from fedstrata.federation.secure.certificates import Identity
-from fedstrata.federation.secure.primitives import KEY_BYTES, digest, public_key, signing_key, valid
-from fedstrata.federation.secure.requests import Masked, MaskedReply, Step, StepReply, check_vector
-from fedstrata.federation.secure.ring import Ring, Total, Words, add
+from fedstrata.federation.secure.member import KeyIsCertificate, job_of, question_of
+from fedstrata.federation.secure.primitives import KEY_BYTES
+from fedstrata.federation.secure.requests import (
+    FAILED,
+    Masked,
+    MaskedReply,
+    SecureSum,
+    Step,
+    StepReply,
+    check_vector,
+    words_of,
+)
+from fedstrata.federation.secure.ring import Ring, Words, add
 from fedstrata.federation.secure.server import Exchange, Server
-from fedstrata.federation.secure.site import Site
 
 SIGNATURE_BYTES = 64
 TAG_BYTES = 16
-
-FAILED = "secure sum failed"
-"""The kind of event of a sum that too few clients answered, or that could not be opened."""
-
-
-@dataclass(frozen=True)
-class SecureSum:
-    """The sum of several clients' replies.
-
-    Args:
-        total: The sum.
-        clients: The clients whose replies are in the sum.
-    """
-
-    total: Total
-    clients: list[ClientId]
-
-
-def job_of(seed: int) -> bytes:
-    """Return the job's hash in a simulation."""
-    return digest("simulation", seed)
-
-
-class KeyIsCertificate:
-    """Accepts certificates that consist only of a public key, which is enough in a simulation."""
-
-    def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""
-        return "" if valid(certificate, signature, signed) else "the signature of its key is wrong"
-
-
-@dataclass
-class Member:
-    """A client's part of the protocol, and the new state that the client keeps until the sum is opened.
-
-    Args:
-        site: The state machine.
-        pending: The client's new state; None if no exchange is open.
-    """
-
-    site: Site
-    pending: dict[str, Tree] | None = field(default=None)
-
-    @classmethod
-    def simulated(cls, number: ClientId, seed: int, parties: int) -> Member:
-        """Return a member without a certificate, for a simulation."""
-        key = signing_key()
-        identity = Identity(str(number), public_key(key), key.sign)
-        return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
-
-    def answer(self, message: Message | None) -> Message | None:
-        """Answer a message of the protocol, except the beginning of an exchange."""
-        site = self.site
-        if message is None:
-            return site.package()
-        answers: dict[type[Message], Callable[[Any], Message]] = {
-            protocol.Roster: site.deal,
-            protocol.RevealAll: site.reveal_all,
-            protocol.Propose: site.propose,
-            protocol.RevealSet: site.reveal_set,
-        }
-        return answers[type(message)](message)
 
 
 def ask_sum(
@@ -138,16 +83,6 @@ def ask_sum(
         return None
     engine.commit(answers)
     return SecureSum(decoded, list(answers))
-
-
-def words_of(reply: MaskedReply) -> Words:
-    """Return the vector of a reply."""
-    return reply.vector.contiguous().numpy().view(np.uint32)
-
-
-def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
-    """Return the reply that contains a vector of the ring."""
-    return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 
 def _fail(federation: Federation, clients: Collection[ClientId], did: str, needed: int) -> None:
@@ -223,11 +158,6 @@ class Masks:
 
     def _reasons(self) -> str:
         return " ".join(event.reason for event in self._server.events)
-
-
-def question_of(request: Request) -> bytes:
-    """Return the hash of a question and of the model that it contains."""
-    return digest("question", records.encode(request))
 
 
 def count_messages(
