@@ -3,8 +3,8 @@
     python benchmarks/private_mnist.py run --out DIR
     python benchmarks/private_mnist.py table [--page docs/privacy/samples.md]
 
-A cell is a setting and a seed. ``run`` skips the cells that are already in ``benchmarks/results``, and resumes the cell
-whose run folder is in DIR, so it can be stopped at any time. ``table`` writes the finished settings between the marks
+A cell is a setting and a seed. ``run`` can be stopped at any time. It skips the cells that are already in
+``benchmarks/results``, and resumes a cell from its run folder in DIR. ``table`` writes the finished settings between the marks
 of the page.
 
 The network, the settings and the published accuracies are those of ``examples/mnist.py`` and ``examples/mnist.md`` of
