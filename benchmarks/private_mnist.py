@@ -4,8 +4,8 @@
     python benchmarks/private_mnist.py table [--page docs/privacy/samples.md]
 
 A cell is a setting and a seed. ``run`` can be stopped at any time. It skips the cells that are already in
-``benchmarks/results``, and resumes a cell from its run folder in DIR. ``table`` writes the finished settings between the marks
-of the page.
+``benchmarks/results``, and resumes a cell from its run folder in DIR. ``table`` writes the finished settings between
+the marks of the page.
 
 The network, the settings and the published accuracies are those of ``examples/mnist.py`` and ``examples/mnist.md`` of
 Opacus (Yousefpour et al. 2021). Each of the 60,000 samples is in a step with probability 0.004, a round is an epoch of
