@@ -148,6 +148,16 @@ def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(ta
     assert f"{taken} We repeated the first 10 rounds of 2 {repeated} 0.5 points." in page_of(table, there)
 
 
+def test_a_page_names_the_gpu_of_its_runs_and_their_times_are_not_those_of_a_core(table):
+    there = results(table)
+    assert "GPU" not in page_of(table, there)
+    first, second, *_ = there.values()
+    first["versions"], second["versions"] = {"gpu": "H100"}, {"gpu": "H100"}
+    assert "Clients trained on a GPU (H100) in 2 runs.\n" in page_of(table, there)
+    first["seconds"] = 1e6
+    assert speeds(table, there)["a", "x"] == 2.0
+
+
 def test_hours_are_those_of_the_rows_that_are_done(table):
     assert speeds(table, results(table)) == {("a", "x"): 2.0, ("b", "x"): 2.0, ("c", "x"): 5.0}
     assert speeds(table, {}) == {("c", "x"): 5.0}

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from filelock import FileLock
 
 from fedstrata.base.errors import DataError
@@ -86,6 +87,14 @@ def test_a_cell_goes_on_from_its_checkpoint(table, tmp_path):
     assert records[0] == begun  # the first round was not run again: its seconds are the same
     whole = run_one(table, cell, tmp_path / "other", tmp_path / "other" / "runs")
     assert found["curve"] == whole["curve"]
+
+
+def test_a_cell_is_the_same_cell_on_every_device(table, tmp_path):
+    cell = next(table.cells())
+    result = run_one(table, cell, tmp_path, tmp_path / "runs", device="auto")
+    assert 'device = "auto"' in (tmp_path / "runs" / cell.folder / "spec.toml").read_text()
+    assert result["spec_sha256"] == cell.hash
+    assert ("gpu" in result["versions"]) == torch.cuda.is_available()
 
 
 def test_a_cell_that_another_process_is_at_is_left_alone(table, tmp_path):

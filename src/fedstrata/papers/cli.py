@@ -36,6 +36,8 @@ def add_reproduce(commands: common.Commands) -> None:
         help="run small versions of the tables in minutes, to test the software and not the papers' claims",
     )
     parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of each table)")
+    help = "device on which the clients train: cpu, auto, cuda or cuda:N (default: cpu)"
+    parser.add_argument("--device", default="cpu", help=help)
     parser.add_argument(
         "--out", type=Path, help="folder to store pages and results in (default: reproduced, or quick with --quick)"
     )
@@ -67,7 +69,8 @@ def _reproduce(options: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     if not options.show:
         runs, seeds, show = options.runs or out / "runs", common.seeds(options), _show(options)
-        failed = running.run(tables.values(), out, runs, quick=options.quick, seeds=seeds, show=show)
+        device, quick = options.device, options.quick
+        failed = running.run(tables.values(), out, runs, quick=quick, seeds=seeds, device=device, show=show)
     written = pages.write(out, quick=options.quick)
     if options.json:
         common.print_json({"folder": out, "written": written, "failed": failed})

@@ -314,7 +314,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
         place, training = (cell.row, cell.column), cell.spec["training"]
         work[place] = training.get("local_epochs", 1) * training.get("clients_per_round", 1)
         result = results.get(cell.hash, {})
-        if "seconds" in result:
+        if "seconds" in result and "gpu" not in result.get("versions", {}):
             measured.setdefault(place, []).append(result["seconds"] / result["rounds"])
     expected = {}
     of_all = {place: [speed / work[place] for speed in speeds] for place, speeds in measured.items()}
@@ -405,6 +405,7 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
         rows_outside = "The paper's figure is outside our 95 % prediction interval for one more run in these rows"
         lines += ["", f"{rows_outside}: {'; '.join(outside)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
+    lines += _on_gpus(cells.values())
     missing = "" if quick else _missing(table, results)
     return [f"{missing} runs are missing.", ""] * bool(missing) + _folded(
         f"{len(rows) - 1} rows: {METRICS[table.metric]}, %", lines
@@ -478,6 +479,12 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
             "left out runs with differences of more than one point."
         )
     return ["", line]
+
+
+def _on_gpus(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a note about the results of runs whose clients trained on a GPU."""
+    names = [gpu for result in results if (gpu := result.get("versions", {}).get("gpu"))]
+    return ["", f"Clients trained on a GPU ({', '.join(sorted(set(names)))}) in {len(names)} runs."] if names else []
 
 
 SHOWN = {

@@ -80,6 +80,7 @@ def run(
     *,
     quick: bool = False,
     seeds: Iterable[int] | None = None,
+    device: str = "cpu",
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Run all cells of some tables that do not have a result yet. A cell is a row, a column and a seed.
@@ -90,6 +91,7 @@ def run(
         runs: The folder that contains the run folders.
         quick: Whether to run the experiments at small scale.
         seeds: The seeds to run; None for all seeds.
+        device: The value of ``training.device`` in all runs.
         show: A function that is called with a line about every finished run.
 
     Returns:
@@ -102,7 +104,7 @@ def run(
             if wanted is not None and cell.seed not in wanted:
                 continue
             try:
-                done = run_one(table, cell, out, runs)
+                done = run_one(table, cell, out, runs, device=device)
             except FedstrataError as error:
                 failed[f"{table.paper}/{table.name}/{cell.key}"] = str(error)
                 continue
@@ -129,6 +131,7 @@ def run_one(
     runs: Path,
     measure: Callable[[History, Path], dict[str, Any]] = measured,
     finished: Callable[[Path], Container[str]] = known,
+    device: str = "cpu",
 ) -> dict[str, Any] | None:
     """Run a cell (a row, a column and a seed of a table) if it is not finished and no other process runs it.
 
@@ -139,6 +142,7 @@ def run_one(
         runs: The folder that contains the run folders.
         measure: A function that returns the results of a run from its history and its folder.
         finished: A function that returns the hashes of all finished cells (``Cell.hash``) in the folder of the results.
+        device: The value of ``training.device``.
 
     Returns:
         The results of the cell; None if it was not run.
@@ -152,7 +156,7 @@ def run_one(
         with FileLock(f"{folder}.lock", blocking=False):
             if cell.hash in finished(out):
                 return None
-            history = carry_out(experiment_of(cell), out=folder, resume=True)
+            history = carry_out(experiment_of(cell, device), out=folder, resume=True)
             result = {**about(cell, folder), **measure(history, folder)}
             keep(out, table, {cell.key: result})
             return result

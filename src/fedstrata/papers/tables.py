@@ -199,13 +199,17 @@ def chosen(names: Sequence[str]) -> dict[str, Table]:
     return {key: table for key, table in known.items() if not names or key in names or table.paper in names}
 
 
-def experiment_of(cell: Cell) -> Experiment:
+def experiment_of(cell: Cell, device: str = "cpu") -> Experiment:
     """Build the experiment of a cell (a row, a column and a seed of a table) from its spec.
+
+    Args:
+        cell: The cell.
+        device: The value of ``training.device``. The hash of the cell does not depend on it.
 
     Raises:
         SpecError: The spec is wrong; the error names the cell.
     """
     try:
-        return Experiment.from_table(cell.spec)
+        return Experiment.from_table(deep_merge(cell.spec, {"training": {"device": device}}))
     except SpecError as error:
         raise error.under(f"{cell.paper}/{cell.table}/{cell.key}") from None

@@ -27,6 +27,7 @@ from torch import Tensor
 from fedstrata.base.config import MayChange, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.inputs import Inputs
+from fedstrata.clients.training.devices import device_of
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.models.model import Model
@@ -123,13 +124,20 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
 
 
 @cache
-def environment() -> dict[str, str]:
-    """Return what is recorded about a run's environment: versions of fedstrata, PyTorch and Python, and processor."""
+def environment(device: str = "cpu") -> dict[str, str]:
+    """Return what is recorded about a run's environment: versions of fedstrata, PyTorch and Python, and the hardware.
+
+    Args:
+        device: The value of ``training.device``. If it stands for a GPU, the name of the GPU is recorded too.
+    """
+    place = device_of(device)
+    gpu = {} if place.type == "cpu" else {"gpu": torch.cuda.get_device_name(place)}
     return {
         "fedstrata": importlib.metadata.version("fedstrata"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": processor(),
+        **gpu,
     }
 
 

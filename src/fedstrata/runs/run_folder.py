@@ -163,7 +163,10 @@ class RunFolder:
         # Write the identity before the spec, so that a folder with a spec always has an identity, even if the process
         # is killed here.
         about = {"privacy": simulation.privacy} if simulation.privacy else {}
-        write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment(), **about})
+        write_json(
+            self.path / RUN,
+            {"identity": self.prepared.identity, "made_with": environment(self.prepared.spec.training.device), **about},
+        )
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
@@ -217,7 +220,7 @@ class RunFolder:
         assert self.path is not None
         try:
             before = json.loads((self.path / RUN).read_text(encoding="utf-8"))["made_with"]
-            now = environment().items()
+            now = environment(self.prepared.spec.training.device).items()
             differ = [f"{key} {before.get(key)}, now {value}" for key, value in now if before.get(key) != value]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return []
