@@ -23,7 +23,7 @@ from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.private import private_round
 from fedstrata.methods.secure import fit_form, secure_round
 from fedstrata.models.batchnorm import has_batchnorm
-from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective, is_plain
+from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
 ASKING = {
@@ -399,7 +399,7 @@ class Recipe(Method):
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         if combined is weights and (reason := aggregator.shortage(len(replies))):
             federation.note("too few replies", replies, reason)
-        if not is_plain(objective, "trains", "stays"):
+        if objective.freezes:
             combined = self.restored(config, weights, combined)
         answers = list(replies.values())
         objective_state, after = objective.server_update(state.objective, weights, combined, answers, config.clients)
