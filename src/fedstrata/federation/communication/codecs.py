@@ -42,9 +42,6 @@ class Codec(Setting):
     A codec has no state. With error feedback, the sender of the changes stores the encoding error.
     """
 
-    feedback: ClassVar[bool] = False
-    """Whether the sender adds the encoding error of a change to its next change (error feedback)."""
-
     linear: ClassVar[bool] = False
     """Whether decoding the sum of several payloads gives the sum of their decoded changes."""
 
@@ -274,8 +271,6 @@ class WithMemory(Codec):
         forget_after: Number of rounds after which a stored error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
-
-    feedback = True
 
     damping: float = Field(default=1.0, gt=0, le=1)
     forget_after: PositiveInt | None = None
