@@ -372,7 +372,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Make the columns of each matrix P = Σ M_k Q, which is the first sum, orthonormal."""
+        """Make the columns of each matrix P orthonormal. P = Σ M_k Q is the sum over clients in the first exchange."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
