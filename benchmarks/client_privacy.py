@@ -142,12 +142,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.work == "run":
         run()
-        return
-    lines = table(json.loads(RESULTS.read_text()))
-    if options.page is None:
-        print("\n".join(lines))
     else:
-        write(options.page, "client privacy", lines)
+        write(options.page, "client privacy", table(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":

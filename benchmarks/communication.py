@@ -31,7 +31,7 @@ from marks import write
 
 import fedstrata as fs
 from fedstrata.base import style
-from fedstrata.reporting.draw import log_ticks, separated, style_axes
+from fedstrata.reporting.axes import log_ticks, separated, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "communication.json"
 RANK1 = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}

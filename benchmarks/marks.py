@@ -13,12 +13,15 @@ import argparse
 from pathlib import Path
 
 
-def write(page: Path, name: str, lines: list[str]) -> None:
-    """Write lines between the marks of a page, indented as far as the marks.
+def write(page: Path | None, name: str, lines: list[str]) -> None:
+    """Write lines between the marks of a page, indented as far as the marks. Without a page, print the lines.
 
     Raises:
         ValueError: The page does not have exactly one pair of marks.
     """
+    if page is None:
+        print("\n".join(lines))
+        return
     text, first, last = page.read_text(encoding="utf-8"), f"<!-- {name} -->", f"<!-- end of {name} -->"
     if text.count(first) != 1 or text.count(last) != 1:
         raise ValueError(f"{page} has no {first} with {last} after it, or has them twice")

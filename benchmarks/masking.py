@@ -44,7 +44,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.reporting.draw import log_ticks
+from fedstrata.reporting.axes import log_ticks
 from fedstrata.runs.simulation import HANDLERS
 from fedstrata.stratify.masking import enrolment
 from fedstrata.stratify.masking.enrolment import enrol

@@ -166,14 +166,6 @@ def below(one: dict[str, Any], size: int) -> float:
     return sum(count for each, count in one["parts"].items() if int(each) < size) / total
 
 
-def table(page: Path | None) -> None:
-    text = tables(json.loads(RESULTS.read_text()))
-    if page is None:
-        print(text)
-        return
-    write(page, "privacy", text.splitlines())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("work", choices=("run", "table"))
@@ -182,7 +174,7 @@ def main() -> None:
     if options.work == "run":
         run()
     else:
-        table(options.page)
+        write(options.page, "privacy", tables(json.loads(RESULTS.read_text())).splitlines())
 
 
 if __name__ == "__main__":

@@ -101,10 +101,7 @@ def table(page: Path | None) -> None:
         accuracy = f"{statistics.mean(accuracies):.1f}{spread} %"
         columns = f"{columns} | {found[0]['epsilon']:.2f} | {accuracy} | {len(found)} of {len(SEEDS)}"
         lines.append(f"| {columns} | {setting['opacus']:.1f} % |")
-    if page is None:
-        print("\n".join(lines))
-    else:
-        write(page, "opacus", lines)
+    write(page, "opacus", lines)
 
 
 def main() -> None:

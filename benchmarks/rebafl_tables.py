@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 import fedstrata as fs
 from fedstrata.base import style
 from fedstrata.evaluation.history import History
-from fedstrata.reporting.draw import End, label_ends, style_axes
+from fedstrata.reporting.axes import End, label_ends, style_axes
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "rebafl.json"

@@ -29,7 +29,7 @@ import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
 from fedstrata.base import style
 from fedstrata.federation.messages import Fit, Weights
-from fedstrata.reporting.draw import log_ticks, style_axes
+from fedstrata.reporting.axes import log_ticks, style_axes
 from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import Selection

@@ -29,7 +29,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.reporting.draw import log_ticks
+from fedstrata.reporting.axes import log_ticks
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.client_single import stepper_of

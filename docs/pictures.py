@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from fedstrata.base import style
-from fedstrata.reporting.draw import log_ticks
+from fedstrata.reporting.axes import log_ticks
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY, SEEDS = "mnist-half", 3

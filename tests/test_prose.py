@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import subprocess
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[1] / "tools" / "prose.py"
+from programs import ROOT, tool
 
 
 @pytest.fixture(scope="module")
 def prose() -> ModuleType:
-    if not FILE.exists():
-        pytest.skip("no tools beside an installed package")
-    spec = importlib.util.spec_from_file_location("prose", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("prose")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +104,7 @@ def test_subjects_are_read_where_there_is_a_history(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FILE.parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("calls")
 
 

@@ -58,7 +58,7 @@ def test_docs_examples_and_templates_use_public_names_only():
     pages = [path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".md", ".ipynb")]
     pages = [path for path in [*pages, ROOT / "README.md"] if path != ROOT / "docs" / "conf.py"]
     # Figures of the documentation have the colours and axes of all other figures; these modules are for nothing else.
-    drawing = r"base import style|reporting\.draw import|reporting\.strata import"
+    drawing = r"base import style|reporting\.axes import|reporting\.strata import"
     of_submodules = re.compile(rf"(?:from|import) fedstrata\.(?!{drawing})\w.*")
     found = [(path.name, line) for path in pages for line in of_submodules.findall(path.read_text(encoding="utf-8"))]
     assert found == []

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[1] / "tools" / "words.py"
+from programs import tool
 
 
 @pytest.fixture
 def budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    if not FILE.exists():
-        pytest.skip("no tools beside an installed package")
-    spec = importlib.util.spec_from_file_location("words", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = tool("words")
     monkeypatch.setattr(module, "LIMITS", tmp_path / "words.json")
     monkeypatch.setattr("sys.argv", ["words.py", "--write"])
     return module

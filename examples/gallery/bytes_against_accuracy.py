@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from fedstrata.base import style
-from fedstrata.reporting.draw import log_ticks
+from fedstrata.reporting.axes import log_ticks
 
 file = Path.cwd().resolve().parents[1] / "benchmarks/results/communication.json"
 results = json.loads(file.read_text())

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 import fedstrata as fs
 from fedstrata.base import style
-from fedstrata.reporting.draw import heat_map
+from fedstrata.reporting.axes import heat_map
 
 METHODS = {"FedAvg": fs.FedAvg(), "balanced softmax": fs.BSMFedAvg(), "ReBaFL": fs.ReBaFL()}
 spec = fs.Experiment(

@@ -76,8 +76,6 @@ from .federation.messages import Weights as Weights
 from .federation.settings import Privacy as Privacy
 from .federation.settings import Training as Training
 from .methods.base import Method as Method
-from .methods.base import Parts as Parts
-from .methods.base import Recipe as Recipe
 from .methods.bsm import BSMFedAvg as BSMFedAvg
 from .methods.ccvr import CCVR as CCVR
 from .methods.clustered import ClusteredSampling as ClusteredSampling
@@ -116,6 +114,8 @@ from .methods.mifa import MIFA as MIFA
 from .methods.moon import MOON as MOON
 from .methods.power_of_choice import PowerOfChoice as PowerOfChoice
 from .methods.rebafl import ReBaFL as ReBaFL
+from .methods.recipe import Parts as Parts
+from .methods.recipe import Recipe as Recipe
 from .methods.scaffold import SCAFFOLD as SCAFFOLD
 from .methods.sfl import SFL as SFL
 from .models.model import Model as Model

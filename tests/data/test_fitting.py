@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fedstrata.base import records
 from fedstrata.base.errors import DataError
-from fedstrata.data.arrays import normalisation
 from fedstrata.data.fitting import Unfitted
+from fedstrata.data.normalisation import shift_and_scale
 from fedstrata.data.schema import Column, Schema
 
 COLUMNS = {
@@ -79,7 +79,7 @@ def test_what_is_normal_by_statistics_alone_is_what_the_features_say(seed, norma
     whole = of(known(draw, 40), normalize, COLUMNS)
     train = np.sort(draw.choice(40, 25, replace=False))
     x, _, shift, scale = whole.fitted(whole.statistics([train[:9], train[9:]]))
-    expected = normalisation(x[train].double(), normalize)
+    expected = shift_and_scale(x[train].double(), normalize)
     torch.testing.assert_close(shift.double(), expected[0].double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scale.double(), expected[1].double(), rtol=1e-5, atol=1e-6)
 
@@ -90,7 +90,7 @@ def test_images_by_channel(seed, dtype):
     images = torch.from_numpy(np.random.default_rng(seed).integers(0, 255, (12, 4, 5, 3))).to(dtype)
     whole = of(images)
     _, _, shift, scale = whole.fitted(whole.statistics([np.arange(5), np.arange(5, 12)]))
-    for found, expected in zip((shift, scale), normalisation(images, "standard"), strict=True):
+    for found, expected in zip((shift, scale), shift_and_scale(images, "standard"), strict=True):
         torch.testing.assert_close(found.float(), expected.float())
 
 

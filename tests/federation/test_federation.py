@@ -230,7 +230,7 @@ def test_one_clients_bad_model_is_left_out_and_the_others_aggregate_is_right(tin
     federation.fit()
     federation.begin(1)
     federation.engine.context = type(federation.engine.context)(
-        **{**vars(federation.engine.context), "objective": broken(culprits=[1], how=way)}
+        **{**vars(federation.engine.context), "objective": broken(culprits=[1], how=way), "prepared": {}}
     )
     method = fs.FedAvg(objective=broken())
     state, metrics = method.run_round(federation, method.init(federation, federation.weights))
@@ -518,7 +518,7 @@ def test_the_client_that_spoils_a_fused_sum_is_found_and_left_out(tiny):
     context = federation.engine.context
     chosen = context.assignment[1][federation.store.get(1)["stratify"].places]
     poison = Poison(where=float(context.data.inputs(torch.from_numpy(chosen)).flatten()[0]))
-    federation.engine.context = type(context)(**{**vars(context), "objective": poison})
+    federation.engine.context = type(context)(**{**vars(context), "objective": poison, "prepared": {}})
     federation.begin(1)
     summed = federation.ask_sum(requests, requests)
     assert summed.clients == [0, 3]

@@ -16,7 +16,7 @@ from pydantic import PositiveFloat
 import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.federation.messages import Fit
-from fedstrata.methods.base import RecipeState
+from fedstrata.methods.recipe import RecipeState
 from fedstrata.sampling.base import Selection
 
 

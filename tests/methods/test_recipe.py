@@ -16,8 +16,9 @@ from fedstrata.aggregation.base import AGGREGATORS, HorvitzThompson, Mean, Strat
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import torch_seeded
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.methods.base import CHOICES, METHODS, training_metrics, weight_diversity
+from fedstrata.methods.base import METHODS
 from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.methods.recipe import CHOICES, training_metrics, weight_diversity
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.objectives.rebafl import Rebalanced

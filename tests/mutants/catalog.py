@@ -122,12 +122,13 @@ checkpoint = _of("runs/checkpoint.py", "runs/test_checkpoint.py")
 identity = _of("runs/identity.py", "runs/test_identity.py")
 logs = _of("base/jsonl.py", "base/test_jsonl.py", "runs/test_identity.py")
 folder = _of("runs/run_folder.py", "runs/test_run_folder.py", "experiments/test_run.py")
-recipe = _of("methods/base.py", "methods/test_recipe.py")
+recipe = _of("methods/recipe.py", "methods/test_recipe.py")
 sfl = _of("methods/sfl.py", "methods/test_sfl.py")
 head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
 predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py", "clients/test_local.py")
 division = _of("data/partitions/schemes.py", "data/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
+scaled_inputs = _of("data/normalisation.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
 sites_data = _of("sites/data_schema.py", "sites/test_sites.py")
 targets = _of("data/fitting.py", "sites/test_regression_at_sites.py")
@@ -739,7 +740,7 @@ MUTANTS = [
     ),
     sites_data("a single sample will do", "FEWEST = 2", "FEWEST = 1"),
     sites_data("an error that leaves tells a cell", 'getattr(error, "public", "") or', "str(error) or"),
-    data("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
+    scaled_inputs("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
     loop(
         "the last round is not counted",
         "or self.round >= self.spec.training.rounds",

@@ -13,6 +13,7 @@ from fedstrata.papers.judging import VERDICTS, claims, judged, summary
 from fedstrata.papers.pages import overview, page, speeds
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import known
+from fedstrata.papers.table_lines import markdown
 from fedstrata.papers.tables import PAPERS, read
 
 TEXT = """
@@ -84,8 +85,8 @@ def test_a_table_has_the_papers_figure_ours_and_the_difference_but_no_verdict(ta
 def test_a_page_without_results_has_no_empty_table():
     text = page("stratify", [judged(claim, {}) for claim in claims() if claim.kind != "reading"], {})
     assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
-    assert pages._markdown([["a", "b"]]) == []
-    assert pages._markdown([["a", "b"], ["1", ""]]) == ["| a |", "|---|", "| 1 |"]
+    assert markdown([["a", "b"]]) == []
+    assert markdown([["a", "b"], ["1", ""]]) == ["| a |", "|---|", "| 1 |"]
 
 
 @pytest.mark.slow

@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
+from fedstrata.papers import calculations
 from fedstrata.papers import readings as module
-from fedstrata.papers.judging import claims
-from fedstrata.papers.readings import (
+from fedstrata.papers.calculations import (
     fedssar_bias,
     keep_errors,
     label_variance,
     mean_of_one_draw,
     neyman_bias,
-    readings,
     size_estimates,
     training_operations,
     uses_a_sample,
 )
+from fedstrata.papers.judging import claims
+from fedstrata.papers.readings import readings
 from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
 
 
@@ -183,7 +184,7 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
     # With other rules they are others: everybody tells the truth, one draw for each stratum first, weights by p_k, …
     monkeypatch.setattr(module, "truth_probability", lambda epsilon, bound: 1.0)
     assert module._limit().verdict == "partly"  # sizes are clipped all the same
-    monkeypatch.setattr(module, "neyman", lambda places, counts, deviations, least: np.ones_like(counts))
+    monkeypatch.setattr(calculations, "neyman", lambda places, counts, deviations, least: np.ones_like(counts))
     assert module._neyman().verdict == "confirmed"
     monkeypatch.setattr(module, "StratumMean", HorvitzThompson)
     assert module._importance().verdict == "confirmed"
@@ -191,7 +192,8 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
     assert module._uses().verdict == "confirmed"
     monkeypatch.setattr(module, "fedssar_bias", lambda sizes: 0.0)
     assert module._clusters().verdict == "confirmed"
-    monkeypatch.setattr(module, "size_estimates", lambda sizes, bound, epsilon, draws=1: sizes.sum() * np.ones(draws))
+    for each in (module, calculations):
+        monkeypatch.setattr(each, "size_estimates", lambda sizes, bound, epsilon, draws=1: sizes.sum() * np.ones(draws))
     assert (module._limit().verdict, module._private_samples().verdict) == ("confirmed", "confirmed")
     monkeypatch.setattr(module, "training_operations", lambda method, epochs: 100 * epochs + (method == "rebafl"))
     assert module._prototype_operations().verdict == "confirmed"

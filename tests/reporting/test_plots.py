@@ -12,15 +12,8 @@ import fedstrata as fs
 from fedstrata.base import style
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.reporting.draw import (
-    draw_communication,
-    draw_curves,
-    draw_losses,
-    draw_participation,
-    log_ticks,
-    over_seeds,
-    sent,
-)
+from fedstrata.reporting.axes import log_ticks
+from fedstrata.reporting.draw import draw_communication, draw_curves, draw_losses, draw_participation, over_seeds, sent
 from fedstrata.reporting.plots import _cheapest, _verdict, plot, plot_comparison, plot_run
 
 

@@ -29,7 +29,8 @@ from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure, FederationConfig
-from fedstrata.methods.base import CHOICES, METHODS
+from fedstrata.methods.base import METHODS
+from fedstrata.methods.recipe import CHOICES
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import Simulation, make_context
 

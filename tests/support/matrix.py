@@ -11,7 +11,8 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.aggregation.optimizers import ServerOptimizer
-from fedstrata.methods.base import METHODS, Recipe
+from fedstrata.methods.base import METHODS
+from fedstrata.methods.recipe import Recipe
 
 CLIENTS = 3
 

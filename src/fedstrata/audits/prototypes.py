@@ -38,7 +38,7 @@ BASELINE = "class mean"
 SIZES = (1, 5, 25)
 """The numbers of images in a control."""
 DRAWS = 4
-"""The number of controls of each size, for each client and class."""
+"""The number of controls (features that are attacked for comparison) of each size, for each client and class."""
 CLASSES = 4
 """The largest number of classes of a client that are attacked."""
 COMPARED = 1000

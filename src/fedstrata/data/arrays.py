@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from fedstrata.base.arrays import Floats32
 from fedstrata.base.errors import DataError
 from fedstrata.data.mapped import MappedFile
 
-Normalize = Literal["standard", "unit", "none", "keep"]
 Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
@@ -164,6 +163,14 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
         # PyTorch supports few operations on uint16, uint32 and uint64.
         array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
     return array
+
+
+def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
+    """Return True if rounding to float32 makes samples indistinguishable, such as large values that differ little."""
+    flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.abs(flat - rounded).max(axis=0)
+        return bool((np.isfinite(error) & (error > 1e-3 * flat.std(axis=0)) & (flat.std(axis=0) > 0)).any())
 
 
 SPLITS = ("train", "test")
@@ -379,63 +386,3 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
         "Predictions for these samples count as errors."
     )
     warnings.warn(problem, stacklevel=2)
-
-
-def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 makes samples indistinguishable, such as large values that differ little."""
-    flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
-    with np.errstate(over="ignore", invalid="ignore"):
-        error = np.abs(flat - rounded).max(axis=0)
-        return bool((np.isfinite(error) & (error > 1e-3 * flat.std(axis=0)) & (flat.std(axis=0) > 0)).any())
-
-
-def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the shift and scale that normalise inputs, from the training inputs.
-
-    Args:
-        train: Training inputs as stored, (N, H, W, C) or (N, F).
-        normalize: See ``from_arrays``.
-
-    Returns:
-        The shift and the scale of each channel or feature. Shift and scale are float32, or float64 if samples would
-        become indistinguishable in float32. Shift and scale are None if ``normalize`` is ``"none"``.
-    """
-    width = train.shape[-1]
-    if normalize == "none":
-        return None, None
-    if normalize == "unit" and train.dtype == torch.uint8:
-        return torch.zeros(width), torch.full((width,), 1 / 255)
-    flat = train.reshape(-1, width)
-    if normalize == "unit":
-        low, span = flat.amin(0).double(), flat.amax(0).double() - flat.amin(0).double()
-        return precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
-    # Process the rows in chunks to limit memory. Subtract the first row from all, because otherwise a small deviation
-    # would be lost to rounding if the mean is large.
-    origin = flat[0].double()
-    total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-    # Keep the chunk size for smaller inputs. Another size would round the sums differently, and change earlier results.
-    large = flat.numel() > 1 << 26
-    for chunk in torch.split(flat, min(1 << 20, max(1, (1 << 21) // width)) if large else 1 << 20):
-        centred = chunk.double() - origin
-        total += centred.sum(0)
-        squares += (centred * centred).sum(0)
-    mean = total / len(flat)
-    deviation = (squares / len(flat) - mean * mean).clamp(min=0).sqrt()
-    varies = deviation > 1e-7 * (origin.abs() + mean.abs())
-    return precise(train, origin + mean, torch.where(varies, 1 / deviation, 1.0), deviation)
-
-
-def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale as float32, or as float64 if inputs would lose too much precision in float32.
-
-    Args:
-        train: The training inputs as stored.
-        shift: The shift of each channel or feature, float64.
-        scale: The scale of each channel or feature, float64.
-        spread: The deviation or range of each channel or feature. The rounding errors of float32 must be small compared
-            with ``spread``.
-    """
-    too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
-    if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):
-        return shift, scale
-    return shift.float(), scale.float()

@@ -20,8 +20,9 @@ from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.inputs import Inputs, Shape, each, tensors_of
 from fedstrata.data import arrays
-from fedstrata.data.arrays import Array, Normalize
+from fedstrata.data.arrays import Array
 from fedstrata.data.mapped import MappedFile, mapped_files
+from fedstrata.data.normalisation import Normalize, shift_and_scale
 from fedstrata.data.tasks.base import TASKS, Task
 from fedstrata.data.tasks.classification import Classification
 
@@ -343,7 +344,7 @@ def _checked_pair(x_train: Any, x_test: Any, normalize: Normalize) -> tuple[Inpu
 
 
 def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, Inputs | None]:
-    """Compute the shift and scale that normalise inputs, from the training inputs; see ``arrays.normalisation``.
+    """Compute the shift and scale that normalise inputs, from the training inputs; see ``shift_and_scale``.
 
     Returns:
         The shift and the scale; for several inputs, mappings from the name of each float input to its shift and scale.
@@ -352,9 +353,9 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
     if normalize in ("keep", "none"):
         return None, None
     if isinstance(train, Tensor):
-        return arrays.normalisation(train, normalize)
+        return shift_and_scale(train, normalize)
     floats = {name: tensor for name, tensor in train.items() if tensor.is_floating_point()}
-    both = {name: arrays.normalisation(t if t.dim() > 1 else t[:, None], normalize) for name, t in floats.items()}
+    both = {name: shift_and_scale(t if t.dim() > 1 else t[:, None], normalize) for name, t in floats.items()}
     shift = {name: pair[0] for name, pair in both.items() if pair[0] is not None}
     scale = {name: pair[1] for name, pair in both.items() if pair[1] is not None}
     return (shift, scale) if shift else (None, None)

@@ -22,7 +22,7 @@ from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.config import MOST
 from fedstrata.base.errors import DataError
 from fedstrata.base.records import Message, record
-from fedstrata.data.arrays import Normalize, precise
+from fedstrata.data.normalisation import Normalize, precise
 from fedstrata.data.schema import Column, Schema
 
 LOG = logging.getLogger(__name__)

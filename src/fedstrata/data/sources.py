@@ -22,12 +22,13 @@ from fedstrata.base.config import Setting, from_word
 from fedstrata.base.errors import DataError, SpecError, nearest
 from fedstrata.base.inputs import Shape, each
 from fedstrata.base.rng import rng
-from fedstrata.data.arrays import Normalize, check_seen, decoded
+from fedstrata.data.arrays import check_seen, decoded
 from fedstrata.data.augmentation import AnyAugmentation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays, normalisation
 from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.hub import load_hub
+from fedstrata.data.normalisation import Normalize
 from fedstrata.data.schema import Schema, another_unit, held_out
 from fedstrata.data.subsets import stratified
 from fedstrata.data.tables import SUFFIXES, dataset_of, read_table, task_of_table

@@ -20,9 +20,9 @@ from torch import Tensor
 from fedstrata.base.arrays import Bools
 from fedstrata.base.config import build
 from fedstrata.base.errors import DataError, ExtraMissingError
-from fedstrata.data.arrays import Normalize
 from fedstrata.data.dataset import Dataset, from_arrays, task_of
 from fedstrata.data.fitting import Unfitted, fit
+from fedstrata.data.normalisation import Normalize
 from fedstrata.data.schema import Schema, Table, held_out, ids, numbers_of, parsed
 from fedstrata.data.tasks.base import TASKS, Task
 

@@ -638,7 +638,7 @@ def values_of(metrics: Sequence[Metric], predictions: Predictions | Rows) -> dic
 
 
 def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals, Reals, Reals]:
-    """Count each client's correct predictions, samples and predictions of each class, each (clients, C)."""
+    """Count correct predictions, samples and predictions per client and class; the three results are (clients, C)."""
     classes, labels, predicted = predictions.classes, predictions.labels, predictions.predicted
     hit = labels == predicted
 

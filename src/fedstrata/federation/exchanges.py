@@ -227,8 +227,8 @@ class Exchanges:
                 log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
             elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
-                limit = f"but each of its {outcome.samples} samples weighs at most {places}"
-                log.fail(client, Failure(f"the reply has a weight of {outcome.weight:g}, {limit}", refused=True))
+                weight = f"the reply has a weight of {outcome.weight:g}, but each of its {outcome.samples} samples"
+                log.fail(client, Failure(f"{weight} weighs at most {places}", refused=True))
             else:
                 replies[client] = outcome
         sizes = {client: records.size(reply) for client, reply in replies.items()}
@@ -237,32 +237,36 @@ class Exchanges:
             del replies[client], sizes[client]
         kinds = set(map(type, asked.values()))
         if failures:
-            raised = sum(failure.error is not None for failure in failures.values())
-            self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
+            self.raise_if_hopeless(set(asked), kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
             # Every reply depends on sums over all these clients. If one client has no valid reply, no reply is valid.
             void = Failure("the sums are invalid, because another client of the group failed", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()
         if failures:
-            # A bystander is a client that only waited for another client that failed. Bystanders are logged only if all
-            # failures are bystanders, because then no other entry explains why the exchange failed.
-            broken = not refused and all(failure.bystander for failure in failures.values())
-            for client, failure in failures.items():
-                if broken or not failure.bystander:
-                    log.fail(client, failure)
+            self._log_failures(failures, refused)
         if replies:
             self.answered |= kinds
         log.returned.update(replies)
         log.bytes_up += sum(map(sizes.__getitem__, replies))
         return replies
 
+    def _log_failures(self, failures: Mapping[ClientId, Failure], refused: bool) -> None:
+        """Log failures, except bystanders: clients that only waited for another client that failed.
+
+        Bystanders are logged only if no other entry of the log explains why the exchange failed.
+
+        Args:
+            failures: The failure of each client.
+            refused: Whether the log already has an entry, because the server refused a reply.
+        """
+        broken = not refused and all(failure.bystander for failure in failures.values())
+        for client, failure in failures.items():
+            if broken or not failure.bystander:
+                self.log.fail(client, failure)
+
     def raise_if_hopeless(
-        self,
-        asked: set[ClientId],
-        raised: int,
-        kinds: set[type[Request]],
-        failures: list[tuple[ClientId, Failure]],
+        self, asked: set[ClientId], kinds: set[type[Request]], failures: list[tuple[ClientId, Failure]]
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
@@ -272,12 +276,12 @@ class Exchanges:
 
         Args:
             asked: The clients that got a request.
-            raised: Number of clients that raised an exception.
             kinds: The Python classes of the requests.
             failures: The failed clients and their failures. The message quotes the first failure.
         """
+        raised = {client for client, failure in failures if failure.error is not None}
         several = len(asked) >= min(2, self._config.clients)
-        if self.resumed or not several or raised < len(asked) or kinds & self.answered:
+        if self.resumed or not several or raised < asked or kinds & self.answered:
             return
         client, failure = failures[0]
         where = f"in round {self.log.round} of {self._method}"

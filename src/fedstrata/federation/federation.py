@@ -373,5 +373,5 @@ class Federation:
                 # this, because a task without work always succeeds.
                 self.exchanges.answered |= kinds
             else:
-                self.exchanges.raise_if_hopeless(reached, len(raised), kinds, failures)
+                self.exchanges.raise_if_hopeless(reached, kinds, failures)
         return Relayed(weights, replies)

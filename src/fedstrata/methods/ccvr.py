@@ -17,8 +17,8 @@ from fedstrata.federation.allowed import Agreed, Allowed, joined
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Params, Weights
-from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.methods.recipe import Recipe, RecipeState
 from fedstrata.objectives.prototypes import feature_size
 
 

@@ -6,7 +6,7 @@ from pydantic import PositiveInt
 from typing_extensions import override
 
 from fedstrata.aggregation.memory import Intervals
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAU(Recipe):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.recipe import Recipe
 
 
 class FedAvg(Recipe):

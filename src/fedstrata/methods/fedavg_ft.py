@@ -8,8 +8,8 @@ from typing import Any
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.methods.recipe import Recipe, RecipeState
 
 
 class FedAvgFT(Recipe, HeadTuning):

@@ -6,7 +6,7 @@ from pydantic import PositiveFloat
 from typing_extensions import override
 
 from fedstrata.aggregation.memory import Echoes
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAWE(Recipe):

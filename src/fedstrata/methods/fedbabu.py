@@ -6,8 +6,8 @@ from typing_extensions import override
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Parts, Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.methods.recipe import Parts, Recipe, RecipeState
 from fedstrata.objectives.base import Objective
 from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from fedstrata.aggregation.base import MeanBySize
 from fedstrata.aggregation.optimizers import BETAS, Beta, ServerOptimizer
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 
 ADAPTIVE = "Reddi et al. 2021, Adaptive Federated Optimization (ICLR)"
 

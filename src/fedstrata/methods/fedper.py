@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.objectives.personal import PersonalLayers
 
 

@@ -6,7 +6,7 @@ from pydantic import PositiveInt
 from typing_extensions import override
 
 from fedstrata.aggregation.base import Mean
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.objectives.base import Objective
 from fedstrata.objectives.fedbabu import HeadOnly
 from fedstrata.objectives.personal import HeadThenBody

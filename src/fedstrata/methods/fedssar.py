@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from typing_extensions import override
 
 from fedstrata.aggregation.base import HorvitzThompson
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.sampling.fedssar import Features, FedSSARSampler
 

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from typing_extensions import override
 
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.client_sizes import Epsilon
 from fedstrata.sampling.ldp import FedSTaSData

@@ -12,7 +12,7 @@ from fedstrata.federation.allowed import Agreed, Allowed, SampleLimit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Weights
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.recipe import Recipe
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.base import AllData

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from fedstrata.aggregation.memory import VarianceReduced
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedVARP(Recipe):

@@ -10,7 +10,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
 
 if TYPE_CHECKING:
-    from fedstrata.methods.base import Recipe, RecipeState
+    from fedstrata.methods.recipe import Recipe, RecipeState
 
 
 def private_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from fedstrata.aggregation.base import Mean
-from fedstrata.methods.base import Parts, Recipe
+from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.objectives.scaffold import Scaffold
 
 

@@ -12,7 +12,7 @@ from fedstrata.federation.messages import Fit
 from fedstrata.federation.secure.fit import Bounds, ModelForm, Sums
 
 if TYPE_CHECKING:
-    from fedstrata.methods.base import Recipe, RecipeState
+    from fedstrata.methods.recipe import Recipe, RecipeState
 
 
 def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:

@@ -232,6 +232,11 @@ class Objective(Setting):
         """Whether clients train in several stages or keep personal layers."""
         return not is_plain(self, "first_stage", "personal_stage", "stays")
 
+    @cached_property
+    def freezes(self) -> bool:
+        """Whether clients do not train all parameters, or do not send all of them."""
+        return not is_plain(self, "trains", "stays")
+
     def first_stage(self) -> Stage | None:
         """Return a stage that comes before the training with this objective; None if this training comes first."""
         return None

@@ -49,7 +49,7 @@ class SharpnessAware(Objective):
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return ρ g / ‖g‖."""
+        """Return δ = ρ g / ‖g‖, the gradient g scaled to the length ρ; None if ρ is 0."""
         return scaled(gradient(), self.rho) if self.rho else None
 
 

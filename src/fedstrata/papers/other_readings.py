@@ -17,8 +17,8 @@ from fedstrata.federation.availability import Bernoulli
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.methods.base import Parts, Recipe, RecipeState
 from fedstrata.methods.feddyn import FedDyn
+from fedstrata.methods.recipe import Parts, Recipe, RecipeState
 from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
 

@@ -7,8 +7,7 @@ import html
 import io
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 from fedstrata.base.jsonl import replace_file
 from fedstrata.papers import judging
 from fedstrata.papers.forest import forest
-from fedstrata.papers.judging import Cells, Judgement, difference_text, over_seeds, signed
-from fedstrata.papers.published import Panel, Row, draw_published
+from fedstrata.papers.judging import Judgement, over_seeds
+from fedstrata.papers.published import Panel, draw_published
 from fedstrata.papers.readings import FEW_MORE
 from fedstrata.papers.running import Results, known
-from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
-from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, cut, t_interval
+from fedstrata.papers.table_lines import folded, lines_of_table, markdown, missing_runs, rows_of
+from fedstrata.papers.tables import PAPERS, Table, tables
+from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 
 FILES = INDEX, CLAIMS, CLAIMS_CSV, TABLES_CSV, FOREST = (
     "index.md",
@@ -132,7 +132,7 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
             seeds = sorted({f"{comparison.alone.n} seeds" for comparison, _ in each.decisive})
             data = ", ".join([each.claim.about["data"], *seeds])
             claims.append([title, chip(each.verdict), each.evidence, data])
-    lines += [*_markdown(rows), "", "## Headline claims", "", *_markdown(claims), "", ABOUT_FOREST, ""]
+    lines += [*markdown(rows), "", "## Headline claims", "", *markdown(claims), "", ABOUT_FOREST, ""]
     left = f"{cells - done:,} of {cells:,} runs are missing. The missing runs need about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
 
@@ -221,22 +221,8 @@ def _claims(judgements: Sequence[Judgement]) -> list[str]:
         _, statement, where, _, figures, _ = _row(each)
         summary = f"{chip(each.verdict)} <span>{html.escape(statement, quote=False)}</span>"
         place = f"The claim is in the paper's {where.replace(', ', ' and ')}."
-        lines += _folded(summary, [f"{figures}. {place}"], f"claim {_class(each.verdict)}")
+        lines += folded(summary, [f"{figures}. {place}"], f"claim {_class(each.verdict)}")
     return lines
-
-
-def _folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
-    """Return an HTML element that shows ``summary``, and shows ``lines`` when a reader unfolds it.
-
-    Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
-
-    Args:
-        summary: HTML.
-        lines: Markdown.
-        kind: The element's class in the style sheet.
-    """
-    start = f'<details class="{kind}">' if kind else "<details>"
-    return [f"{start}<summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
 HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
@@ -351,9 +337,9 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     tables_shown, waiting = [], []
     for name, table in tables().items():
         if table.paper == paper:
-            lines_of_table = _table(name, table, results, quick=quick)
-            tables_shown += ["", f"### {table.title}", "", *lines_of_table] if lines_of_table else []
-            waiting += [] if lines_of_table else [f"`{table.name}` ({_missing(table, results) or 'one seed'})"]
+            section = lines_of_table(name, table, results, quick=quick)
+            tables_shown += ["", f"### {table.title}", "", *section] if section else []
+            waiting += [] if section else [f"`{table.name}` ({missing_runs(table, results) or 'one seed'})"]
     if tables_shown:
         lines += ["", "## Results", "", ABOUT_TABLES.strip()]
         if panels := panels_of(paper, results, quick=quick):
@@ -375,140 +361,6 @@ def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Pane
         (table, [row for row in rows_of(table, results, quick=quick) if row.paper is not None]) for table in of_paper
     ]
     return [Panel(table, of_table) for table, of_table in rows if of_table]
-
-
-def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    """Return lines with the rows of a table that have enough seeds, and the number of missing runs."""
-    shown = rows_of(table, results, quick=quick)
-    if not shown:
-        return []
-    cells = judging.cells_of(table, results, quick=quick)
-    least = 1 if quick else MIN_SEEDS
-    also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
-    values = partial(over_seeds, cells, metric=table.metric)
-    compared = {(c, a, b): judging.compared(values(a, c), values(b, c)) for c, a, b in table.comparisons()}
-    differences = {place: difference_text(each) for place, each in compared.items() if each.n >= least}
-    heads = ["setting", "method", "paper", f"paper: − {table.baseline}", "ours", "seeds"]
-    rows, outside = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], []
-    for column, row, paper, estimate in shown:
-        if _is_outside(paper, estimate):
-            outside.append(f"`{row}` with `{column}`")
-        figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
-        figures += [_mean(cells, row, column, key) for key in also]
-        rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
-    origin = f"Source in the paper: {table.source}. Run this table with `fedstrata reproduce {name}`."
-    lines = [origin, "", table.notes.strip(), "", *_markdown(rows)]
-    more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
-    if more:
-        lines += ["", *_markdown([["setting", "also compared", "difference"], *more])]
-    if outside:
-        rows_outside = "The paper's figure is outside our 95 % prediction interval for one more run in these rows"
-        lines += ["", f"{rows_outside}: {'; '.join(outside)}."]
-    lines += _taken_over([result for result in cells.values() if "source" in result])
-    lines += _on_gpus(cells.values())
-    missing = "" if quick else _missing(table, results)
-    return [f"{missing} runs are missing.", ""] * bool(missing) + _folded(
-        f"{len(rows) - 1} rows: {METRICS[table.metric]}, %", lines
-    )
-
-
-def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
-    """Return the rows of a table that have enough seeds; empty if at most half of the rows have enough."""
-    cells = judging.cells_of(table, results, quick=quick)
-    places = [(column, row) for column in table.columns for row in table.rows_of(column)]
-    ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}
-    enough = [place for place in places if ours[place].n >= (1 if quick else MIN_SEEDS)]
-    if 2 * len(enough) <= len(places):
-        return []
-    return [Row(c, r, table.published.get(r, {}).get(c), ours[c, r]) for c, r in enough]
-
-
-def _missing(table: Table, results: Results) -> str:
-    """Return the number of missing runs as text; empty if none is missing."""
-    missing = [cell.hash not in results for cell in table.cells()]
-    return f"{sum(missing)} of {len(missing)}" * any(missing)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table without its empty columns; the first row is the heading."""
-    filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    lines = [f"| {' | '.join(row)} |" for row in zip(*filled, strict=True)]
-    return [*lines[:1], *["|" + "---|" * len(filled)] * bool(filled), *lines[1:]]
-
-
-def _published(table: Table, row: str, column: str) -> tuple[str, str]:
-    """Return a paper's number for a row and column, and its difference from the paper's baseline, as texts."""
-    figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
-    if figure is None:
-        return "", ""
-    return f"{figure:.2f}", "" if baseline is None or row == table.baseline else signed(figure - baseline)
-
-
-def _is_outside(published: float | None, estimate: Estimate) -> bool:
-    """Return True if a paper's number lies outside the 95 % prediction interval for one more run of ours.
-
-    The interval is mean ± t · sd · √(1 + 1/n), over our n runs.
-    """
-    if published is None or estimate.mean is None or estimate.sd is None or estimate.n < MIN_SEEDS:
-        return False
-    low, high = t_interval(estimate.mean, estimate.sd * (estimate.n + 1) ** 0.5, estimate.n)
-    return not low <= published <= high
-
-
-def _seeds(cells: Cells, row: str, column: str) -> str:
-    """Return the number of finished seeds, with a † if some results come from an earlier version of fedstrata."""
-    results = [result for (r, c, _), result in cells.items() if (r, c) == (row, column)]
-    return (str(len(results)) if results else "") + ("†" if any("source" in result for result in results) else "")
-
-
-def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
-    """Return a note about the results that come from an earlier version of fedstrata.
-
-    The note says how much the accuracies of the first rounds change if the current version repeats these rounds.
-    """
-    if not results:
-        return []
-    sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    earlier = f"an earlier version of fedstrata with the same spec ({sources})"
-    line = f"† The results of {len(results)} runs come from {earlier}."
-    if repeated := [result["repeated"] for result in results if "repeated" in result]:
-        rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
-        line += f" We repeated the first {rounds} rounds of {len(repeated)} of these runs."
-        line += (
-            f" The accuracies of the repeated rounds differ from the first accuracies by at most {points} points. We "
-            "left out runs with differences of more than one point."
-        )
-    return ["", line]
-
-
-def _on_gpus(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a note about the results of runs whose clients trained on a GPU."""
-    names = [gpu for result in results if (gpu := result.get("versions", {}).get("gpu"))]
-    return ["", f"Clients trained on a GPU ({', '.join(sorted(set(names)))}) in {len(names)} runs."] if names else []
-
-
-SHOWN = {
-    "expected_samples": "samples kept",
-    "hops": "hops per round",
-    "strata": "strata, round 1",
-    "undrawn": "strata without a draw, %",
-    "purity": "purity, %",
-}
-"""A mapping from result keys to headings of additional columns. A table shows the columns that its results have."""
-
-
-def _mean(cells: Cells, row: str, column: str, key: str) -> str:
-    values = over_seeds(cells, row, column, key).values()
-    return f"{statistics.fmean(values):,.0f}" if values else ""
-
-
-def _here(estimate: Estimate) -> str:
-    if estimate.mean is None:
-        return ""
-    interval = cut(estimate.interval, (0.0, 100.0))
-    if interval is None or estimate.n < MIN_SEEDS:
-        return f"{estimate.mean:.2f}"
-    return f"{estimate.mean:.2f} [{interval[0]:.1f}, {interval[1]:.1f}]"
 
 
 def duration(hours: float) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedstrata.papers.svg import BLUE, INK, ORANGE, as_svg
 from fedstrata.papers.tables import METRICS, Table
-from fedstrata.reporting.draw import literal
+from fedstrata.reporting.axes import literal
 from fedstrata.reporting.statistics import Estimate, cut
 
 if TYPE_CHECKING:

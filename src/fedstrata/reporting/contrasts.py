@@ -113,7 +113,7 @@ class Contrasts:
 
     @property
     def groups(self) -> dict[str, list[Contrast]]:
-        """A mapping from the key of each measure to its rows."""
+        """A mapping from the key of each measure (such as the accuracy) to the table rows about this measure."""
         return {key: [row for row in self.rows if row.key == key] for key in self.measures}
 
 

@@ -11,18 +11,22 @@ from fedstrata.base import style
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.style import Stroke
+from fedstrata.reporting.axes import (
+    INK,
+    End,
+    log_ticks,
+    style_axes,
+    style_rounds,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.colors import Colormap
 
     from fedstrata.evaluation.history import History
 
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 """The type of a mapping from each method's label to its histories, one per seed."""
 
-INK, GRID = style.INK.light, style.GRID.light
 PAIR = style.SERIES[1:3]
 """The line styles for two curves that do not stand for methods, such as training and test loss."""
 BANDS = 3
@@ -32,8 +36,6 @@ BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
 """The number of points from which on the beginning of a curve may be left out of the chart."""
-LONGEST = 24
-"""The largest number of characters of a label in a chart."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -92,15 +94,6 @@ class Curve(NamedTuple):
     x: Ints | Floats
     mean: Floats
     sd: Floats
-
-
-class End(NamedTuple):
-    """The last point of a curve, and the curve's label and colour."""
-
-    x: float
-    y: float
-    label: str
-    colour: str
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
@@ -215,7 +208,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     low, high = _view(axes, drawn, percent=quantity(column).factor == 100) if drawn else (0.0, 1.0)
     axes.set_ylim(low, high)
     if against == "round":
-        _style_rounds(axes, quantity(column).name)
+        style_rounds(axes, quantity(column).name)
     else:
         style_axes(axes, "sent and received since the start, MB", quantity(column).name)
         if drawn:
@@ -280,7 +273,7 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
     if len(invited.rounds):
         values = np.append(invited.mean, invited.mean[-1])
         axes.step(_edges(invited), values, where="post", color=INK, linewidth=1, label="invited")
-    _style_rounds(axes, "clients", from_zero=True)
+    style_rounds(axes, "clients", from_zero=True)
 
 
 def _edges(band: Band) -> Floats:
@@ -292,14 +285,14 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
     for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
         _curve(axes, Curve(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)
-    _style_rounds(axes, "sent since the start, MB", from_zero=True)
+    style_rounds(axes, "sent since the start, MB", from_zero=True)
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
     """Draw the means of the test loss and the training loss over seeds, with bands of one standard deviation."""
     for column, name, stroke in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
         _curve(axes, Curve(*over_seeds(histories, column)), stroke, name)
-    _style_rounds(axes, "loss")
+    style_rounds(axes, "loss")
 
 
 def _curve(axes: Axes, line: Curve, stroke: Stroke, label: str | None = None, *, has_band: bool = True) -> None:
@@ -314,127 +307,3 @@ def _curve(axes: Axes, line: Curve, stroke: Stroke, label: str | None = None, *,
     )
     if has_band and sd.any():
         axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=BAND, linewidth=0)
-
-
-def heat_map(colour: str = style.SCALE.light, ground: str = style.PAPER.light) -> Colormap:
-    """Return the colour map of heat maps, which goes from the background to a colour."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("fedstrata", [ground, colour])
-
-
-def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None:
-    """Set the names of axes, and the style of spines, ticks and grid that all charts share.
-
-    Args:
-        axes: The axes.
-        xlabel: The name of the horizontal axis, with its unit.
-        ylabel: The name of the vertical axis.
-        size: The size of the names in points. The ticks are one point smaller, but at least 8 points.
-    """
-    axes.set_xlabel(literal(xlabel), color=INK, fontsize=size)
-    axes.set_ylabel(literal(ylabel), color=INK, fontsize=size)
-    axes.tick_params(colors=INK, labelsize=max(8, size - 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[:].set_color(INK)
-    axes.set_axisbelow(True)
-    axes.grid(visible=False)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.margins(x=0.02)
-    if not axes.has_data():
-        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=INK)
-
-
-def log_ticks(axis: Axis) -> None:
-    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10; a longer axis has fewer per decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    low, high = axis.get_view_interval()
-    decades = float(np.log10(high / low))
-    subs = (1.0,) if decades > 5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 3.0, 5.0)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=12) if decades > 0.4 else MaxNLocator(4))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def short(label: str, longest: int = LONGEST) -> str:
-    """Shorten a long label in the middle, because labels often differ at the end.
-
-    >>> short("fedavg"), short("stratify, powersgd of rank 2")
-    ('fedavg', 'stratify, power…f rank 2')
-    """
-    if len(label) <= longest:
-        return label
-    tail = longest // 3
-    return f"{label[: longest - tail - 1]}…{label[-tail:]}"
-
-
-def label_ends(
-    axes: Axes, ends: Sequence[End], *, size: float = 9, longest: int = LONGEST, ground: str = style.PAPER.light
-) -> None:
-    """Write labels to the right of the axes, at the heights of the lines' ends; overlapping labels are moved apart.
-
-    Args:
-        axes: The axes, with all lines and limits. The figure of the axes must have its final size.
-        ends: The last points of the lines.
-        size: The size of the text in points.
-        longest: The largest number of characters of a label.
-        ground: The colour of the background.
-    """
-    from matplotlib.patheffects import withStroke
-
-    figure, halo = axes.get_figure(root=True), [withStroke(linewidth=2, foreground=ground)]
-    assert figure is not None
-    figure.draw_without_rendering()  # Compute the layout, because the next lines need it.
-    heights = [float(axes.transData.transform((end.x, end.y))[1]) for end in ends]
-    places = separated(heights, 1.15 * size * figure.dpi / 72)
-    for end, place in zip(ends, places, strict=True):
-        height = float(axes.transAxes.inverted().transform((0, place))[1])
-        thread = {"arrowstyle": "-", "color": end.colour, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
-        axes.annotate(
-            literal(short(end.label, longest)), (end.x, end.y), (1.015, height), textcoords="axes fraction",
-            va="center", color=end.colour, fontsize=size, annotation_clip=False, path_effects=halo,
-            arrowprops={**thread, "relpos": (0, 0.5)},
-        )  # fmt: skip
-
-
-def separated(wanted: Sequence[float], gap: float) -> list[float]:
-    """Move positions as little as possible, so that consecutive positions are at least ``gap`` apart.
-
-    The order stays the same, and the sum of the squared movements is minimal.
-
-    >>> separated([5.0, 5.0, 0.0], 2.0)
-    [4.0, 6.0, 0.0]
-    """
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks = list[tuple[float, int]]()  # Each block has a mean position (without gaps) and a number of positions.
-    for rank, index in enumerate(order):
-        mean, size = wanted[index] - rank * gap, 1
-        while blocks and blocks[-1][0] > mean:
-            before, members = blocks.pop()
-            mean, size = (before * members + mean * size) / (members + size), size + members
-        blocks.append((mean, size))
-    flat = [mean for mean, size in blocks for _ in range(size)]
-    moved = {index: flat[rank] + rank * gap for rank, index in enumerate(order)}
-    return [moved[index] for index in range(len(wanted))]
-
-
-def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Style axes whose horizontal axis shows rounds; add a legend above the axes if lines have labels."""
-    from matplotlib.ticker import MaxNLocator
-
-    style_axes(axes, "round", ylabel)
-    if from_zero:
-        axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    handles, names = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(
-            handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(names), frameon=False, fontsize=8,
-            labelcolor=INK, borderaxespad=0.2, handlelength=1.4, columnspacing=1.2,
-        )  # fmt: skip
-
-
-def literal(text: str) -> str:
-    """Escape dollar signs, because Matplotlib reads a text between dollar signs as mathematics."""
-    return text.replace("$", r"\$")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fedstrata.base import style
 from fedstrata.reporting import tables
+from fedstrata.reporting.axes import INK, literal, short, style_axes
 from fedstrata.reporting.contrasts import Contrast, Contrasts
-from fedstrata.reporting.draw import INK, literal, short, style_axes
 from fedstrata.reporting.plots import PAPER, save
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import column_of
 from fedstrata.reporting import draw
 from fedstrata.reporting.answer import answer
+from fedstrata.reporting.axes import INK, label_ends, literal, short
 from fedstrata.reporting.contrasts import contrast
 from fedstrata.reporting.draw import Curves
 from fedstrata.reporting.tables import primary
@@ -80,12 +81,12 @@ def plot(
     for name in (axes.xaxis.label, axes.yaxis.label):
         name.set_fontsize(form.size)
     if title:
-        text = textwrap.fill(draw.literal(title), form.across)
-        figure.suptitle(text, x=0.01, ha="left", fontsize=form.size + 1, fontweight="bold", color=draw.INK)
-    note = textwrap.fill(draw.literal(_note(curves, column, against)), form.across)
+        text = textwrap.fill(literal(title), form.across)
+        figure.suptitle(text, x=0.01, ha="left", fontsize=form.size + 1, fontweight="bold", color=INK)
+    note = textwrap.fill(literal(_note(curves, column, against)), form.across)
     axes.set_title(note, loc="left", fontsize=form.size, color=style.SOFT.light)
     if len(curves) > 1:
-        draw.label_ends(axes, ends, size=form.size, longest=form.longest)
+        label_ends(axes, ends, size=form.size, longest=form.longest)
     return _saved(figure, path)
 
 
@@ -137,7 +138,7 @@ def _note(curves: Curves, column: str, against: str) -> str:
     if max(seeds, default=1) > 1:
         parts.append(f"mean of {'–'.join(map(str, dict.fromkeys((min(seeds), max(seeds)))))} seeds")
     if labels := draw.banded(drawn):
-        of = "" if len(drawn) <= draw.BANDS else f" ({', '.join(map(draw.short, labels))})"
+        of = "" if len(drawn) <= draw.BANDS else f" ({', '.join(map(short, labels))})"
         parts.append(f"band 1 sd{of}")
     if len(curves) > len(style.SERIES):
         parts.append(f"grey: {len(curves) - style.COLOURED} others")

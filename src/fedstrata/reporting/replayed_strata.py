@@ -10,7 +10,7 @@ import numpy as np
 
 from fedstrata.base.arrays import Floats32, Ints
 from fedstrata.base.errors import CheckpointError, SpecError
-from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.recipe import Recipe, RecipeState
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import prepare_again

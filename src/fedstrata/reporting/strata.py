@@ -10,7 +10,7 @@ import numpy as np
 
 from fedstrata.base import style
 from fedstrata.base.arrays import Floats, Floats32, Ints
-from fedstrata.reporting.draw import INK, literal, short, style_axes
+from fedstrata.reporting.axes import INK, literal, short, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

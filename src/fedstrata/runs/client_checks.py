@@ -10,7 +10,8 @@ from fedstrata.base.errors import SpecError
 from fedstrata.federation.communication.codecs import PowerSGD
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Method, Recipe
+from fedstrata.methods.base import Method
+from fedstrata.methods.recipe import Recipe
 from fedstrata.objectives.base import is_plain
 from fedstrata.runs.client_accountant import ClientAccountant, sampling_rate
 from fedstrata.sampling.base import AllData, Uniform

@@ -29,7 +29,8 @@ from fedstrata.federation.attacks import Attack
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Method, Recipe
+from fedstrata.methods.base import Method
+from fedstrata.methods.recipe import Recipe
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model

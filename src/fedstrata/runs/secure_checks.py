@@ -11,7 +11,8 @@ from fedstrata.federation.allowed import declares
 from fedstrata.federation.engine import Engine, FederationConfig
 from fedstrata.federation.federation import Listener
 from fedstrata.federation.settings import Privacy
-from fedstrata.methods.base import CHOICES, READING, Method, Recipe
+from fedstrata.methods.base import READING, Method
+from fedstrata.methods.recipe import CHOICES, Recipe
 from fedstrata.spec.experiment import Experiment
 
 UNDECLARED = "does not declare that sums over clients are enough (needs_replies)"

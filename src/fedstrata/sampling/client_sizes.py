@@ -129,7 +129,7 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     probability of a truthful answer, and M is ``bound``. Without the minimum of 1, the estimate is unbiased if all
     sizes lie between 1 and M − 1. With much noise, the minimum often applies and makes the estimate too large on
     average. For example, the mean estimate is 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
-    (``fedstrata.papers.readings``).
+    (``fedstrata.papers.calculations``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0

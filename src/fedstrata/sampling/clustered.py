@@ -195,7 +195,8 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     order = np.argsort(rank, kind="stable")
     order = order[masses[order] > 0]
     first, rest = order[rank[order] < remaining], order[rank[order] >= remaining]
-    # Cut the sequence of the other groups' masses wherever the mass of a client ends or a distribution is full.
+    # The masses of the other clients fill the distributions one after another. A cut is made at the end of each
+    # client's mass, and where a distribution is full. The part between two cuts has one client and one distribution.
     room = np.cumsum(total - group_masses[heaviest[:remaining]])
     ends = np.cumsum(masses[rest])
     cuts = np.union1d(ends, room[room > 0])

@@ -110,7 +110,7 @@ class Graph(ClientSampler):
         return selection, replace(state, times=times)
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Count the participants, if replies are counted."""
+        """Add 1 to the participation count of each client that replied, unless invitations are counted."""
         if self.counted == "invited":
             return state
         places = np.flatnonzero(np.isin(state.labels.known, list(replies)))

@@ -449,21 +449,20 @@ def draw(
             continue
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
-            continue
-        if draws == "systematic":
+        elif draws == "systematic":
             inclusion = quotas(int(allocation[h]), np.ones(len(members), dtype=np.int64), p, np.zeros(len(members)))
             order = generator.permutation(len(members))
             times[members[order]] = systematic(inclusion[order], generator)
             probability[members] = inclusion / allocation[h]
-            continue
-        # Without replacement, first draw clients with a positive probability, according to these probabilities. If
-        # there are fewer such clients than draws, the remaining draws are uniform among the other clients.
-        weighted = min(int(allocation[h]), int((p > 0).sum()))
-        chosen = generator.choice(members, size=weighted, replace=False, p=p)
-        times[chosen] = 1
-        if weighted < allocation[h]:
-            others = members[times[members] == 0]
-            times[generator.choice(others, size=int(allocation[h]) - weighted, replace=False)] = 1
+        else:
+            # Without replacement, first draw clients with a positive probability, according to these probabilities. If
+            # there are fewer such clients than draws, the remaining draws are uniform among the other clients.
+            weighted = min(int(allocation[h]), int((p > 0).sum()))
+            chosen = generator.choice(members, size=weighted, replace=False, p=p)
+            times[chosen] = 1
+            if weighted < allocation[h]:
+                others = members[times[members] == 0]
+                times[generator.choice(others, size=int(allocation[h]) - weighted, replace=False)] = 1
     drawn = times > 0
     return Selection(
         clients=clients[drawn],

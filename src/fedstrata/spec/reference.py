@@ -28,7 +28,8 @@ from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.federation.communication.codecs import CODECS, Communication
 from fedstrata.federation.optimizers import OPTIMIZERS
 from fedstrata.federation.settings import DPSGD, ClientDP, Privacy, Training
-from fedstrata.methods.base import CHOICES, METHODS, Recipe
+from fedstrata.methods.base import METHODS
+from fedstrata.methods.recipe import CHOICES, Recipe
 from fedstrata.models.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS

@@ -78,15 +78,15 @@ class Tracker(Callback):
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
-        """Do the work of ``on_start``. An exception, except ``SpecError``, only disables the tracker."""
+        """Begin the display of a run; see ``on_start``. An error (not ``SpecError``) ends only the display."""
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
-        """Do the work of ``on_round``. An exception, except ``SpecError``, only disables the tracker."""
+        """Show the metrics of a round; see ``on_round``. An error (not ``SpecError``) ends only the display."""
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Do the work of ``on_close``. An exception, except ``SpecError``, only disables the tracker."""
+        """End the display of a run; see ``on_close``. An error (not ``SpecError``) does not end the run."""
 
 
 class TensorBoard(Tracker):

@@ -19,7 +19,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fit, FitReply, Params, WeightedFitReply, Weights
 from fedstrata.federation.secure.fit import Sums
 from fedstrata.federation.secure.ring import add
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.recipe import Recipe
 from fedstrata.methods.secure import fit_form
 from fedstrata.sampling.base import Selection
 

@@ -186,5 +186,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return an empty mapping from digests to models. All clients of the process share this mapping."""
+    """Return an empty mapping from digests to models, to which the clients of this process add decoded models."""
     return OrderedDict()

@@ -11,7 +11,7 @@ from fedstrata.clients.handlers.fit import starting_point
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.local import LocalData, train
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import CrossEntropy, Objective, is_plain
+from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.sampling.client_sizes import randomised_size
 from fedstrata.sampling.messages import (
     Compress,
@@ -73,7 +73,7 @@ class _TrainsLike(CrossEntropy):
     @classmethod
     def of(cls, objective: Objective) -> Objective:
         """Return cross-entropy, restricted to parameters that ``objective`` trains and clients send."""
-        if is_plain(objective, "trains", "stays"):
+        if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
         cross_entropy._other = objective

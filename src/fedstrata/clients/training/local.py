@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -176,17 +176,21 @@ class TrainingSetup:
     """The settings of local training that depend only on the model and the objective, not on the client.
 
     Args:
+        objective: The objective.
         chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs at least two samples, as BatchNorm does.
+        prepares: Whether the objective overrides ``client_prepare`` or ``client_init``, which run before training.
         corrects: Whether the objective overrides ``correction``, which is added to each gradient.
         displaces: Whether the objective overrides ``displacement``, which moves the point of each gradient.
         finishes: Whether the objective overrides ``client_final``, which runs after the last step.
     """
 
+    objective: Objective
     chain: ManualSGD | None
     trained: frozenset[str]
     pairs: bool
+    prepares: bool
     corrects: bool
     displaces: bool
     finishes: bool
@@ -201,9 +205,11 @@ class TrainingSetup:
         simple = simple and config.privacy.dp is None
         by_hand = on_cpu and simple and is_plain(objective, "loss", "trains")
         return cls(
+            objective=objective,
             chain=context.cached(manual_sgd_of) if by_hand else None,
             trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
             pairs=has_batchnorm(config.model.module),
+            prepares=not is_plain(objective, "client_prepare", "client_init"),
             corrects=not is_plain(objective, "correction"),
             displaces=not is_plain(objective, "displacement"),
             finishes=not is_plain(objective, "client_final"),
@@ -220,18 +226,7 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
-    velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
-    and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
     With ``optimizer_state = "keep"``, the optimiser's state is stored in the client's state.
-
-    If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
-
-    With ``privacy.dp``, the client takes the steps of DP-SGD; see ``NoisyGradient``. The result then contains the loss
-    0 and the expected number of samples, because the true values are not private.
-
-    The batches of the steps are augmented (``data.augment``). The objective's ``client_prepare`` and ``client_final``
-    use the original samples.
 
     Args:
         client: The client.
@@ -248,16 +243,13 @@ def train(
     keeps = training.optimizer_state == "keep" and objective is None
     kept = client.state.get(OBJECTIVE) if objective is None else None
     optimizer_state = client.state.get(OPTIMIZER) if keeps else None
-    objective = objective or shared.objective
     if device != CPU:
         model = shared.cached(on_device).model
         weights, message, kept = to_device((weights, message, kept), device)
-    has_classes = config.task.has_classes
-    counts = torch.bincount(data.y, minlength=config.outputs).float() if has_classes else torch.zeros(0)
-    with computing(training, device.type):
-        message = objective.client_prepare(model, weights, data.in_order, message)
-        context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
-        context = objective.client_init(model, context)
+    counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
+    context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
+    if setup.prepares:
+        context = _prepared(client, setup, model, weights, data, context)
     with ExitStack() as stack:
         if setup.chain is None or setup.corrects or setup.finishes:
             stack.enter_context(torch_seeded(client.seed, "layers", round, client.number, device))
@@ -265,33 +257,80 @@ def train(
             params = stack.enter_context(model.loaded(weights.params, weights.buffers, train=True))
         else:  # handwritten gradients need neither random numbers nor the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
-        batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
-        if config.privacy.dp is not None:
-            batches = map(data.batch, poisson_draws(client, training, round, len(data)))
-        if config.augment is not None:
-            batches = augmented_batches(client, batches, round)
-        if config.privacy.dp is None:
-            descend = partial(_descend, setup, model, params, objective)
-        else:
-            noisy = NoisyGradient.of(client, model, objective, context, round, len(data))
-            descend = partial(descend_privately, noisy, params, setup.trained)
-        losses, seen, optimizer_state = descend(context, training, batches, optimizer_state)
+        losses, seen, optimizer_state = _take_steps(client, setup, model, params, data, context, round, optimizer_state)
         after = Weights(params, weights.buffers)
         if setup.chain is None:
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
-        elif setup.finishes:
-            stack.enter_context(model.loaded(params, weights.buffers, train=True))
         extra, kept = Extra(), context.kept
         if setup.finishes:
-            with torch.no_grad(), computing(training, device.type):
-                done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
-                extra, kept = objective.client_final(done, context)
+            extra, kept = _final(client, setup, model, after, data, context, len(losses))
     if device != CPU:
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
     if keeps and optimizer_state is not None:
         client.state[OPTIMIZER] = optimizer_state
     mean_loss = float(torch.stack(losses).mean()) if losses and config.privacy.dp is None else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
+
+
+def _prepared(
+    client: Client, setup: TrainingSetup, model: Model, weights: Weights, data: LocalData, context: Context
+) -> Context:
+    """Return the context with the values that the objective computes before the first step.
+
+    The objective uses the client's samples without augmentation.
+    """
+    with computing(client.context.config.training, data.device.type):
+        received = setup.objective.client_prepare(model, weights, data.in_order, context.received)
+        return setup.objective.client_init(model, replace(context, received=received))
+
+
+def _take_steps(
+    client: Client,
+    setup: TrainingSetup,
+    model: Model,
+    params: Params,
+    data: LocalData,
+    context: Context,
+    round: int,
+    optimizer_state: Tree,
+) -> tuple[list[Tensor], int, Tree]:
+    """Take the steps of a round; the parameters change in place.
+
+    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
+    velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
+    and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
+    If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
+
+    The batches are augmented (``data.augment``). With ``privacy.dp``, the client takes the steps of DP-SGD; see
+    ``NoisyGradient``.
+
+    Returns:
+        The loss before each step, the number of sample-gradients, and the new state of the optimiser. With
+        ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
+    """
+    config = client.context.config
+    batches = data.shuffled(config.training, client.rng("batches", round), setup.pairs)
+    descend = partial(_descend, setup, model, params)
+    if config.privacy.dp is not None:
+        batches = map(data.batch, poisson_draws(client, config.training, round, len(data)))
+        noisy = NoisyGradient.of(client, model, setup.objective, context, round, len(data))
+        descend = partial(descend_privately, noisy, params, setup.trained)
+    if config.augment is not None:
+        batches = augmented_batches(client, batches, round)
+    return descend(context, config.training, batches, optimizer_state)
+
+
+def _final(
+    client: Client, setup: TrainingSetup, model: Model, after: Weights, data: LocalData, context: Context, steps: int
+) -> tuple[Extra, Tree]:
+    """Return the objective's message to the server and its new state, which the objective computes after training."""
+    done = Trained(after.params, steps, model, data.in_order, client.context.privacy.min_samples)
+    with ExitStack() as stack:
+        if setup.chain is not None:  # the model is not loaded, because handwritten gradients do not need the module
+            stack.enter_context(model.loaded(after.params, after.buffers, train=True))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(computing(client.context.config.training, data.device.type))
+        return setup.objective.client_final(done, context)
 
 
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
@@ -319,7 +358,6 @@ def _descend(
     setup: TrainingSetup,
     model: Model,
     params: Params,
-    objective: Objective,
     context: Context,
     training: Training,
     batches: Iterable[Batch],
@@ -330,6 +368,7 @@ def _descend(
     Returns:
         The loss before each step, the number of sample-gradients, and the new state of the optimiser.
     """
+    objective = setup.objective
     chain, losses, seen = setup.chain, list[Tensor](), 0
     if chain is not None and not (training.momentum or training.clip or setup.corrects or setup.displaces):
         with torch.inference_mode():

@@ -42,9 +42,6 @@ class Codec(Setting):
     A codec has no state. With error feedback, the sender of the changes stores the encoding error.
     """
 
-    feedback: ClassVar[bool] = False
-    """Whether the sender adds the encoding error of a change to its next change (error feedback)."""
-
     linear: ClassVar[bool] = False
     """Whether decoding the sum of several payloads gives the sum of their decoded changes."""
 
@@ -275,8 +272,6 @@ class WithMemory(Codec):
         start: First round (counted from 1) in which updates are compressed.
     """
 
-    feedback = True
-
     damping: float = Field(default=1.0, gt=0, le=1)
     forget_after: PositiveInt | None = None
     start: PositiveInt = 1
@@ -377,7 +372,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
-        """Make the columns of each matrix P = Σ M_k Q, which is the first sum, orthonormal."""
+        """Make the columns of each matrix P orthonormal. P = Σ M_k Q is the sum over clients in the first exchange."""
         frames = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 

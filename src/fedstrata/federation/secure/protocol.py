@@ -152,7 +152,7 @@ class Package(Message):
         return len(self.keys) // KEY_BYTES
 
     def key(self, exchange: int) -> bytes:
-        """Return the X25519 key of an exchange."""
+        """Return the X25519 key that the site uses in an exchange, which is counted from 0."""
         return _entry(self.keys, exchange)
 
     def commitment(self, kind: Seed, exchange: int) -> bytes:
@@ -372,7 +372,7 @@ def present_statement(context: bytes, name: str, enough: bool) -> bytes:
 
 
 def vote_statement(context: bytes, members: Sequence[str]) -> bytes:
-    """Return the bytes that a site signs when it votes for a set."""
+    """Return the bytes that a site signs when it votes for the set of sites whose vectors are added up."""
     return statement("vote", context, members)
 
 

@@ -49,7 +49,7 @@ SEEDS: tuple[Seed, Seed] = "self", "pair"
 
 @dataclass
 class _Own:
-    """A package of this site, and the seeds of its exchanges."""
+    """The public keys of this site for one roster (its ``Package``), and the secret seeds of each exchange."""
 
     package: Package
     seeds: list[dict[Seed, bytes]]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.base.jsonl import replace_file
-from fedstrata.methods.base import CHOICES, METHODS
+from fedstrata.methods.base import METHODS
+from fedstrata.methods.recipe import CHOICES
 from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts, judged, overall
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedstrata.papers.board.protocol import BASELINE
 from fedstrata.papers.board.ranks import Ranking
 from fedstrata.papers.svg import BLUE, INK, ORANGE, as_svg
-from fedstrata.reporting.draw import literal
+from fedstrata.reporting.axes import literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -60,7 +60,7 @@ def _total(counts: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[str
 
 
 def measured(out: Path, protocol: Protocol) -> dict[str, float]:
-    """Return the mean seconds per run of each entry that has a finished run in any column."""
+    """Return the mean seconds per run of each method on the board that has at least one finished run."""
     seconds: dict[str, list[float]] = {}
     for path in sorted((out / "cells" / BOARD / protocol.name).glob("*.json")):
         for key, result in read(path).items():

@@ -14,7 +14,7 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Population
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.recipe import Recipe
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.base import ClientSampler, Uniform

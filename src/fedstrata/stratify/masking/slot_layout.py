@@ -39,7 +39,7 @@ MOST_CLASSES = 60_000
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
 _SPAN = 2**44
-"""An upper bound on the absolute value of z. Up to this bound, encoding and decoding is accurate to 1/256."""
+"""The largest absolute value of z (see the module's docstring) that CKKS encodes with an error below 1/256."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,236 @@
+"""Calculations with the papers' formulas and algorithms: biases, errors, variances and numbers of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedstrata.aggregation.base import Aggregator, StratumMean
+from fedstrata.base.arrays import Ints
+from fedstrata.experiments.run import run
+from fedstrata.sampling.allocation import neyman
+from fedstrata.sampling.client_sizes import truth_probability
+from fedstrata.sampling.fedssar import shares
+from fedstrata.sampling.stratified import draw
+from fedstrata.stratify.schedule import frequencies
+from fedstrata.stratify.selection import select_batch
+
+DRAWS = 200_000
+
+
+def fedssar_bias(sizes: list[int], places: int = 10) -> float:
+    """Return the bias of FedSSAR's mean update, relative to the length of the mean update over all N clients.
+
+    We assume that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
+    and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight
+    in the mean is m_h / m, but should be N_h / N.
+
+    Args:
+        sizes: N_h, the number of clients in each cluster; at most m clusters.
+        places: m, the number of draws.
+
+    >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
+    (0.0, 0.136)
+    """
+    counts = np.array(sizes, dtype=np.int64)
+    weights = shares(places, counts, counts, np.random.default_rng(0)) / places
+    return _relative_error(weights, counts)
+
+
+def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
+    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups of clients, and s are their shares of all clients."""
+    wanted = counts / counts.sum()
+    return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
+
+
+def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
+    """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
+
+    Some strata may get no draws. FedSTS's mean is then biased, because it leaves these strata out and increases the
+    weights of the other strata. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
+
+    Args:
+        sizes: N_h, the number of clients in each stratum.
+        deviations: S_h, how much the clients in each stratum differ; see ``fedstrata.sampling.allocation.spread``.
+        places: m, the number of draws.
+
+    >>> neyman_bias([10, 10], [1.0, 1.0], 4)
+    ([2, 2], 0.0)
+    """
+    counts = np.array(sizes, dtype=np.int64)
+    allocation = neyman(places, counts, np.array(deviations), least=0)
+    clients = np.arange(counts.sum())
+    strata = np.repeat(np.arange(len(counts)), counts)
+    alike = np.ones(len(clients))
+    chosen = draw(clients, strata, counts, allocation, alike, False, np.random.default_rng(0))
+    everybody = np.arange(len(chosen.clients))
+    weights = StratumMean().coefficients(chosen, everybody, np.ones_like(everybody))
+    of_strata = np.bincount(chosen.stratum, weights=weights, minlength=len(counts))
+    return allocation.tolist(), _relative_error(of_strata, counts)
+
+
+def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
+    """Return the expected length of the aggregated update if one client is drawn from one stratum.
+
+    All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the length
+    of its gradient. Here, this length equals the length of the client's update.
+
+    Args:
+        lengths: The length of every client's update, shape (N,).
+        aggregator: The aggregator that is applied to the drawn update.
+    """
+    n = len(lengths)
+    clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
+    # All clients are drawn only to obtain the probability with which a single draw chooses each client.
+    all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
+    total = 0.0
+    for k in range(n):
+        one = {key: getattr(all_drawn, key)[[k]] for key in ("clients", "draws", "probability", "stratum")}
+        weight = aggregator.coefficients(replace(all_drawn, **one), np.array([0]), np.array([1]))
+        total += float(all_drawn.probability[k] * weight[0] * lengths[k])
+    return total
+
+
+def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
+    """Return a server's simulated estimates ñ of the total number of samples, computed from randomised reports.
+
+    The estimates, shape (draws,), are not yet clipped to at least 1.
+
+    Args:
+        sizes: n_k, the number of samples of each participant, shape (m,).
+        bound: The bound M. Participants report numbers from 1 to M − 1.
+        epsilon: ε, the privacy budget of a report.
+        draws: The number of estimates.
+    """
+    alpha = truth_probability(epsilon, bound)
+    generator = np.random.default_rng(0)
+    shape = (draws, len(sizes))
+    clipped = np.clip(sizes, 1, bound - 1)
+    answers = np.where(generator.random(shape) < alpha, clipped, generator.integers(1, bound, size=shape))
+    estimates: NDArray[np.float64] = (answers.sum(axis=1) - (1 - alpha) * bound * len(sizes) / 2) / alpha
+    return estimates
+
+
+def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
+    """Return the root mean square of p̃ − p, the error of the probability of keeping a sample (FedSTaS, Lemma 2.2).
+
+    Of all n samples, n* = q n are wanted, so the exact probability is p = q. Under privacy, the server knows only an
+    estimate ñ of n, and clients use p̃ = min(1, n*/ñ).
+
+    Args:
+        size: n_k, the number of samples of every participant.
+        participants: m, the number of participants.
+        bound: The bound M. Participants report numbers from 1 to M − 1.
+        epsilon: ε, the privacy budget of a report.
+        fraction: q, the fraction of samples to keep.
+
+    >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # with this ε, nearly all reports are the true sizes
+    True
+    """
+    estimates = size_estimates(np.full(participants, size), bound, epsilon, max(DRAWS // participants, 200))
+    keep = np.minimum(1.0, fraction * participants * size / np.maximum(estimates, 1.0))
+    return float(np.sqrt(((keep - fraction) ** 2).mean()))
+
+
+def label_variance(labels: Ints, batch: int) -> float:
+    """Return the part of the variance of a batch's mean gradient that is due to the labels in the batch.
+
+    We assume that gradients of different labels are orthogonal and have length 1. The variance is then the mean of ‖b −
+    s‖² over the batches, where b are the label fractions in the batch, and s the label fractions in all samples.
+
+    Args:
+        labels: The labels of the samples, in the order of training, shape (L,).
+        batch: The number of samples in a batch; a smaller last batch is ignored.
+
+    >>> label_variance(np.array([0, 1, 0, 1]), 2), label_variance(np.array([0, 0, 1, 1]), 2)
+    (0.0, 0.5)
+    """
+    classes = int(labels.max()) + 1
+    whole = labels[: len(labels) // batch * batch].reshape(-1, batch)
+    parts = np.stack([(whole == label).mean(axis=1) for label in range(classes)], axis=1)
+    off = parts - np.bincount(labels, minlength=classes) / len(labels)
+    return float((off**2).sum(axis=1).mean())
+
+
+def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
+    """Return the mean number of uses of a sample per epoch, for each client, with Stratify's uniform selection.
+
+    All samples have one label. A client can be drawn until all its samples have been used in the epoch.
+
+    Args:
+        counts: The number of samples at each client.
+        cap: The largest number of samples with this label that an epoch uses (the limit of the frequency f_l).
+        batch: The number of positions in a batch.
+        seed: The seed of the draws.
+
+    >>> uses_a_sample([500, 500], 1000)
+    [1.0, 1.0]
+    """
+    generator = np.random.default_rng(seed)
+    held = np.array(counts, dtype=np.int64)
+    unused = held.copy()
+    wanted = int(frequencies(np.array([held.sum()]), "capped", cap)[0])
+    while wanted > 0 and unused.any():
+        positions = np.zeros(min(batch, wanted, int(unused.sum())), dtype=np.int64)
+        chosen = select_batch(positions, {0: np.flatnonzero(unused)}, None, generator)
+        # The draw of a client without unused samples does not count, and is repeated in a later batch.
+        used = np.minimum(np.bincount(chosen, minlength=len(held)), unused)
+        unused -= used
+        wanted -= int(used.sum())
+    return [round(float(use), 2) for use in (held - unused) / held]
+
+
+def training_operations(method: str, epochs: int, samples: int = 100) -> int:
+    """Return the number of floating-point operations in a run with one client and one round.
+
+    Nearly all operations are in training. Only matrix products and convolutions count, in forward and backward passes.
+    A multiplication and an addition count as two operations. The model is the one that ReBaFL uses for images of 28×28
+    pixels.
+
+    Args:
+        method: The name of the method.
+        epochs: E, the number of local epochs.
+        samples: n_k, the client's number of samples.
+    """
+    images = np.zeros((samples, 28, 28, 1), dtype=np.uint8)
+    labels = np.arange(samples) % 10
+    spec = {
+        "partition": {"name": "iid", "clients": 1},
+        "method": {"name": method},
+        "model": {"name": "cnn"},
+        "training": {"rounds": 1, "clients_per_round": 1, "local_epochs": epochs, "batch_size": 50, "workers": 1},
+    }
+    with FlopCounterMode(display=False) as counter:
+        run(spec, data=(images, labels, images[:1], labels[:1]))
+    return int(counter.get_total_flops())
+
+
+def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) -> dict[str, float]:
+    """Return the variance of a client's weight in the mean update, averaged over all clients.
+
+    Args:
+        clients: N, the number of clients.
+        places: m, the number of clients that are drawn; it divides N.
+        draws: The number of simulated draws for each way of drawing.
+
+    Returns:
+        The variance for each way of drawing: ``strata`` draws one client from each of m equal clusters; ``plain`` draws
+        m of all clients without replacement, as FedAvg does; ``returning`` draws m of all clients with replacement.
+    """
+    generator = np.random.default_rng(0)
+    groups = np.arange(clients).reshape(places, -1)
+    kinds: dict[str, Callable[[], Ints]] = {
+        "strata": lambda: np.array([generator.choice(group) for group in groups]),
+        "plain": lambda: generator.choice(clients, places, replace=False),
+        "returning": lambda: generator.choice(clients, places),
+    }
+    variances = {}
+    for kind, draw_once in kinds.items():
+        weights = np.stack([np.bincount(draw_once(), minlength=clients) for _ in range(draws)]) / places
+        variances[kind] = float(weights.var(axis=0).mean())
+    return variances
