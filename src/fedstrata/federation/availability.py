@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. The number of
-other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. Resuming a run therefore
-requires no state of these models.
+other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. These models therefore
+need no stored state to resume a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Population:
     Args:
         clients: Number of clients, N.
         classes: Number of classes C, or of other strata.
-        assignment: The training samples of each client; None for real sites, whose samples the server does not know.
+        assignment: The training samples of each client; None for real sites, because the server does not know their
+            samples.
         y: The label of every training sample; None for real sites.
         seed: The seed of random numbers that do not depend on the round.
     """
@@ -58,7 +59,7 @@ class Population:
 
 
 class Availability(Setting):
-    """A model of which clients are online, and of the time that they need to answer.
+    """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
         announced: Whether the server knows which clients are online, and then invites only these clients.

@@ -16,7 +16,7 @@ from fedstrata.federation.availability_patterns import Floats, in_cycles, in_spe
 
 
 class Correlated(Availability):
-    """Base class of models in which a client's probability of being online depends on its samples.
+    """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
         mean: Mean of all clients' probabilities of being online in a round. Each probability is then limited to the

@@ -38,9 +38,9 @@ Fact = Literal["labels", "sizes"]
 
 
 class Order:
-    """A check of the sequence of requests: earlier requests decide whether a client may answer the next request.
+    """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one instance per phase. All Python classes of requests with this order share the instance.
+    Each client has one instance per phase, which all Python classes of requests with this order share.
     """
 
     def refusal(self, request: Any) -> str:
@@ -59,20 +59,21 @@ class RequestRule:
     """The properties that all requests of one Python class have in every job.
 
     Args:
-        description: The contents of the reply, as the rest of a sentence that begins with "It sends".
+        description: A phrase that says what the reply contains. The phrase completes a sentence that begins with "It
+            sends".
         phase: The phase in which the request comes.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
-            ``after`` has no effect in jobs that do not send this enrolment request.
+            This rule has no effect in jobs that do not send the enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the same request may come again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
-        merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses them in a later batch,
-            if ``privacy.below`` is "hold-back".
+        merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a
+            later batch. This rule has an effect only if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
-        epsilon: The ε of local differential privacy that each reply spends; None for replies without such noise.
+        epsilon: The ε of local differential privacy that each reply spends; None for replies without this privacy.
     """
 
     description: str
@@ -99,7 +100,7 @@ class Reply(Message):
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """Put an update back into the reply: the inverse of ``split_update``.
+        """Put an update back into the reply. This is the inverse of ``split_update``.
 
         Args:
             sent: The model of the request.
@@ -123,9 +124,9 @@ class Request(Message):
     sites need a rule."""
 
     def check(self, reply: Any) -> None:
-        """Refuse a reply of the right type whose values are wrong.
+        """Refuse a reply that has the right type but wrong values.
 
-        NaN and infinity need no check here, because they are always refused.
+        The method need not check for NaN and infinity, because they are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -144,12 +145,12 @@ class Request(Message):
 
 
 class Requests(dict[ClientId, Request]):
-    """A mapping from clients to their requests; a request to several clients is stored only once.
+    """A mapping from clients to their requests, which stores a request to several clients only once.
 
     Args:
-        distinct: The different requests.
-        which: For each client, the index of its request in ``distinct``.
-        work: For each client, the number of sample-gradients that its answer takes. Default: zero.
+        distinct: The requests without duplicates.
+        which: The index of each client's request in ``distinct``.
+        work: The number of sample-gradients that each client's answer takes. Default: zero.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
 class ModelRequest(Request):
     """A request that contains a model.
 
-    A codec may encode the model, and the update in the reply; see ``fedstrata.federation.communication``.
+    A codec may encode the model and the update in the reply; see ``fedstrata.federation.communication``.
     """
 
     weights: Weights
@@ -237,8 +238,8 @@ class ModelRequest(Request):
         """Return tensors with the names, shapes and dtypes of the reply's update; empty if the reply has no update.
 
         Args:
-            message: Tensors with the names, shapes and dtypes of the objective's message, which a client sends in
-                addition to the model.
+            message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message
+                in addition to the model.
         """
         return {}
 
@@ -267,7 +268,7 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """Return the floating-point tensors of the model's change and of ``message``, and the reply without them."""
+        """Return the floating-point tensors of the model's update and of ``message``, and the reply without these tensors."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
         others = {name: tensor for name, tensor in after.items() if name not in moved}
@@ -295,7 +296,7 @@ class FitReply(Reply):
 
     @property
     def size(self) -> float:
-        """The client's averaging weight, before it is divided by the sum of all clients' averaging weights."""
+        """The client's averaging weight before normalisation."""
         return self.samples
 
 
@@ -304,8 +305,7 @@ class WeightedFitReply(FitReply):
     """A locally trained model, for tasks whose samples have different weights.
 
     Args:
-        weight: The sum of the weights of the samples that were used. The weight of a sample may be its number of
-            tokens.
+        weight: The sum of the weights of the used samples. The weight of a sample may be its number of tokens.
     """
 
     weight: float = 0.0
@@ -317,7 +317,7 @@ class WeightedFitReply(FitReply):
 
 
 def fit_changes(weights: Weights, message: Extra) -> Params:
-    """Return tensors that show the names, shapes and dtypes that the update in a ``FitReply`` must have.
+    """Return tensors with the names, shapes and dtypes that the update in a ``FitReply`` must have.
 
     Args:
         weights: The model that was sent.
@@ -329,12 +329,12 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
 
 class TrainingRequest(ModelRequest):
-    """A request to train locally from ``weights``; the reply is a ``FitReply``."""
+    """A request to train locally, starting at ``weights``; the reply is a ``FitReply``."""
 
     reply_type: ClassVar[type[Reply]] = FitReply
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors that show the names, shapes and dtypes that the update in a ``FitReply`` must have."""
+        """Return tensors with the names, shapes and dtypes that the update in a ``FitReply`` must have."""
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:

@@ -1,4 +1,4 @@
-"""The settings of the server and of each site, and the description of an experiment for the server of a job."""
+"""Read the settings of the server and of each site, and describe an experiment for the server of a job."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ S = TypeVar("S", bound=Setting)
 
 
 def read_setting(kind: type[S], path: Path, key: str) -> S:
-    """Read a TOML file, and return its settings as an object of a settings class.
+    """Read a TOML file, and return its settings as an instance of ``kind``.
 
     Args:
-        kind: The class.
+        kind: The settings class.
         path: The TOML file.
         key: The name of the file in error messages, such as ``--sites``.
 
@@ -61,8 +61,8 @@ class JobSpec:
 
     Args:
         spec: The name of the file with the spec, in the job's configuration folder.
-        folder: The path of the run folder in a simulation. In a deployment, the server computes it with ``run_of``. A
-            run that is already in the folder is resumed.
+        folder: The path of the run folder in a simulation. In a deployment, the server computes the path with
+            ``run_of``. A run that is already in the folder is resumed.
         clients: The number of clients.
         sites: The name of each client's site in a deployment. If empty, clients are divided among the connected sites.
         own_data: Whether sites have their own data. If not, the spec's partition divides the data set of the spec.
@@ -108,10 +108,10 @@ class SiteSettings(Setting):
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
-        allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
+        allow: Top-level packages on this machine from which a spec may name code, as ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``), in
-            addition to sums.
+        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). It always
+            sees sums over samples.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
             are created, specs may name any code, and the server sees the full text of errors.
     """

@@ -1,4 +1,4 @@
-"""The progress of a run, read from the folder of the administrator, the server or a site, or from a run folder."""
+"""Read the progress of a run from the folder of the administrator, the server or a site, or from a run folder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class Source:
     """A source of the progress of a run.
 
     Args:
-        table: A function that returns the progress of the run, or of a site's work in the run, as a table; None without
-            a run. If the server does not answer, the table has only the key ``away`` with the reason. If a job was
-            submitted and its run has not reported yet, the table has only the key ``waiting`` with the status of the
-            job.
+        table: A function that returns the progress of the run, or of a site's work in the run, as a table; None if
+            there is not a run. If the server does not answer, the table has only the key ``away`` with the reason. If a
+            submitted job has not reported yet, the table has only the key ``waiting`` with the job's status.
         result: A function that returns the run folder once the run is over, and otherwise None.
         close: A function that closes the connections.
     """
