@@ -190,7 +190,7 @@ class LittleIsEnough(Attack):
     deviations: PositiveFloat = 1.5
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return the mean of the honest updates plus z standard deviations; without honest updates, return ``update``."""
+        """Return the honest updates' mean plus z standard deviations; without honest updates, return ``update``."""
         if len(honest) < 2:
             return honest[0] if len(honest) else update
         return honest.mean(dim=0) + self.deviations * honest.std(dim=0)
@@ -207,7 +207,7 @@ class InnerProduct(Attack):
     scale: PositiveFloat = 2.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return −ε times the mean of the honest updates; without honest updates, −ε times the attacker's own update."""
+        """Return −ε times the mean of the honest updates; without honest updates, −ε times ``update``."""
         return -self.scale * (honest.mean(dim=0) if len(honest) else update)
 
 

@@ -90,7 +90,7 @@ class RoundLog:
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
-        """Return the round's metrics: the numbers of distinct clients, exchanges, hops and bytes, and the simulated time."""
+        """Return the round's metrics: numbers of distinct clients, exchanges, hops and bytes, and the simulated time."""
         taking_part: Mapping[str, Collection[ClientId]] = {
             "clients_invited": self.invited,
             "clients_returned": self.returned,
@@ -109,7 +109,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for all exchanges of a run. They decide which clients are reached, which replies are used, and what is logged.
+    """The rules of all exchanges in a run: which clients are reached, which replies are used, and what is logged.
 
     Args:
         config: The settings that server and clients share.
@@ -135,7 +135,7 @@ class Exchanges:
         self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Return True if a task reaches the next client of a relay, in which a model travels from one client to the next.
+        """Return True if a task reaches the next client of a relay, in which a model travels between clients.
 
         The result is logged. The method is faster for a client that was already reached in this round.
 

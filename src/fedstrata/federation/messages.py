@@ -268,7 +268,7 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """Return the floating-point tensors of the model's update and of ``message``, and the reply without these tensors."""
+        """Return the floating-point tensors of the update and of ``message``, and the reply without these tensors."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
         others = {name: tensor for name, tensor in after.items() if name not in moved}

@@ -27,11 +27,12 @@ Threads = Annotated[PositiveInt, Field(le=1024)]
 
 
 def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float:
-    """Return the learning rate of a round, which follows a schedule.
+    """Return the learning rate of a round according to a schedule.
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: ``inverse`` or ``cosine`` (see ``Training``); with any other value, the rate is constant.
+        schedule: The schedule: ``inverse`` or ``cosine`` (see ``Training``). With any other value, the rate is
+            constant.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """
@@ -147,7 +148,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses them in another batch (``below`` is "hold-back")."""
+        """Whether a client with too few samples in a batch uses them in another batch: True if ``below`` is "hold-back"."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -239,27 +240,27 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec, without settings that have their default and that early versions do not know."""
+        """Return the table for a spec. Omit settings that early versions do not know and that have their default values."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples of a smaller client."""
+        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples if the client has fewer."""
         return self.batch_size * self.accumulate
 
     @property
     def epochs(self) -> int:
-        """Number of local epochs, E. If clients train for ``local_steps``, it is the default number, 5."""
+        """Number of local epochs, E. If clients train for ``local_steps``, the number is the default, 5."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
-        """Return how many sample-gradients (gradients of one sample) a client computes in a round of local training.
+        """Return the number of sample-gradients (gradients of one sample) that a client computes per round.
 
         Args:
             samples: The client's number of samples.
-            keep: The expected fraction of these samples that is used.
+            keep: The expected fraction of these samples that the client uses.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
         (60.0, 90.0)
@@ -275,7 +276,7 @@ class Training(Setting):
             samples: The client's number of samples.
 
         Returns:
-            The probability with which each sample is in a step, and the number of steps of a round.
+            The probability that a sample is used in a step, and the number of steps per round.
 
         >>> Training(local_epochs=2, batch_size=20).poisson(50)
         (0.4, 6)
@@ -286,7 +287,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with a new number of local epochs, which replaces local steps; None changes nothing."""
+        """Return the settings with ``epochs`` local epochs instead of local steps; with None, return the settings unchanged."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
@@ -299,5 +300,5 @@ class Training(Setting):
         return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
-        """Return how many of ``clients`` clients the server invites per round."""
+        """Return the number of clients that the server invites per round, out of ``clients`` clients."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

@@ -187,7 +187,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. Except in simulations, the folder's name is a hash of the spec, which differs between jobs."""
+    """Return the run folder. Except in simulations, a hash of the spec is its name, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 

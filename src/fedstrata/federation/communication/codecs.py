@@ -206,7 +206,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """A codec that rounds to multiples of M / ``levels`` at random, where M is the bucket's scale (Alistarh et al. 2017).
+    """A codec that rounds at random to multiples of M / ``levels``; M is a bucket's scale (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
     paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the variance of a
@@ -226,14 +226,14 @@ class QSGD(Codec):
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return the shapes and dtypes of the two tensors under the key ``all``: the buckets' scales and the packed codes."""
+        """Return the shapes and dtypes of the tensors under the key ``all``: the buckets' scales and the packed codes."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the scale M of each bucket, and the code of each coordinate, from 0 (for −M) to 2 · ``levels`` (for M)."""
+        """Return the scale M of each bucket, and a code for each coordinate: from 0 (for −M) to 2 · ``levels`` (for M)."""
         flat = _flat(change)
         bucket = self._size(len(flat))
         rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
@@ -311,7 +311,7 @@ class TopK(WithMemory):
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return indices and values of the coordinates with the largest absolute values. If values are equal, the first is used."""
+        """Return indices and values of the coordinates with the largest absolute values; the first of equal values."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
@@ -382,7 +382,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and all other tensors, rounded."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and the other tensors, rounded."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -403,7 +403,7 @@ class PowerSGD(WithMemory):
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
-        """Return the matrices Q for the next exchange: each is the sum Σ M_kᵀ P over the clients k, divided by its norm.
+        """Return the matrices Q for the next exchange, each the sum Σ M_kᵀ P over the clients k, divided by its norm.
 
         An exchange has two sums over the clients' matrices M_k. The first sum is Σ M_k Q, from which P is computed. The
         second sum is Σ M_kᵀ P.

@@ -1,4 +1,4 @@
-"""Messages with encoded models and updates: a request that contains another request, and a reply with an encoded update.
+"""Messages with encoded models and updates: requests that contain another request, and replies with encoded updates.
 
 PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange. The request ``Encoded``
 asks each client for its term of the first sum, and ``Coefficients`` asks for its term of the second sum.

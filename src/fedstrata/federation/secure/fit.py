@@ -134,7 +134,7 @@ class Bounds:
         return weight_by_size(self.config, self.largest)
 
     def size(self) -> Summands:
-        """Return the sum of the weights ``by_size``. The sum is a whole number, unless samples have different weights."""
+        """Return the sum of the weights ``by_size``, which is a whole number unless samples have different weights."""
         if self.config.task.weighted:
             return size_of_weights(self.by_size)
         return {"samples": Count(lambda reply: reply.samples, self.largest)}
