@@ -1,4 +1,4 @@
-"""The noisy sum of clipped updates, for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
+"""Add noise to the sum of clipped updates, for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fedstrata.federation.vectors import changes, split
 
 
 def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: float) -> tuple[Tensor, int]:
-    """Return the sum of the clients' updates, each of which is scaled down to a norm of at most ``clip``.
+    """Scale down each client's update to a norm of at most ``clip``, and return the sum of the updates.
 
     The server clips the updates, because a client could send an update with any norm, and the server may see the
-    updates. The server clips updates after it has decoded them, because the error of a codec can make an update longer.
+    updates. The server decodes updates before it clips them, because the error of a codec can increase the norm of an
+    update.
 
     Args:
         before: The tensors that clients train, in the global model.

@@ -124,7 +124,7 @@ class Allowed:
         return self if self.inside is None else self.inside.innermost
 
     def wrong(self, request: Request, round: int) -> str:
-        """Return a description of the first field with an unaccepted value; an empty string if all values are accepted."""
+        """Return a description of the first field with a wrong value; an empty string if all values are accepted."""
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):

@@ -90,7 +90,7 @@ class RoundLog:
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
-        """Return the round's metrics: numbers of distinct clients, exchanges, hops and bytes, and the simulated time."""
+        """Return the round's metrics: numbers of distinct clients, exchanges, hops and bytes, and simulated time."""
         taking_part: Mapping[str, Collection[ClientId]] = {
             "clients_invited": self.invited,
             "clients_returned": self.returned,

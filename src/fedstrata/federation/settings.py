@@ -148,7 +148,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses them in another batch: True if ``below`` is "hold-back"."""
+        """Whether a client with too few samples in a batch uses them in another batch. See ``below``."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -240,14 +240,14 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec. Omit settings that early versions do not know and that have their default values."""
+        """Return the table for a spec. Settings that early versions do not know are omitted if they have default values."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples if the client has fewer."""
+        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples of a smaller client."""
         return self.batch_size * self.accumulate
 
     @property
@@ -287,7 +287,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with ``epochs`` local epochs instead of local steps; with None, return the settings unchanged."""
+        """Return the settings with ``epochs`` local epochs instead of local steps. None leaves the settings unchanged."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

@@ -1,4 +1,4 @@
-"""Functions that draw charts of runs (curves, participation and communication) into Matplotlib axes."""
+"""Draw charts of runs (curves, participation and communication) into Matplotlib axes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FATES = {
 
 
 class Quantity(NamedTuple):
-    """How a column is displayed: the name with its unit, and the factor from recorded values to this unit."""
+    """The display settings of a column: the name with its unit, and the factor from recorded values to this unit."""
 
     name: str
     factor: float = 1.0
@@ -66,7 +66,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return how a column is displayed, which is derived from its name if ``QUANTITIES`` does not contain it.
+    """Return the display settings of a column. They are derived from its name if ``QUANTITIES`` does not contain it.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -79,7 +79,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """The mean and the standard deviation over seeds in each round, shape (R,); ``sd`` is 0 for one seed."""
+    """The mean and the standard deviation over seeds in each of R rounds, shape (R,). With one seed, ``sd`` is 0."""
 
     rounds: Ints
     mean: Floats
@@ -87,7 +87,7 @@ class Band(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve in a chart: horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
+    """A curve in a chart: R horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
 
     x: Ints | Floats
     mean: Floats
@@ -106,8 +106,8 @@ class End(NamedTuple):
 def over_seeds(histories: Sequence[History], column: str) -> Band:
     """Return a column's mean and standard deviation over seeds, for rounds in which all seeds have a value.
 
-    A seed without values in the column is ignored. If a seed ended early, the curve ends at the same round, because the
-    mean of the other seeds would jump.
+    A seed without values in the column is ignored. If one seed ended early, the curve ends at the same round, because
+    the mean of the other seeds would jump.
 
     Raises:
         SpecError: None of the seeds has this column.
@@ -138,7 +138,7 @@ def rising(drawn: Mapping[str, Curve]) -> bool:
 
 
 def ranked(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of curves, sorted by the last values of the curves, the best first.
+    """Return the labels of curves, sorted by the curves' last values, from best to worst.
 
     The highest value is best if the curves rise; otherwise, the lowest value is best.
     """
@@ -180,7 +180,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
     """Return the labels of the curves to draw with bands, which are curves over several seeds.
 
-    If there are more than ``BANDS`` curves, only the first curve and the best curve can have bands.
+    If the chart has more than ``BANDS`` curves, only the first curve and the best curve can have bands.
     """
     labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
     return [label for label in labels if drawn[label].sd.any()]
@@ -190,7 +190,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     """Draw a column as a curve per method, with a band of one standard deviation.
 
     If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
-    other curves are grey. The vertical axis begins where the curves begin to differ.
+    other curves are grey. The vertical axis begins at the value at which the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
@@ -246,13 +246,13 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the MB sent and received until the end of each of ``rounds``, as a mean over seeds, shape (R,)."""
+    """Return the MB sent and received until the end of each of R rounds, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return the sum of several columns from the start until the end of each of ``rounds``, shape (R,)."""
+    """Return the sum of several columns from the start until the end of each of R rounds, shape (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -261,7 +261,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw how many invited clients had each outcome in each round, as stacked means over seeds."""
+    """Draw the number of invited clients with each outcome in each round, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)
@@ -346,7 +346,7 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None
 
 
 def log_ticks(axis: Axis) -> None:
-    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10; a longer axis has fewer per decade."""
+    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10. A longer axis has fewer ticks per decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -372,7 +372,7 @@ def short(label: str, longest: int = LONGEST) -> str:
 def label_ends(
     axes: Axes, ends: Sequence[End], *, size: float = 9, longest: int = LONGEST, ground: str = style.PAPER.light
 ) -> None:
-    """Write labels to the right of the axes, at the heights of the lines' ends; overlapping labels are moved apart.
+    """Write labels to the right of the axes, at the heights of the lines' ends, and move overlapping labels apart.
 
     Args:
         axes: The axes, with all lines and limits. The figure of the axes must have its final size.

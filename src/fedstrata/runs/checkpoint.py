@@ -52,8 +52,7 @@ class Checkpoint:
         round: The last round that was complete when the checkpoint was saved.
         state: The method's state.
         clients: A mapping from each client with a state to the file of this state.
-        remote: Whether the sites (the clients' own machines) keep the clients' states, so that the checkpoint has no
-            clients' states.
+        remote: Whether the sites (the clients' own machines) keep the clients' states, instead of the checkpoint.
         identity: The run's identity; None if the checkpoint has no identity.
         logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to the checksum of the log's
             last line when the checkpoint was saved.

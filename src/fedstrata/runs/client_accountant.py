@@ -29,7 +29,7 @@ LEAST_NOISE = 0.1
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
-    """Return the probability that a client takes part in a round if the random choice of clients lowers ε; otherwise None.
+    """Return the probability that a client takes part in a round if the random choice lowers ε; otherwise None.
 
     The choice lowers ε only if each client is drawn independently in every round, and others do not see which clients
     take part. A limit on the number of rounds per client makes draws depend on earlier draws.

@@ -109,7 +109,7 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return the number of bytes that may be in transit: those of the question or, after the site's work, of the answer.
+        """Return the bytes that may be in transit: the question's size or, after the site's work, the answer's size.
 
         Args:
             number: The sequence number of the question.

@@ -93,7 +93,7 @@ class Reserved:
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
 
     def part(self, batch: int) -> Ints:
-        """Return the samples that are reserved for a batch, as indices into the client's samples. The result may be empty."""
+        """Return the samples that are reserved for a batch, as indices into the client's samples (possibly none)."""
         begins, ends = self._bounds
         return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 

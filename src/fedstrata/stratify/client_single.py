@@ -39,7 +39,7 @@ model is finite."""
 
 @record("Stepped")
 class Stepped:
-    """A client's used and unused samples of each label in an epoch of single-sample mode, and its number of steps so far.
+    """A client's used and unused samples of each label in an epoch of single-sample mode, and its steps so far.
 
     Args:
         round: The epoch, counted from 1.

@@ -1,4 +1,4 @@
-"""Run Stratify's single-sample mode: the model travels from client to client along the schedule (Algorithms 1 and 3)."""
+"""Run Stratify's single-sample mode: the model travels from client to client along the schedule (Algorithms 1, 3)."""
 
 from __future__ import annotations
 

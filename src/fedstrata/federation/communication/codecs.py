@@ -226,14 +226,14 @@ class QSGD(Codec):
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return the shapes and dtypes of the tensors under the key ``all``: the buckets' scales and the packed codes."""
+        """Return the shapes and dtypes of the tensors under the key ``all``: the buckets' scales and packed codes."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the scale M of each bucket, and a code for each coordinate: from 0 (for −M) to 2 · ``levels`` (for M)."""
+        """Return the scale M of each bucket, and each coordinate's code, from 0 (for −M) to 2 · ``levels`` (for M)."""
         flat = _flat(change)
         bucket = self._size(len(flat))
         rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
@@ -382,7 +382,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and the other tensors, rounded."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors, rounded."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()

@@ -1,4 +1,4 @@
-"""Enrol clients: the server learns which clients have labels in common, and their numbers of samples, but not the labels.
+"""Enrol clients: the server learns which clients have labels in common, and sample counts, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
 a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the

@@ -1,4 +1,4 @@
-"""Make and store the clients' secret keys. One client makes the keys, all clients share them, and the server never sees them.
+"""Store the clients' secret keys. One client makes the keys, all clients share them, and the server never sees them.
 
 A client gets the keys from ``ClientContext.keys`` in its context, which the server cannot access. Keys can be neither
 encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of its folder. Only the

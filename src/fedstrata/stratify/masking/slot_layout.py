@@ -121,7 +121,7 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw the random numbers r and p·s + u (see the module's docstring) that hide differences, each of shape (slots,).
+        """Draw the random numbers r and p·s + u that hide differences (see the module's docstring), shape (slots,).
 
         The numbers come from the operating system's randomness. If the numbers depended on the experiment's seed,
         clients could repeat the draws, because clients know the seed.
