@@ -69,7 +69,7 @@ class Aggregator(Setting):
         """
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why too few clients replied to change the model; an empty text if enough clients replied."""
+        """Return the reason why too few clients replied to change the model; an empty text if enough replied."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
@@ -194,7 +194,7 @@ class Aggregator(Setting):
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
-    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter. The terms are added in the order of ``models``."""
+    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter. Add the terms in the order of ``models``."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
     before, sums = list(params.values()), list(update.values())
     for model, factor in zip(models, a.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Aggregators that change the length of each client's update, or of the combined update."""
+"""Aggregate with a changed length of each client's update, or of the combined update."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """Weights a_k = p_k (Σ_j p_j τ_j) / τ_k (FedNova): client k took τ_k steps and has the share p_k of the samples.
 
-    The p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by a sum
-    of weights: the weight that the gradient of each step has in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ))
-    / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the authors'
-    program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
+    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by
+    the sum of the weights that the gradients of all steps have in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 −
+    ρ)) / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the
+    authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with
+    p_k.
     """
 
     needs_replies = ""
@@ -97,7 +98,7 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
-    step, with ρ times its weight in the step before.
+    step, with ρ times its weight in the previous step.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -109,11 +110,11 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 class Extrapolated(Mean):
     """The mean Δ̄ of m updates, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) (FedExP).
 
-    If the updates Δ_k differ more in direction, their mean is shorter, and η is larger. For m orthogonal
-    updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
-    parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors'
-    program multiplies ε by m and lets ε fall with the squared learning rate of the clients. The program also weights
-    updates by numbers of samples.
+    If the directions of the updates Δ_k differ more, their mean is shorter, and η is larger. For m orthogonal updates
+    of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms include all parameters,
+    but not BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors' program
+    multiplies ε by m and lets ε fall with the squared learning rate of the clients. The program also weights updates by
+    numbers of samples.
 
     Args:
         eps: Constant ε, which limits the factor η. The authors' program uses 0.001 or 0.1.
@@ -176,7 +177,7 @@ class Extrapolated(Mean):
 
     @override
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the average of the last two models, with the last model's buffers; after one update, the new model."""
+        """Return the average of the last two models, with the last model's buffers; after only one update, the new model."""
         if not state["before"]:
             return weights
         return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)

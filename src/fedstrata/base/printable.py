@@ -1,4 +1,4 @@
-"""Make texts of other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
+"""Make texts from other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
 
 from __future__ import annotations
 

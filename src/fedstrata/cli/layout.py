@@ -1,4 +1,4 @@
-"""The layout of help and messages in terminals of any width: text wraps between words, and commands stay whole."""
+"""Lay out help and messages in terminals of any width: text wraps between words, and commands stay whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(message: object) -> None:
-    """Print an error or a note on standard error: wrapped between words in a terminal, otherwise in one line."""
+    """Print an error or a note on standard error, wrapped between words in a terminal, and otherwise in one line."""
     text = printable(message)
     if sys.stderr.isatty():
         text = "\n".join(_wrap(text, min(shutil.get_terminal_size().columns, READABLE), rest="  "))

@@ -336,7 +336,7 @@ class History(Sequence[Record]):
 
     @property
     def row(self) -> Record:
-        """The run's row in a data frame of runs. The row has the summary, and the final values of the loss and all metrics."""
+        """The run's row in a data frame of runs: the summary, and the final values of the loss and all metrics."""
         names = [name for name in self.columns if name == "loss" or name.startswith("test.")]
         finals = {f"final_{name.removeprefix('test.')}": self.final(name) for name in names}
         return self.summary | finals

@@ -240,7 +240,7 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec. Settings that early versions do not know are omitted if they have default values."""
+        """Return the table for a spec, without settings that early versions do not know and that have default values."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
@@ -287,7 +287,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with ``epochs`` local epochs instead of local steps. None leaves the settings unchanged."""
+        """Return the settings with ``epochs`` local epochs instead of local steps. With None, change nothing."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

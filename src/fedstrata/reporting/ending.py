@@ -1,4 +1,4 @@
-"""Write the end of the output of ``fedstrata compare``: a short table, and the result of the comparison in sentences."""
+"""Write the end of the output of ``fedstrata compare``: a short table, and the result in sentences."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Runs(dict[str, list[Run]]):
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per run: label, data set, the content of ``summary.json``, and all metrics.
+        """Return a pandas data frame with a row per run: label, data set, content of ``summary.json``, and all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.

@@ -146,7 +146,7 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return a text that says from which round all runs saved the model, such as ``round of the best validation auroc``.
+    """Return a text that says from which round runs saved the model, such as ``round of the best validation auroc``.
 
     The result is None if all runs saved the model of the last round. The result is empty if the runs differ.
     """
@@ -188,7 +188,7 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if no round reached it."""
+    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if there is none."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 

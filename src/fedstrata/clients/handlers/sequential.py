@@ -1,4 +1,4 @@
-"""The handler of sequential federated learning: a model travels from client to client, and each client trains it."""
+"""Answer requests of sequential federated learning: a model travels from client to client, and each client trains it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class VisitReply(Reply):
     """The counts and the loss of local training.
 
     Args:
-        samples: Number of samples of the client, n_k.
-        seen: Total number of samples in the batches of all steps, repetitions included.
+        samples: Number n_k of samples of the client.
+        seen: Total number of samples in the batches of all steps, including repetitions.
         loss: Mean training loss over the steps.
     """
 

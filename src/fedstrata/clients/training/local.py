@@ -1,4 +1,4 @@
-"""Local training: the loop over mini-batches, for every objective and device."""
+"""Train locally: the loop over mini-batches, for every objective and device."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ converted batch by batch.
 
 
 class LocalData:
-    """The samples that a client uses in a round, read as batches of tensors.
+    """The samples that a client uses in a round, which are read as batches of tensors.
 
     Args:
         client: The client.
-        chosen: Positions of these samples among the client's own samples, shape (n,).
+        chosen: Positions of the n used samples among the client's own samples, shape (n,).
         device: The device on which batches are returned.
     """
 
@@ -86,16 +86,16 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch for each step of a round; with ``training.accumulate``, the batch has all its mini-batches.
+        """Yield one batch per step of a round. With ``training.accumulate``, a batch contains all mini-batches of a step.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.
 
         Args:
-            training: The settings: samples per step, and epochs or steps.
+            training: The settings of local training, such as the samples per step, and epochs or steps.
             generator: The random generator that draws the order of the samples.
-            pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
-                then joins the batch before it, and a client with a single sample takes no step.
+            pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
+                end of an epoch then joins the previous batch, and a client with a single sample takes no step.
         """
         n = self._size
         size = min(training.batch_size * training.accumulate, n)
@@ -156,11 +156,12 @@ class Outcome:
 
     Args:
         weights: The model after the last step.
-        steps: Number of steps, K.
-        seen: Number of sample-gradients: the samples in the batches of all steps, repetitions included.
+        steps: Number K of steps.
+        seen: Number of sample-gradients, which is the number of samples in the batches of all steps, including
+            repetitions.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
-        kept: The new state of the objective, which the client keeps.
+        kept: The objective's new state, which the client keeps.
     """
 
     weights: Weights
@@ -178,7 +179,7 @@ class TrainingSetup:
     Args:
         chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
         trained: Names of the parameters that the objective trains.
-        pairs: Whether a step needs at least two samples, as BatchNorm does.
+        pairs: Whether a step needs at least two samples, for example because of BatchNorm.
         corrects: Whether the objective overrides ``correction``, which is added to each gradient.
         displaces: Whether the objective overrides ``displacement``, which moves the point of each gradient.
         finishes: Whether the objective overrides ``client_final``, which runs after the last step.
@@ -193,7 +194,7 @@ class TrainingSetup:
 
     @classmethod
     def of(cls, context: ClientContext, objective: Objective) -> TrainingSetup:
-        """Determine how a client trains with an objective: which parameters, and with which code."""
+        """Determine which parameters a client trains with an objective, and which code computes the gradients."""
         config, training = context.config, context.config.training
         named = config.model.module.named_parameters()
         on_cpu = context.cached(on_device).device == CPU
@@ -220,18 +221,19 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
-    velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
-    and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
-    With ``optimizer_state = "keep"``, the optimiser's state is stored in the client's state.
+    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The symbol w stands for the parameters,
+    v for the velocity, g for the gradient of the objective's loss, and r for the objective's correction. The learning
+    rate is η, the momentum is μ, and the weight decay is λ. Another optimiser (``training.optimizer``) takes its own
+    step with the gradient clip(g + r). With ``optimizer_state = "keep"``, the optimiser's state is stored in the
+    client's state.
 
-    If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
+    If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms are computed at w.
 
     With ``privacy.dp``, the client takes the steps of DP-SGD; see ``NoisyGradient``. The result then contains the loss
     0 and the expected number of samples, because the true values are not private.
 
-    The batches of the steps are augmented (``data.augment``). The objective's ``client_prepare`` and ``client_final``
-    use the original samples.
+    The batches of the steps are augmented (``data.augment``). The objective's methods ``client_prepare`` and
+    ``client_final`` use the original samples.
 
     Args:
         client: The client.
@@ -369,13 +371,14 @@ def _descend(
 def accumulated(
     loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
-    """Return the loss of a batch and its gradient, which are computed for one mini-batch after another.
+    """Return the loss of a batch and its gradient, which are computed for one mini-batch after the other.
 
     Args:
         loss_and_gradient: A function that returns the mean loss of a mini-batch, and its gradient.
         batch: The batch.
         size: The largest number of samples in a mini-batch.
-        pairs: Whether a mini-batch needs at least two samples. Mini-batches are then larger than ``size`` if necessary.
+        pairs: Whether a mini-batch needs at least two samples. If necessary, mini-batches are then larger than
+            ``size``.
         task: The task, which gives the weights of the samples.
     """
     n = batch.y.shape[0]

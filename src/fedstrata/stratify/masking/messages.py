@@ -278,7 +278,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals: fewer samples of a label than clients with it, or samples of a label without clients.
+        """Refuse impossible totals: fewer samples of a label than clients with it, or samples that no client has.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
