@@ -1,4 +1,4 @@
-"""Add noise to a sum of clipped updates, for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
+"""Add noise to sums of clipped updates for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Extrapolated(Mean):
 
     @override
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the average of the last two models, with the last model's buffers; after only one update, the new model."""
+        """Return the average of the last two models, with the last model's buffers; after one update, the new model."""
         if not state["before"]:
             return weights
         return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)

@@ -59,7 +59,7 @@ class View:
         return cls(model, params, pixels, images, labels, features, class_means)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Return the features (B, d) that the client's model computes for images (B, C, H, W). The function is differentiable."""
+        """Return the features (B, d) that the client's model computes for images (B, C, H, W), with gradients."""
         features, _ = self.model.with_features(self.params, self.pixels.inputs(images))
         return features.flatten(1)
 

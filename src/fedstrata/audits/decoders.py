@@ -51,7 +51,7 @@ class UpConvolutional(nn.Module):
 
 
 class Variational(nn.Module):
-    """A variational autoencoder (Kingma & Welling 2014) with an encoder that consists of the attacked model and a linear layer.
+    """A variational autoencoder (Kingma & Welling 2014). The attacked model and a linear layer form its encoder.
 
     From the model's features, the layer computes the mean and the variance of a Gaussian code. A decoder then computes
     the image from the code. Training draws codes at random, so all codes near the mean decode to similar images.

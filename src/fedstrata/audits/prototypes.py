@@ -268,7 +268,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Return the similarity of a reconstruction to the feature's images, to the mean of these images, and to strangers."""
+    """Return the similarity of a reconstruction to the feature's images, to the images' mean, and to strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

@@ -214,7 +214,7 @@ class Registry(Generic[T]):
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:
-        """Build an instance of the class ``name`` with the settings in ``table``. Errors are the same as in ``parse``."""
+        """Build an instance of the class ``name`` with the settings in ``table``. For the errors, see ``parse``."""
         return build(self.find(name), table)
 
 

@@ -20,7 +20,7 @@ class FedstrataError(Exception):
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the text for other parties, which must not disclose values or counts of the data, and return the error."""
+        """Set the text for other parties, and return the error. The text must not disclose values or counts of the data."""
         self.public = text
         return self
 
@@ -58,7 +58,7 @@ class WireError(FedstrataError):
 
 
 class ReplyRefusedError(FedstrataError):
-    """A client's reply that cannot be used, for example because tensors are missing, have a wrong shape or are not finite."""
+    """A client's reply that cannot be used, for example because tensors are missing, misshapen or not finite."""
 
 
 class WithheldError(FedstrataError):
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown ``word``. The end suggests a similar accepted word, if there is one.
+    """Return the end of a sentence about an unknown ``word``. It suggests a similar accepted word, if there is one.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')

@@ -65,7 +65,7 @@ def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory`` that makes the handler of a whole relay with tasks of the Python class ``kind``."""
+    """Mark a ``RelayHandlerFactory`` that makes a handler for whole relays with tasks of the Python class ``kind``."""
     return _marking(kind, "relay")
 
 

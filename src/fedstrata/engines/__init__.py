@@ -1,4 +1,4 @@
-"""The engines, which run the clients: on this machine, on a Ray cluster, or in a simulator of sites."""
+"""Engines, which run the clients on this machine, on a Ray cluster, or in a simulator of sites."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
         store: The store of the clients' states.
 
     Raises:
-        SpecError: No engine has this name.
+        SpecError: There is no engine with this name.
     """
     if name == "local":
         from fedstrata.engines.local import LocalEngine

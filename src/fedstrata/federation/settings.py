@@ -240,7 +240,7 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec, without settings that early versions do not know and that have default values."""
+        """Return the table for a spec, without settings that early versions do not know and that have their default."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}

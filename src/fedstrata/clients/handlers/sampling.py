@@ -86,7 +86,7 @@ class _TrainsLike(CrossEntropy):
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Return a sketch of the model after a round of training with cross-entropy, without changing the client's state."""
+    """Return a sketch of the model after a round of training with cross-entropy. Do not change the client's state."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)

@@ -86,7 +86,7 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch per step of a round. With ``training.accumulate``, a batch contains all mini-batches of a step.
+        """Yield one batch per step of a round. With ``training.accumulate``, a batch has all mini-batches of a step.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.

@@ -49,7 +49,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client, and return the trained model with the values of these layers that were received.
+    """Store the layers that stay at the client. Return the trained model, with the received values of these layers.
 
     Args:
         client: The client.

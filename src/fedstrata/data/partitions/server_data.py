@@ -1,4 +1,4 @@
-"""The training samples without a client, which are the only samples that a server may use."""
+"""Select the training samples without a client, which are the only samples that a server may use."""
 
 from __future__ import annotations
 
