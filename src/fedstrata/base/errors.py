@@ -20,7 +20,7 @@ class FedstrataError(Exception):
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the text for other parties, and return the error. The text must not disclose values or counts of the data."""
+        """Set the text for other parties, and return the error. The text must not disclose data, not even counts."""
         self.public = text
         return self
 

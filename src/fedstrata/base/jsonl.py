@@ -41,7 +41,7 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file still has the size ``size``. If so, no other program has written to it, and no write failed."""
+        """Whether the file still has the size ``size``: no other program has written to it, and no write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:

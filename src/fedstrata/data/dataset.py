@@ -139,7 +139,7 @@ class Dataset:
 
     @property
     def shape(self) -> Shape:
-        """The shape of one sample in the form that a model gets: (C, H, W) or (F,). Several inputs have several shapes."""
+        """The shape of one sample in the form that a model gets: (C, H, W) or (F,), or one shape per input."""
         if isinstance(self.x_train, Mapping):
             return {name: tuple(tensor.shape[1:]) for name, tensor in self.x_train.items()}
         size = tuple(self.x_train.shape[1:])

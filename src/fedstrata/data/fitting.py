@@ -202,7 +202,7 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return how often each target value occurs, under the key ``name``. The mapping is empty if the task needs none.
+        """Return the number of times that each target value occurs, under the key ``name``, if the task needs it.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -347,7 +347,7 @@ class Unfitted:
         return [] if self.schema is None else list(self.schema.inputs.items())
 
     def fitted(self, known: Statistics) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the training samples, the test samples, and their shift and scale, in the form that a ``Dataset`` stores.
+        """Return the training samples, the test samples, and their shift and scale, in the form of a ``Dataset``.
 
         Args:
             known: The statistics of the clients' training samples.

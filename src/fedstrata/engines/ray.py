@@ -160,7 +160,7 @@ class RayEngine(Engine):
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers, and remove the states on the disk. If this engine started the cluster, stop the cluster too."""
+        """Stop the workers, and remove the states on the disk. Stop the cluster if this engine started it."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:

@@ -140,7 +140,7 @@ class Worker:
         together: bool,
         *payloads: Payload,
     ) -> tuple[list[EncodedAnswer], float]:
-        """Return the answers of some clients, in the order of ``calls``, and the number of seconds that the answers took.
+        """Return the answers of some clients, in the order of ``calls``, and the seconds that the computation took.
 
         Args:
             exchange: Id of the exchange. A request that occurs in several calls of an exchange is decoded only once.

@@ -1,1 +1,1 @@
-"""The federated methods, one file each. Most are recipes: combinations of samplers, an objective and an aggregator."""
+"""Federated methods, one file each. Most methods are recipes: combinations of samplers, an objective and an aggregator."""

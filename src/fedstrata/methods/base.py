@@ -1,4 +1,4 @@
-"""The base classes of methods, ``Method`` and ``Recipe``, which combines samplers, an objective and an aggregator."""
+"""Define the base classes of methods: ``Method`` and ``Recipe``. A recipe combines samplers, an objective and an aggregator."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
     The fields are the method's settings. The state, which changes from round to round, is a record with at least the
-    field ``weights``, the global model. ``init`` returns the first state. ``run_round`` takes a state and returns the
-    next state.
+    field ``weights``, which is the global model. The method ``init`` returns the first state. The method ``run_round``
+    takes a state and returns the next state.
     """
 
     paper: ClassVar[str] = ""
@@ -74,11 +74,11 @@ class Method(Setting):
     """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
     def most_summed(self, config: FederationConfig) -> int:
-        """Return the largest number of clients whose replies are in one secure sum (``privacy.sums``)."""
+        """Return the largest number of clients that contribute to one secure sum (``privacy.sums``)."""
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms in which clients' replies are summed with secure sums (``privacy.sums``)."""
+        """Return the forms in which secure sums (``privacy.sums``) add the clients' replies."""
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -100,14 +100,14 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if clients reply with updates of one model that all of them received; codecs compress these."""
+        """Return True if clients reply with updates of the same model. Codecs can compress such updates."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the method may send, and their bounds. Real sites refuse all other requests.
 
-        If the result is None, the method does not declare its requests, and runs only in simulations. A subclass that
-        overrides one of the methods in ``ASKING`` must override ``allowed`` as well.
+        If the result is None, the method does not declare its requests, and runs only in simulations. A subclass must
+        override ``allowed`` if it overrides one of the methods in ``ASKING``.
         """
         return None
 
@@ -117,7 +117,7 @@ class Method(Setting):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method keeps private; evaluations must not disclose them either."""
+        """The facts about clients that the method keeps private. Evaluations must not disclose these facts either."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
@@ -129,10 +129,10 @@ class Method(Setting):
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one round; return the new state and the method's metrics of the round."""
+        """Run one round. Return the new state and the method's metrics of the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model to evaluate, and to save at the end of a run. Default: ``state.weights``."""
+        """Return the model to evaluate, and to save at the end of a run. The default is ``state.weights``."""
         weights: Weights = state.weights
         return weights
 
@@ -157,7 +157,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The samplers, objective and aggregator in which a recipe differs from FedAvg. Missing keys are as in FedAvg."""
+    """The samplers, objective and aggregator in which a recipe differs from FedAvg. Missing keys mean FedAvg's choices."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -175,8 +175,8 @@ class Recipe(Method):
 
     In a spec, a name or a table of settings can replace each of these four choices.
 
-    A subclass overrides ``parts``, which returns the choices that differ from FedAvg, built from the subclass's
-    settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
+    A subclass overrides ``parts``. This method returns the choices that differ from FedAvg, and builds them from the
+    subclass's settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
 
     Args:
         client_sampler: How the clients of a round are chosen.
@@ -212,8 +212,8 @@ class Recipe(Method):
         """Return the method's settings that ``parts`` passes on to a sampler, the objective or the aggregator.
 
         Returns:
-            A mapping from a setting's name in the method to a pair: the choice (such as ``objective``) that uses the
-            setting, and the setting's name there.
+            A mapping from a setting's name in the method to a pair. The pair contains the choice that uses the setting
+            (such as ``objective``), and the setting's name in this choice.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -263,7 +263,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the effective settings and the replaced choices; parsing the result gives an equal method."""
+        """Return the effective settings and the replaced choices. Parsing the result gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -282,7 +282,7 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True unless the aggregator lets clients start at different models."""
+        """Return True, except if the aggregator lets clients start at different models."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -298,7 +298,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if one declares no requests."""
+        """Return the samplers' requests and the request ``training``; None if a sampler does not declare its requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -308,7 +308,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps sizes private; else empty."""
+        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps sizes private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -420,7 +420,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters have their old values, because weight decay changes them."""
+        """Return a new model in which frozen parameters have their old values, because weight decay has changed them."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -435,7 +435,7 @@ class Recipe(Method):
         request: Fit,
         starts: Mapping[int, Weights] | None = None,
     ) -> dict[int, FitReply]:
-        """Ask the invited clients to train; return the reply of each client that answered.
+        """Ask the invited clients to train, and return the reply of each client that answered.
 
         Args:
             federation: The federation.
@@ -452,11 +452,11 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function from a client's number of samples to the number of sample-gradients of its training.
+        """Return a function of a client's number of samples, which computes the number of sample-gradients of its training.
 
         Args:
             config: The settings that server and clients share.
-            keep: The fraction of the samples that is used.
+            keep: The fraction of the samples that the client uses.
         """
         objective, training = self.objective, config.training
         computes_more = objective.has_stages or objective.gradients_per_step > 1
@@ -477,7 +477,7 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 
     A sample-gradient is the gradient of the loss of one sample. A client's loss is the mean over its steps. The mean
     over clients is weighted by their numbers of sample-gradients. If clients keep their counts private, the counts are
-    0, and the loss is the plain mean over the clients that took a step.
+    0, and the loss is the unweighted mean over the clients that took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]

@@ -1,4 +1,4 @@
-"""FedAvg-FT: after each round, the server trains the head on a small class-balanced set (ReBaFL §3.3)."""
+"""FedAvg-FT: after each round, the server trains the head on a small class-balanced data set (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FedAvgFT(Recipe, HeadTuning):
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg; if a client trained, also train the head on the server."""
+        """Run a round of FedAvg. If a client trained, also train the head on the server."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

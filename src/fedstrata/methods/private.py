@@ -1,4 +1,4 @@
-"""A round in which the server clips the clients' updates and adds noise to their sum (``privacy.clients``)."""
+"""Run a round in which the server clips the clients' updates and adds noise to their sum (``privacy.clients``)."""
 
 from __future__ import annotations
 

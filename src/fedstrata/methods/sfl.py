@@ -1,4 +1,4 @@
-"""SFL, sequential federated learning (Li and Lyu 2023), the baseline in the paper on Stratify."""
+"""SFL, which is sequential federated learning (Li and Lyu 2023) and the baseline in the paper on Stratify."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Residual networks for small images, with BatchNorm or GroupNorm.
 
-These networks cannot be trained under ``torch.func.vmap``: BatchNorm changes its buffers in place, and GroupNorm of
-PyTorch 2.13 does not support images there. A GroupNorm written for ``vmap`` takes 40 % longer in a plain loop.
+These networks cannot be trained under ``torch.func.vmap``. BatchNorm changes its buffers in place, and GroupNorm of
+PyTorch 2.13 does not support images under ``vmap``. A GroupNorm that is written for ``vmap`` takes 40 % longer in a
+plain loop.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Residual(nn.Module):
     """A residual connection, ``x + branch(x)``.
 
     Args:
-        branch: A module whose output has the shape of its input.
+        branch: A module with outputs of the same shape as its inputs.
     """
 
     def __init__(self, branch: nn.Module) -> None:
@@ -101,7 +102,7 @@ class Residual(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut around them, then ReLU (He et al. 2016, figure 2).
+    """Two 3x3 convolutions with a shortcut around them, followed by ReLU (He et al. 2016, figure 2).
 
     Args:
         channels: The number of input channels.

@@ -188,7 +188,7 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Return how many samples each client loses if ``amount`` samples are taken, each from the client that is then largest.
+    """Return how many samples each client loses if ``amount`` samples are taken one by one from the largest client.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]

@@ -174,7 +174,7 @@ class Task(Setting):
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
-        """Return the shape that outputs must have if a model's outputs do not fit the targets; otherwise an empty string.
+        """Return the required shape if a model's outputs do not fit the targets; otherwise an empty string.
 
         Args:
             outputs: The outputs of the model.

@@ -8,7 +8,7 @@ from fedstrata.models.zoo import CNN
 
 
 class HalvedCNN(CNN):
-    """The network ``cnn`` on images whose 2x2 pixels are averaged, with approximately a quarter of the operations."""
+    """The network ``cnn`` on images with averaged 2x2 pixels, which needs approximately a quarter of the operations."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""
