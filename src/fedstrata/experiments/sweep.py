@@ -125,7 +125,7 @@ def sweep(
 
 
 def write(result: Sweep, out: Path) -> None:
-    """Write the files of a sweep: the table, the table's numbers as JSON, the best spec, and the comparison of methods."""
+    """Write the files of a sweep: the table (also as JSON), the best spec, and the comparison of methods."""
     write_json(out / FIGURES, figures(result))
     replace_file(out / TABLE, to_markdown(result).encode())
     specs = {

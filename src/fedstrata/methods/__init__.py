@@ -1,1 +1,1 @@
-"""Federated methods, one file each. Most methods are recipes: combinations of samplers, an objective and an aggregator."""
+"""Federated methods. Most methods are recipes, which are combinations of samplers, an objective and an aggregator."""

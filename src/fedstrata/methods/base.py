@@ -1,4 +1,4 @@
-"""Define the base classes of methods: ``Method`` and ``Recipe``. A recipe combines samplers, an objective and an aggregator."""
+"""Define the base classes of methods: ``Method``, and ``Recipe``, which combines samplers, an objective and an aggregator."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The samplers, objective and aggregator in which a recipe differs from FedAvg. Missing keys mean FedAvg's choices."""
+    """The choices in which a recipe differs from FedAvg: samplers, objective and aggregator."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -298,7 +298,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if a sampler does not declare its requests."""
+        """Return the samplers' requests and the request ``training``; None if a sampler declares no requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -308,7 +308,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps sizes private; otherwise empty."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -420,7 +420,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters have their old values, because weight decay has changed them."""
+        """Return a new model in which frozen parameters have their old values, which weight decay has changed."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -452,7 +452,7 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function of a client's number of samples, which computes the number of sample-gradients of its training.
+        """Return a function that computes a client's number of sample-gradients from its number of samples.
 
         Args:
             config: The settings that server and clients share.

@@ -25,7 +25,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group, which consists of the ``size`` clients that normalise a batch together.
+    """The connection of one client to its group, which are the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -52,7 +52,7 @@ class _FederatedBatchNorm(_BatchNorm):
     _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch. Inside ``federated``, normalise over all clients of the group. The shape stays the same."""
+        """Normalise a batch. Inside ``federated``, normalise over all clients of the group. Keep the shape."""
         group = self._group
         if group is None or not self.training:
             out: Tensor = super().forward(x)
@@ -309,7 +309,7 @@ class LocalGroup:
             return self._turn, tuple(sorted(self._parts))
 
     def add(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Add the tensors of some members, wait for the tensors of the other members, and return the sum of all tensors.
+        """Add the tensors of some members, wait for the other members' tensors, and return the sum of all tensors.
 
         Args:
             parts: A mapping from member to its tensor.

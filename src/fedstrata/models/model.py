@@ -111,7 +111,7 @@ class Model:
         return clones
 
     def buffers(self) -> Params:
-        """Return clones of the initial buffers that training changes, such as running statistics, in the module's order.
+        """Return clones of the initial buffers that training changes, such as running statistics, in their order.
 
         Constant buffers, and buffers that are not saved (``persistent=False``), are left out.
         """
@@ -326,7 +326,7 @@ class Model:
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:
-    """Return the logits that a module computes for a batch, which is a tensor or a mapping of the module's arguments."""
+    """Return the logits that a module computes for a batch, which is a tensor or a mapping of arguments."""
     return unwrapped(module(x) if isinstance(x, Tensor) else module(**x))
 
 

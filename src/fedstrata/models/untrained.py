@@ -1,4 +1,4 @@
-"""Watch the tensors of a module that are not trained: frozen parameters, and buffers, which training passes may change."""
+"""Watch the tensors of a module that are not trained: frozen parameters, and buffers, which training may change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Untrained:
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return a mapping from the name of each tensor to the number of its changes; -1 for a buffer that was replaced."""
+        """Return a mapping from the name of each tensor to its number of changes, or to -1 if a buffer was replaced."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places

@@ -212,7 +212,7 @@ class Objective(Setting):
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply that the server must sum for the objective, in addition to the aggregator's parts."""
+        """Return the parts of a reply that the server sums for the objective, in addition to the aggregator's parts."""
         return {}
 
     def server_update_sums(
@@ -275,7 +275,7 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ of a step; None for δ = 0. The step starts at w, but its gradient is computed at w + δ.
+        """Return the displacement δ of a step from w, whose gradient is computed at w + δ; None for δ = 0.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
         ``gradient`` must override ``gradients_per_step``.
@@ -297,7 +297,7 @@ class Objective(Setting):
         return True
 
     def stays(self, name: str, model: Model) -> bool:
-        """Return True if the parameter ``name`` is personal, so that the client keeps its trained value for the next round.
+        """Return True if the parameter ``name`` is personal: each client keeps its trained value for the next round.
 
         Of a personal parameter, the client returns the value that it received, and the server does not change this
         value.
@@ -316,7 +316,7 @@ class CrossEntropy(Objective):
 
 
 class PerSample(Objective):
-    """An objective with a loss that is a mean over samples. Subclasses define only the loss of each sample, ``losses``."""
+    """An objective with a loss that is a mean over samples. Subclasses define only the losses of the samples."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean of ``losses``."""

@@ -94,7 +94,7 @@ Missing = Literal["excluded", "one"]
 
 
 class Calibrated(PerSample):
-    """Cross-entropy on the logits scale · z + shift. Subclasses compute scale and shift from the client's class counts."""
+    """Cross-entropy on the logits scale · z + shift. Subclasses compute scale and shift from class counts."""
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:

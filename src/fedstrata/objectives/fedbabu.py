@@ -1,4 +1,4 @@
-"""Define FedBABU's local objectives (Oh, Kim and Yun 2022). One objective trains only the body, the other only the head."""
+"""Define FedBABU's local objectives (Oh, Kim and Yun 2022). One trains only the body, the other only the head."""
 
 from __future__ import annotations
 

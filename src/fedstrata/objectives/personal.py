@@ -68,7 +68,7 @@ class HeadThenBody(BodyOnly):
 
 
 class TowardsGlobal(Objective):
-    """The loss of a personal model v, which is F_k(v) + (λ/2) ‖v − w_t‖² with the task's loss F_k and the global model w_t.
+    """The loss of a personal model v: F_k(v) + (λ/2) ‖v − w_t‖², with the task's loss F_k and the global model w_t.
 
     Args:
         strength: Strength λ of the second term.

@@ -38,7 +38,7 @@ def feature_size(model: Model) -> int:
 
 
 def no_prototypes(classes: int, size: int) -> Table:
-    """Return a table of zeros, in which no class has a prototype. The argument ``size`` is the length d of a prototype."""
+    """Return a table of zeros, in which no class has a prototype. A prototype has the length ``size``."""
     return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
 
 

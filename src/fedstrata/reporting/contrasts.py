@@ -508,7 +508,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return the rows as ``tables.to_json`` does, with ``interval``, ``budget`` and ``difference`` of compared measures."""
+    """Return the rows as ``tables.to_json`` does, with ``interval``, ``budget`` and ``difference`` of measures."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

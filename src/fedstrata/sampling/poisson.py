@@ -1,4 +1,4 @@
-"""Poisson sampling: a random number of clients, each of which is drawn independently of the others."""
+"""Sample clients by Poisson sampling: each client is drawn independently of all other clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class Poisson(ClientSampler):
-    """Draws each client independently with probability ``training.clients_per_round`` / N, for N clients in total.
+    """A sampler that draws each of N clients independently with probability ``training.clients_per_round`` / N.
 
     The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, these draws lower ε.
     """
@@ -29,7 +29,7 @@ class Poisson(ClientSampler):
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw each client that may be invited, independently of which other clients may be invited."""
+        """Draw each client that may be invited, independently of the other clients."""
         config, candidates = federation.config, federation.candidates()
         drawn = federation.rng("client-sampling").random(config.clients) < self.cohort(config) / config.clients
         return Selection.plain(candidates[drawn[candidates]], len(candidates)), state

@@ -1,4 +1,4 @@
-"""Judge a column of the board: compute values, ranks and differences of all entries, and the best entry at equal cost."""
+"""Judge a column of the board: values, ranks and differences of all entries, and the best entry at equal cost."""
 
 from __future__ import annotations
 
