@@ -97,8 +97,7 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     """Return the last two checkpoints of a run, the earlier first. With only one checkpoint, the earlier is None.
 
     Raises:
-        CheckpointError: The run does not have a checkpoint, or its checkpoints do not contain the clients' states,
-        because real sites keep these states.
+        CheckpointError: The run does not have a checkpoint, or real sites keep the clients' states.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:

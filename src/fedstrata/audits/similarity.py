@@ -70,8 +70,8 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
     """Compare an image (C, H, W) with n other images (n, C, H, W).
 
     Returns:
-        Two results: the mean PSNR and SSIM over the other images, and the largest PSNR and SSIM. The largest PSNR and
-        the largest SSIM may belong to different images.
+        The mean PSNR and SSIM over the other images, and the largest PSNR and SSIM. The largest PSNR and the largest
+        SSIM may belong to different images.
     """
     ratios = [psnr(image, other) for other in others]
     similarities = [ssim(image, other) for other in others]

@@ -1,4 +1,4 @@
-"""Define the base classes of methods: ``Method``, and ``Recipe``, which combines samplers, an objective and an aggregator."""
+"""Define ``Method`` and ``Recipe``, which is a method that combines samplers, an objective and an aggregator."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A comparison of a claim's row (a method) with another row, or with the same row in a different column (a setting).
+    """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
 
     Args:
         column: The column.
@@ -209,7 +209,7 @@ class _Case:
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
-        """Return the pairs of places (row, column) that a claim compares: the claim's row and each other row, in each column.
+        """Return the pairs of places (row, column) that a claim compares: its row and each other row, in each column.
 
         Raises:
             SpecError: No column has both the row and one of the other rows.

@@ -291,7 +291,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """Return a Markdown table with the progress of each of the papers' tables, and the expected time for missing runs."""
+    """Return a Markdown table with the progress of each paper's tables, and the expected time for missing runs."""
     lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]
@@ -332,7 +332,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and the differences between our experiments and the paper's."""
+    """Return the page of a paper: its claims, its tables, and how our experiments differ from its experiments."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = f"{_counts(each.verdict for each in of_paper)} ([all claims, and how we judge claims]({CLAIMS}))."
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]

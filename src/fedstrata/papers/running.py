@@ -68,7 +68,7 @@ def keep(out: Path, table: Stored, results: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def known(out: Path) -> Results:
-    """Read the results of all tables as a mapping from ``Cell.hash``, because several tables may contain the same run."""
+    """Read the results of all tables as a mapping from ``Cell.hash``. Several tables may contain the same run."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 

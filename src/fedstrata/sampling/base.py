@@ -283,8 +283,8 @@ class DataSampler(Setting):
             clients: The participants.
 
         Returns:
-            Three values: the probability, the sampler's new state, and the sampler's metrics. The probability is the
-            same for all samples of all participants.
+            The probability, the sampler's new state, and the sampler's metrics. The probability is the same for all
+            samples of all participants.
         """
 
 

@@ -61,8 +61,8 @@ def ask_sizes(
         bound: The public bound M on a client's number of samples. It is used only with ``epsilon``.
 
     Returns:
-        Three values: a mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of
-        ``estimated_total``. Without ``epsilon``, these arguments are 0 and 1.
+        A mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of ``estimated_total``.
+        Without ``epsilon``, these arguments are 0 and 1.
     """
     request = size_report(federation, epsilon, bound)
     replies = federation.ask(clients, request)

@@ -92,5 +92,5 @@ class LabelCounts:
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration of the request that ``LabelCounts.ask`` sends. Real sites need it to accept the request."""
+    """Return the declaration of ``LabelCounts.ask``'s request. Real sites need it to accept the request."""
     return Allowed(LabelReport)

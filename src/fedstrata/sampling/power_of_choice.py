@@ -46,7 +46,7 @@ class PowerOfChoice(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return two requests: one for the clients' sizes (once per run), and one for the candidates' losses (every round)."""
+        """Return two requests: one for clients' sizes (once per run), and one for candidates' losses (every round)."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:

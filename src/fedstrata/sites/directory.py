@@ -134,8 +134,7 @@ class SiteDirectory:
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or so many sites refuse to answer
-            that waiting cannot help.
+            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or too many sites refuse to answer.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()

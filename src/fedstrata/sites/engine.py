@@ -151,8 +151,7 @@ class NVFlareEngine(Engine):
             A mapping from each site that can take part to its answer.
 
         Raises:
-            FedstrataError: No site can take part, or fewer sites than required can take part and ``fewer`` does not
-            allow this.
+            FedstrataError: No site can take part, or fewer sites than required can, and ``fewer`` does not allow this.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)

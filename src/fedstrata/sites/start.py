@@ -34,7 +34,7 @@ def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
         checked: Whether the folder has just been checked, so that the check is skipped.
 
     Returns:
-        The exit code: 0 if the server or site may start.
+        The exit code, which is 0 if the server or site may start.
     """
     if not checked and checked_kit(kit):
         return 1

@@ -90,7 +90,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
         SpecError: ``folder`` is not such a folder.
         DataError: A file of the run is damaged.
         FedstrataError: The server refuses the request, or cannot be reached. With ``watch``, an unreachable server is
-        asked again, and no error is raised.
+            asked again instead of raising an error.
     """
     from rich.console import Console
     from rich.live import Live

@@ -1,1 +1,1 @@
-"""The settings of a spec: experiments, callbacks and tracking, and the reference that is generated from the settings."""
+"""The settings of a spec: experiments, callbacks and tracking, and the generated reference of the settings."""

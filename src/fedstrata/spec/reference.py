@@ -103,7 +103,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the rows of the keys that all classes of a section share. For methods, these are the keys of ``Recipe``."""
+    """Return the rows of the keys that all classes of a section share. For methods, return the keys of ``Recipe``."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []

@@ -116,8 +116,7 @@ def opened(
         placeholders: The placeholders from which the request draws samples.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes. Many refills could fill the client's
-        memory.
+        FedstrataError: The request refills more pools than there are classes. Many refills could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
         raise FedstrataError("the request refills more pools than there are classes")

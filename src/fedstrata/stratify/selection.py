@@ -109,8 +109,8 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
         chunk_size: The number of positions in a chunk.
 
     Returns:
-        Two arrays of shape (T,) for T tasks: the first position of each task, and the position after its last position.
-        Positions without a client do not belong to a task.
+        The first position of each of T tasks, and the position after its last position, both of shape (T,). Positions
+        without a client do not belong to a task.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]

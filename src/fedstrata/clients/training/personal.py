@@ -74,8 +74,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        Two values: the model after the stage, in which only the parameters that the stage trains have changed; and the
-        total number of samples in the batches of all steps.
+        The model after the stage, and the total number of samples in the batches of all steps. In this model, only the
+        parameters that the stage trains have changed.
     """
     stage = client.context.objective.first_stage()
     if stage is None:

@@ -186,8 +186,8 @@ class Opener(Sealer):
             The integers, one per slot, with the dtype int64.
 
         Raises:
-            FedstrataError: A number is further away from an integer than ``tolerance``, so that rounding could give a
-            wrong result.
+            FedstrataError: A number differs from every integer by more than ``tolerance``, so that rounding could be
+                wrong.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)
