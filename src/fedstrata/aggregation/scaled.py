@@ -26,9 +26,9 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """Weights a_k = p_k (Σ_j p_j τ_j) / τ_k (FedNova): client k took τ_k steps and has the share p_k of the samples.
 
-    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by
-    the sum of the weights that the gradients of all steps have in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 −
-    ρ)) / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the
+    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, a sum replaces
+    τ_k: the sum of the weights that the gradients of all steps have in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) /
+    (1 − ρ)) / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the
     authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with
     p_k.
     """

@@ -136,7 +136,7 @@ def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
 
 
 def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: float, lr: float = 0.1) -> Tensor:
-    """Find images whose features are near the given features; see ``feature_matching``.
+    """Find images with features near the given features; see ``feature_matching``.
 
     Args:
         view: The attacker's knowledge.

@@ -7,8 +7,10 @@ server. The attacker knows this gradient, the number of samples in the part, and
 - **labels** are recovered from the gradient of the last layer's bias. This gradient is Σ (p − y), where p are predicted
   probabilities and y are one-hot labels. Each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for
   one sample).
+
 - **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
-  sample, the unit's row is a multiple of this sample, and the gradient of the unit's bias is the factor.
+  sample, the unit's row is a multiple of this sample. The factor is the gradient of the unit's bias.
+
 - **inversion** uses the recovered labels to find images with a gradient of the same direction as the part's gradient.
   Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
 
@@ -389,7 +391,7 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Layers:
-    """The names of the parameters of which the attacks read the gradients.
+    """The names of the parameters for the attacks, which read the gradients of these parameters.
 
     Args:
         bias: The name of the last layer's bias.
@@ -462,8 +464,8 @@ def invert(
 ) -> Tensor:
     """Find images (n, C, H, W) with a gradient in the direction of a given gradient (Geiping et al. 2020).
 
-    With Adam over the logits of the pixels, the attack minimises 1 − cos(∇L(x, y), g) + α TV(x), where TV is the total
-    variation and α is ``PRIOR``. The optimisation starts from grey images with some noise.
+    With Adam over the logits of the pixels, the attack minimises 1 − cos(∇L(x, y), g) + α TV(x). The function TV is the
+    total variation, and α is ``PRIOR``. The optimisation starts from grey images with some noise.
 
     Args:
         model: The model into which ``params`` are loaded.

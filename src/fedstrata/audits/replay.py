@@ -2,7 +2,7 @@
 
 A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models.
 However, a checkpoint contains only the last prototypes of each client, and not the client's model. The rounds between
-the last two checkpoints are therefore run again (a "replay"), and the new prototypes are compared with the prototypes
+the last two checkpoints are therefore run again (a "replay"). The new prototypes are then compared with the prototypes
 in the last checkpoint.
 """
 

@@ -1,9 +1,9 @@
 """Define classes of settings, which check their values, and registries, which find such classes by name.
 
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
-fields are the settings, and the methods define the behaviour. ``Registry`` converts ``{"name": "dirichlet", "alpha":
-0.1}`` to such a model, and imports the model's class only when it is needed. Users name their own classes by
-``"module:Class"``.
+fields are the settings, and the methods define the behaviour. For example, ``Registry`` converts ``{"name":
+"dirichlet", "alpha": 0.1}`` to such a model. It imports the model's class only when the class is needed. Users name
+their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class CheckpointError(FedstrataError):
 
 
 class ExtraMissingError(FedstrataError):
-    """A feature whose optional dependency is not installed."""
+    """A feature that needs an optional package which is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra

@@ -131,7 +131,7 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """A pool of workers, each of which does one task at a time. Use the pool in a ``with`` block.
+    """A pool of workers. Each worker does one task at a time. Use the pool in a ``with`` block.
 
     Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process, which
     does one task after another. With ``fork``, each task runs in its own fork of this process.

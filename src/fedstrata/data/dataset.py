@@ -38,9 +38,9 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored with the axes N, H, W and C, and tables with the axes N and F, in the type in which they are
-    given. For example, 8-bit images stay 8-bit. ``inputs`` converts a batch to float32 for the model. If a sample has
-    several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
+    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Both keep the type in which they
+    are given. For example, 8-bit images stay 8-bit. ``inputs`` converts a batch to float32 for the model. If a sample
+    has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
     build data sets.
 
     Args:
@@ -56,7 +56,7 @@ class Dataset:
         domain_names: The name of each domain.
         shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). For several
             inputs, a mapping from the name of each normalised input to its shift.
-        scale: The number by which each channel or feature is multiplied after ``shift`` is subtracted.
+        scale: The factor of each channel or feature. It is applied after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.

@@ -71,8 +71,8 @@ def from_dataframe(
             ``to_list`` of each column.
         label: The name of the label column.
         client: The name of the column with the client of each row.
-        test: The fraction of rows that become test samples, the name of a column that marks test rows, or a second data
-            frame with the test samples.
+        test: The fraction of rows that become test samples. Alternatively, the name of a column that marks test rows,
+            or a second data frame with the test samples.
         normalize: See ``from_arrays``.
         seed: The seed for drawing test samples, if ``test`` is a fraction.
         name: The name of the data set in reports.

@@ -288,7 +288,7 @@ class LocalRelaySession:
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """End the relay, and store the new states of the clients whose hops were all successful."""
+        """End the relay, and store the new states of the clients without failed hops."""
         weights, outcomes = self._handler.finish()
         failed = {
             client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)

@@ -297,15 +297,22 @@ class History(Sequence[Record]):
         Accuracies are fractions on the test set, and None if no round was evaluated. The keys are:
 
         - ``method``, ``seed`` and ``rounds`` are the method's name, the seed and the number of rounds.
+
         - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY`` are the primary metric's name,
           direction and values. These keys are missing if the primary metric is the accuracy.
+
         - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
+
         - ``best_round`` and ``best_accuracy`` describe the best round. ``best_on`` names the samples that determine the
           best round.
+
         - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
+
         - ``rounds_to_target`` maps each target, as text, to the first round that reached the target, or to None. For a
           task without accuracy, ``rounds_to_target`` contains only targets of other metrics.
+
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
+
         - ``stopped``, ``model_round``, ``warning`` and ``privacy`` are present if they are set, and ``model`` is the
           content of ``kept``.
         """

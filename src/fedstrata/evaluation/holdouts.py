@@ -158,8 +158,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    The result is None if the partition does not use the data set's clients, or if the data set does not name the client
-    of each test sample.
+    The result is None if the partition does not use the data set's clients. It is also None if the clients of test
+    samples are unknown.
     """
     if data.client_test is None or assignment.codes is None:
         return None

@@ -279,7 +279,7 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
     """Raise ``FedstrataError`` if the process of any run was killed.
 
     Args:
-        failures: A mapping from the folder of each run whose process was killed to the reason.
+        failures: A mapping from the folder of each killed run to the reason.
         runs: The number of all runs.
     """
     if failures:

@@ -69,7 +69,7 @@ class SampleLimit:
 
     Args:
         samples: The largest number of samples.
-        reason: The reason for the limit: a verb phrase whose subject is the reply.
+        reason: The reason for the limit, as a verb phrase that continues a sentence about the reply.
     """
 
     samples: int

@@ -209,7 +209,7 @@ class Grouped(Availability):
     groups: list[AvailabilityGroup] = Field(min_length=1)
 
     def check(self, population: Population) -> None:
-        """Refuse groups whose sizes do not add up to the number of clients."""
+        """Refuse groups if their sizes do not add up to the number of clients."""
         total = sum(group.clients for group in self.groups)
         if total != population.clients:
             raise SpecError(

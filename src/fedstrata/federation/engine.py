@@ -117,10 +117,14 @@ class Engine(ABC):
     - ``ask`` lets clients answer requests, each alone or all *together*. Together, clients can add up tensors with each
       other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute the sum in one
       pass.
+
     - ``relay`` sends a model from client to client.
+
     - ``commit`` makes the new states of clients permanent, after their answers were accepted.
+
     - ``save`` and ``restore`` are for clients that store their states themselves (``keeps_states``). ``save`` lets the
       clients write their states to disk. ``restore`` resets the clients to their states after a given round.
+
     - ``events`` returns events that do not belong to an answer, such as the loss of a site.
     """
 

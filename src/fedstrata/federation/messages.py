@@ -197,7 +197,7 @@ class Weights(Message):
     buffers: Params
 
     def require_like(self, like: Weights) -> None:
-        """Refuse tensors whose names, shapes or dtypes differ from the tensors in ``like``.
+        """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
         Raises:
             ReplyRefusedError: There is a difference; the message describes the first difference.
@@ -208,7 +208,7 @@ class Weights(Message):
 
 
 def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors whose names, shapes or dtypes differ from the tensors in ``like``.
+    """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
     Raises:
         ReplyRefusedError: There is a difference; the message describes the first difference.
@@ -302,7 +302,7 @@ class FitReply(Reply):
 
 @record("WeightedFitReply")
 class WeightedFitReply(FitReply):
-    """A locally trained model, for tasks whose samples have different weights.
+    """A locally trained model, for tasks in which samples have different weights.
 
     Args:
         weight: The sum of the weights of the used samples. The weight of a sample may be its number of tokens.
@@ -338,7 +338,7 @@ class TrainingRequest(ModelRequest):
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """Refuse negative counts, and a model whose names, shapes or dtypes differ from the model that was sent."""
+        """Refuse negative counts, and a model with other names, shapes or dtypes than the model that was sent."""
         reply.weights.require_like(self.weights)
         if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
@@ -368,7 +368,7 @@ class Fit(TrainingRequest):
 
 
 def check_message(reply: FitReply, expected: Extra) -> None:
-    """Refuse a reply whose message has other names, shapes or dtypes than ``expected``.
+    """Refuse a reply if its message has other names, shapes or dtypes than ``expected``.
 
     Raises:
         ReplyRefusedError: The message differs.

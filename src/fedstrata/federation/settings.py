@@ -47,10 +47,10 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability. The client scales down the gradient of
-    each sample whose gradient norm is above ``clip``, and adds Gaussian noise to the sum of the gradients. Two data
-    sets are neighbours if they differ by one additional sample. The noise of a simulation follows from the seed, so
-    only the noise of real sites protects data.
+    In each step, a client draws each of its samples with the same probability. The client scales down each sample's
+    gradient to the norm ``clip`` if the gradient is longer. It then adds Gaussian noise to the sum of the gradients.
+    Two data sets are neighbours if they differ by one additional sample. The noise of a simulation follows from the
+    seed, so only the noise of real sites protects data.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
@@ -70,10 +70,10 @@ class DPSGD(Setting):
 class ClientDP(Setting):
     """Differential privacy of whole clients, with noise that the server adds (McMahan et al. 2018).
 
-    The server scales down each update whose norm is above ``clip``. It adds Gaussian noise to the sum of the updates,
-    and divides the sum by the expected number of clients per round. Two runs are neighbours if one client never answers
-    in one of them. ε limits what others learn from the models about one client. ε does not apply to the server, which
-    sees each update.
+    The server scales down each update with a norm above ``clip``. It adds Gaussian noise to the sum of the updates, and
+    divides the sum by the expected number of clients per round. Two runs are neighbours if they differ only in one
+    client, which never answers in one of the runs. The value ε limits what others learn from the models about one
+    client. It does not apply to the server, which sees each update.
 
     Args:
         clip: Largest L2 norm C of a client's update, over all parameters that clients train.

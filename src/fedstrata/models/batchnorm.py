@@ -160,8 +160,8 @@ class SharedNorm(torch.autograd.Function):
         """Return the gradient ∂J/∂x of the loss J for the inputs x, by the formula of BatchNorm.
 
         ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). The gradient for the normalised inputs x̂ is g
-        = ∂J/∂x̂. The sum of g is A, and the sum of x̂ g is B, both over the m values of a channel at all clients of the
-        group. The docstring of the class describes ``centre``.
+        = ∂J/∂x̂. The sum of g is A, and the sum of x̂ g is B. Both sums are over the m values of a channel at all
+        clients of the group. The docstring of the class describes ``centre``.
         """
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)

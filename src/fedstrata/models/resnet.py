@@ -20,11 +20,11 @@ Norm = Literal["bn", "gn"]
 class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
 
-    The layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
-    channels; convolutions with 256 and 512 channels; a residual connection around two convolutions with 512 channels;
-    global max-pooling; and a linear layer. Max-pooling follows the three convolutions that double the number of
-    channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10 classes, the network has
-    6,573,130 parameters.
+    The first layers are convolutions with 64 and 128 channels, and a residual connection around two convolutions with
+    128 channels. Then follow convolutions with 256 and 512 channels, and a residual connection around two convolutions
+    with 512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the three
+    convolutions that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input
+    channels and 10 classes, the network has 6,573,130 parameters.
 
     Args:
         norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over

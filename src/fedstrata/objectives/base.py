@@ -275,7 +275,7 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ of a step from w, whose gradient is computed at w + δ; None for δ = 0.
+        """Return the displacement δ of a step from w. Its gradient is computed at w + δ. None stands for δ = 0.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
         ``gradient`` must override ``gradients_per_step``.

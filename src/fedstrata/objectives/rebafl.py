@@ -6,7 +6,9 @@ A prototype is the mean feature vector of a class. With augmentation (μ > 0), p
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
   is 0 for a class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round
   in which a client reported the class.
+
 - A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
+
 - With ``keep_prototypes``, a client's state under ``"objective"`` is the table that the client sent most recently.
   Training never uses this table, but the leakage audit reads the table from a checkpoint.
 

@@ -304,9 +304,9 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
     """Return the expected seconds per round on one core, for each row and column with a known duration.
 
-    The estimate comes from the first available source, in this order: finished runs of the row and column; finished
-    runs of the row; the estimate in the table's file; finished runs of other rows. Times from other columns are scaled
-    by the number of epochs times the number of clients.
+    The estimate comes from finished runs of the row and column. If there are none, it comes from finished runs of the
+    row, from the estimate in the table's file, or from finished runs of other rows, in this order. Times from other
+    columns are scaled by the number of epochs times the number of clients.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}

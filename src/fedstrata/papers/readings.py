@@ -38,7 +38,7 @@ class Reading:
     """A result that follows from a paper's formulas or algorithms, without training a model.
 
     Args:
-        name: The name of the reading, by which claims refer to it.
+        name: The name of the reading, which claims use to refer to it.
         description: The beginning of a sentence that says what is computed.
         figure: The result, as text that completes the sentence.
         values: A mapping from the name of each number in the result to the number.
@@ -64,9 +64,9 @@ def verdict(right: Sequence[bool]) -> Supported:
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, relative to the length of the mean update over all N clients.
 
-    We assume that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
-    and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight
-    in the mean is m_h / m, but should be N_h / N.
+    We assume that the clients of a cluster have equal updates, and that updates of different clusters are orthogonal.
+    All updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight in the
+    mean is m_h / m, but should be N_h / N.
 
     Args:
         sizes: The number N_h of clients in each of at most m clusters.

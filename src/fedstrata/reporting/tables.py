@@ -286,7 +286,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a list with a sentence about methods whose final values do not describe the model of the last round.
+    """Return a list with a sentence about methods with final values that do not describe the model of the last round.
 
     The list is empty if there is no such method.
 

@@ -225,10 +225,10 @@ class Predictor:
         """Return the most likely class of each sample; for other tasks, predicted numbers, labels or tokens.
 
         Args:
-            x: The samples before normalisation. A model of a table takes rows: a pandas or polars data frame, a mapping
-                from column names to lists, or the path of a CSV or Parquet file. Other columns, such as the label, are
-                ignored. A model of arrays takes an array of a shape that ``from_arrays`` accepts: (N, F), (N, H, W),
-                (N, H, W, C) or (N, C, H, W). A single sample has N = 1. A model of a table also takes an array (N, F)
+            x: The samples before normalisation. A model of a table takes rows. Rows are a pandas or polars data frame,
+                a mapping from column names to lists, or the path of a CSV or Parquet file. Other columns, such as the
+                label, are ignored. A model of arrays takes an array of shape (N, F), (N, H, W), (N, H, W, C) or (N, C,
+                H, W), as ``from_arrays`` does. A single sample has N = 1. A model of a table also takes an array (N, F)
                 of the features that ``schema.names()`` lists, with imputed values.
 
         Returns:

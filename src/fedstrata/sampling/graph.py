@@ -43,6 +43,7 @@ class Graph(ClientSampler):
     """Chooses m clients S with different labels and few earlier choices: S maximises α d(S) − Var(v + s).
 
     - The value d(S) is the mean distance between two clients of S, in the graph of ``distances``.
+
     - The number v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients. The
       variance Var(v + s) is over all N clients, with the divisor N − 1.
 

@@ -82,8 +82,8 @@ class SiteDirectory:
     def status(self, site: str) -> tuple[str, str]:
         """Return a site's state and the reason for it.
 
-        The states are ``in`` (the site takes part; the reason is empty), ``refused``, ``gone`` (the site cannot be
-        reached) and ``late`` (its last answer did not come in time).
+        The states are ``in`` (the site takes part), ``refused``, ``gone`` (the site cannot be reached) and ``late``
+        (the site's last answer did not come in time). For ``in``, the reason is empty.
         """
         if site in self.excluded:
             return "refused", self.excluded[site]

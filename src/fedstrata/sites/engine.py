@@ -54,7 +54,7 @@ class NVFlareEngine(Engine):
     Args:
         config: The settings that server and clients share.
         messenger: The messenger that sends messages to the sites.
-        sums: The server's adder of tensors from several sites, for methods whose clients add up tensors.
+        sums: The server's adder of tensors from several sites, for methods in which clients add up tensors.
         spec: The experiment as TOML.
         run: The name of the run. Sites store their clients' states under this name.
         direct: Whether the model of a relay goes from site to site. If not, the model returns to the server after each
@@ -114,7 +114,7 @@ class NVFlareEngine(Engine):
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
         """Ask all sites for the statistics of their training samples, and return the statistics over all sites.
 
-        A site whose data do not fit the spec takes no part, and an event gives the reason.
+        A site with data that do not fit the spec does not take part, and an event gives the reason.
 
         Args:
             unfitted: A data set without samples, which was made from the spec's description of the data.

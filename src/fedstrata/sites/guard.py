@@ -424,7 +424,7 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """Refuse further training in a relay whose model the server has fetched, if ``policy.relay`` is ``direct``.
+        """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
 
         In a relay, one model travels from client to client, and each client trains it.
         """

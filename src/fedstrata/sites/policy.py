@@ -63,12 +63,12 @@ class Policy(Setting):
     """The limits that a site sets on jobs.
 
     Args:
-        jobs: The jobs that may run. ``approved``: only jobs whose hash is in the key ``approved``. ``within-policy``:
+        jobs: The jobs that may run. ``approved``: only jobs with a hash in the key ``approved``. ``within-policy``:
             every job that the other limits allow.
         approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their requests.
-        min_samples: The smallest number of samples from which a value that leaves the site is computed, such as an
-            update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
+        min_samples: The smallest number of samples from which the site computes a value that it sends. Such a value is
+            an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
             ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer. The
             client never answers other requests about fewer samples.

@@ -45,7 +45,7 @@ class Credentials:
 
     Args:
         identity: The site's certificate.
-        trust: The rules by which the site accepts the certificates of other sites.
+        trust: The site's rules for accepting the certificates of other sites.
     """
 
     identity: Identity

@@ -112,8 +112,8 @@ class SiteSettings(Setting):
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
         tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). It always
             sees sums over samples.
-        simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
-            are created, specs may name any code, and the server sees the full text of errors.
+        simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, and specs may
+            name any code. Missing keys are created, and the server sees the full text of errors.
     """
 
     data: Path | None = None

@@ -424,7 +424,7 @@ class SiteRun:
         """Begin a run with the clients' states after round ``begin.round``, or after the last stored round before it.
 
         Returns:
-            The run, the round of the states, and the clients whose states are missing because they were at other sites.
+            The run, the round of the states, and the clients without states, because they were at other sites.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -746,7 +746,7 @@ class RelayLeg:
             self._kept, self._new = new, None
 
     def end(self, ack: wire.RelayEnd) -> None:
-        """Store the new states of the clients whose results count, and delete the travelling model."""
+        """Store the new states of the clients with accepted results, and delete the travelling model."""
         if ack.relay_id != self.number:
             return
         for client, state in self._states.items():

@@ -49,7 +49,7 @@ class Survey(Message):
 
 @record("Surveyed")
 class Surveyed(Message):
-    """The statistics of a site whose data fit the spec.
+    """The statistics of a site with data that fit the spec.
 
     Args:
         statistics: The statistics of the site's training samples.
@@ -84,7 +84,7 @@ class Begin(Message):
 
 @record("BeginOnBase")
 class BeginOnBase(Begin):
-    """The first message of a run whose model has frozen tensors, which are not sent because each site has them.
+    """The first message of a run with frozen tensors in the model. They are not sent, because each site has them.
 
     Args:
         frozen: A mapping from the name of each frozen tensor to its fingerprint.
@@ -126,7 +126,7 @@ class Commit(Message):
 
     Args:
         exchange: The sequence number of the exchange.
-        clients: The ids of the clients whose answers were accepted.
+        clients: The ids of the clients with accepted answers.
     """
 
     exchange: int
@@ -154,7 +154,7 @@ class RelayEnd(Message):
 
     Args:
         relay_id: The id of the relay.
-        void: The ids of the clients whose training of the model does not count.
+        void: The ids of the clients with training steps that do not count.
     """
 
     relay_id: int

@@ -199,7 +199,7 @@ class GradientReply(Reply):
 
 @record("WeightedGradientReply")
 class WeightedGradientReply(GradientReply):
-    """Sums over the samples of a batch, for tasks whose samples have different weights.
+    """Sums over the samples of a batch, for tasks in which samples have different weights.
 
     Args:
         weight: The sum of the weights of the samples, such as their number of tokens.

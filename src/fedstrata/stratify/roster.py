@@ -20,8 +20,11 @@ class Roster:
 
     - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients with samples
       of this label.
+
     - A placeholder's *place* is its index in ``holders.placeholders``.
+
     - A *row* is the index of a pair (placeholder, holder). There are R pairs, in the order of ``holders.clients``.
+
     - A client's *pool* of a placeholder contains the client's samples of this label that are not used yet in the epoch.
       A *refill* makes all samples of the label usable again.
 

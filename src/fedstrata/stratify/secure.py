@@ -32,8 +32,7 @@ class GradientForm(ModelForm):
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of steps of which the gradients are added up. The range of a gradient is ``privacy.range`` per
-            step.
+        steps: Number of steps with gradients that are added up. The range of a gradient is ``privacy.range`` per step.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:

@@ -241,8 +241,8 @@ def train(
         data: The samples to train on.
         round: The round, counted from 1.
         message: The message that the server sends for the objective.
-        objective: An objective without a state. Default: the objective of the context, whose state is read from the
-            client's state.
+        objective: An objective without a state. Default: the objective of the context, with the state that the client
+            stores for it.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training

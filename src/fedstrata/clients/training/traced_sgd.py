@@ -6,9 +6,9 @@ operations of one step (forward, backward, update) in a graph, simplifies the gr
 of parameters are created only once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds to the weight
 without storing the product. Tracing takes a tenth of a second and needs no compiler.
 
-A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
-other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and autograd give the
-same results, except that sums may be added in another order.
+A model cannot be traced if the operations of its forward pass depend on values of tensors. It also cannot be traced if
+it uses tensors other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and
+autograd give the same results, except that sums may be added in another order.
 
 Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
 network (``benchmarks/fast_paths.py``).

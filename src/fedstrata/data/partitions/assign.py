@@ -18,8 +18,9 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
     """Draw the logarithms of Dirichlet shares along the last axis. The logarithms are finite even for very small α.
 
     Dirichlet shares are gamma variates divided by their sum. With α = 0.001, nearly all gamma variates underflow to 0,
-    and 0/0 is NaN. The function therefore draws the logarithm of a Gamma(α) variate as the logarithm of a Gamma(α + 1)
-    variate plus log(U)/α, for a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in logarithms.
+    and 0/0 is NaN. The function therefore draws the logarithm of each gamma variate. It draws log(Gamma(α)) as
+    log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in
+    logarithms.
 
     Args:
         alpha: The concentrations α, all positive, shape (…, C).
@@ -37,7 +38,7 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    The same random number in [0, 1) is added to all boundaries between clients in a class, and the boundaries are then
+    In each class, the same random number in [0, 1) is added to all boundaries between clients. The boundaries are then
     rounded down to whole samples. The expected number of samples of a client is therefore exactly proportional to its
     draw. Without the random number, the last client would get half a sample per class too many on average.
 

@@ -32,9 +32,9 @@ SHADE = style.SCALE.light
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
     """Write a picture of the number of samples of each label at each client, and of each client's number of samples.
 
-    For up to 100 clients and 50 labels, the picture has a bubble per client and label, with an area proportional to the
-    number of samples. With more clients or labels, the picture is a heat map of at most 1,000 clients, sorted by their
-    most frequent label.
+    For up to 100 clients and 50 labels, the picture has a bubble per client and label. The bubble's area is
+    proportional to the number of samples. With more clients or labels, the picture is a heat map of at most 1,000
+    clients, sorted by their most frequent label.
 
     Args:
         assignment: The partition.

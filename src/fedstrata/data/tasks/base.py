@@ -160,7 +160,7 @@ class Task(Setting):
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values of which ``fitted`` needs the frequencies, shape (N,); None if it needs no frequencies."""
+        """Return the values that ``fitted`` needs to count, shape (N,); None if it does not need to count values."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:

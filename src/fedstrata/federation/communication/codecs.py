@@ -265,9 +265,9 @@ class QSGD(Codec):
 class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
-    At any time, the changes decoded so far and the remaining error add up to the sum of all changes (Seide et al. 2014;
-    Karimireddy et al. 2019). If a client takes part rarely, its error is from an old model, and pulls the new model
-    towards the old model. The settings ``damping`` and ``forget_after`` limit this effect.
+    The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
+    et al. 2019). If a client takes part rarely, its error is from an old model, and pulls the new model towards the old
+    model. The settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -282,7 +282,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor by which an error that is ``age`` rounds old is multiplied."""
+        """Return the factor that is applied to an error after ``age`` rounds."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)

@@ -24,7 +24,7 @@ LOSS_RANGE = 64.0
 
 @dataclass(frozen=True)
 class Weight:
-    """The factor by which a client's numbers are multiplied in a sum.
+    """The factor of a client's numbers in a sum.
 
     Args:
         name: The name of the sum of all factors. The name is ``"clients"`` for equal weights; otherwise it is a key of

@@ -26,23 +26,27 @@ message to a site     reply                                       checks of the 
 
 Security
 --------
+
 Let m sites collude with an active server, and let 2t > n + m and m ≤ t − 2. Then, per exchange, **the secrets of at
 most one set are opened, the two seeds of an honest site are never both opened, and each opened sum contains at least
 t − m honest inputs.** The proof needs three checks of honest sites:
 
 1. A site votes once per exchange: it answers ``RevealAll``, or it signs one set U.
+
 2. A site reveals shares for U only after t different members of R' have signed U.
+
 3. All signatures are about one *context*: the job, the roster, R', the exchange and the question.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
 This is more than the number of honest sites, n − m.
 
 *Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites voted otherwise. Honest sites
-that answered ``RevealAll`` revealed shares of self seeds. Together with the colluders' shares, the server has at most n
-− t + m < t shares of the self seed of an honest site outside U, so this seed stays secret. Nobody reveals shares of
-pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence the server never
-learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest
-sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
+that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
+shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Nobody reveals
+shares of pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence the server
+never learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all
+honest sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest
+sites.
 
 *Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
 only in the sum over all honest sites of R'. At least t − m of the t or more members of R' are honest.
@@ -53,7 +57,7 @@ different sites. Honest sites of different contexts do not accept each other's s
 that is revealed therefore takes t − m honest votes of its own context, and the same proof holds.
 
 The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
-colluder. Sites therefore refuse a roster whose threshold is below ``default_threshold``.
+colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
 The protocol has limits. In exchanges with different questions, the server may open sums over sets that differ by one
 site. A site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
@@ -177,7 +181,7 @@ class Package(Message):
 
 @record("secure/Roster")
 class Roster(Message):
-    """The sites whose vectors are summed in several exchanges.
+    """The sites that take part in the sums of several exchanges.
 
     Args:
         packages: The package of each site, sorted by the sites' names.

@@ -110,7 +110,7 @@ class SecureSum:
 
     Args:
         total: The sum.
-        clients: The clients whose replies are in the sum.
+        clients: The clients with replies in the sum.
     """
 
     total: Total

@@ -49,8 +49,8 @@ class Event:
 
     Args:
         kind: The kind of the problem. ``refused``: the server does not use a site's message. ``wrong share``: shares of
-            a seed contradict each other, so a site is faulty: the seed's owner, or a site that sent a share.
-            ``failed``: the sum or the roster has failed.
+            a seed contradict each other, because the seed's owner or a site that sent a share is faulty. ``failed``:
+            the sum or the roster has failed.
         sites: The names of the sites.
         reason: The reason as a sentence.
     """

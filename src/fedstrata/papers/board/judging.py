@@ -141,7 +141,7 @@ class Verdicts:
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the entry whose chosen trial has the best validation accuracy at the cost of the baseline's trial.
+        """Return the entry with the best validation accuracy of its chosen trial at the cost of the baseline's trial.
 
         Entries with personal models are left out, because their trials are measured on other samples.
         """

@@ -34,9 +34,9 @@ class Properties:
         online: Share of the clients that are online in a round.
         offline_rounds: Mean number of successive rounds in which a client is offline, or 0 if all clients are always
             online. Absences are cut at the first and last round.
-        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online, or
-            0 if one of these numbers is the same for all clients.
-        classes: Number C of classes of which clients have samples.
+        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
+            value is 0 if one of these numbers is the same for all clients.
+        classes: Number C of classes with samples at clients.
         classes_per_client: Mean number of classes of a client, divided by C.
         label_skew: Mean over clients of the total variation distance between the client's class shares and the class
             shares of all samples.
@@ -49,8 +49,8 @@ class Properties:
             invited, averaged over classes.
         absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
             averaged over classes.
-        longest_absence: Largest number of successive rounds in which none of the clients with samples of a class is
-            both invited and online, for the class that is absent longest.
+        longest_absence: Largest number of successive rounds, over all classes, in which none of the clients with
+            samples of the class is both invited and online.
     """
 
     clients: float

@@ -58,7 +58,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     Args:
         federation: The federation, through which the server asks clients.
         pages: The ciphertexts of the totals, which are sorted by name.
-        held: A mapping from each client whose samples were counted to its placeholders (numbers that stand for labels).
+        held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
         names: The random number that each placeholder has for clients, shape (P,).
 
     Returns:

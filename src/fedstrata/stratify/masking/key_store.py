@@ -131,9 +131,12 @@ class KeyRing:
 
     - Without a folder, the keys are in memory, and the first client that is asked makes them. This case is for
       simulations in one process.
+
     - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
       several processes.
-    - With a folder and without ``create``, an operator has put the key file there. This case is for real sites.
+
+    - With a folder and without ``create``, an operator has put the key file into the folder. This case is for real
+      sites.
 
     Args:
         folder: The folder of the key file.
