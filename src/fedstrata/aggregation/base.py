@@ -75,7 +75,7 @@ class Aggregator(Setting):
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
         """Return the averaging weight a_k of each reply.
 
-        Subclasses override this method if their weights need more than sample counts.
+        Subclasses override this method if their weights depend on more than sample counts.
 
         Args:
             selection: The invited clients, and information about the draw.
@@ -149,7 +149,7 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients, and the round, which the optimiser's schedule needs.
+            selection: The invited clients, with the round, which the optimiser's schedule needs.
             answers: The replies.
             a: The weight of each reply in the mean of the buffers, shape (r,).
 
@@ -180,7 +180,7 @@ class Aggregator(Setting):
     def step_sums(
         self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
     ) -> tuple[Weights, Tree]:
-        """Return the same values as ``step``, with the mean of the buffers computed from sums.
+        """Return the same values as ``step``, but compute the mean of the buffers from sums.
 
         Integer buffers, such as counters, keep their values, because the largest value of all clients cannot be
         computed from a sum.
@@ -209,7 +209,7 @@ def squared_norm(tensors: Params) -> float:
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
-    """Average float buffers with the weights a_k / Σ a. For integer buffers (counters), take the largest value."""
+    """Average float buffers with the weights a_k / Σ_j a_j. For integer buffers (counters), take the largest value."""
     total = float(a.sum())
     if total == 0:
         return buffers
@@ -230,7 +230,7 @@ class MeanBySize(Aggregator):
     """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k uses in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead. Weights by size would then count each client's number of samples twice.
+    draw has the same weight instead. Weights in proportion to samples would then count each client's samples twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -299,7 +299,7 @@ class HorvitzThompson(Aggregator):
     N is the number of clients. Client k belongs to stratum h, and was drawn draws_k times. The number of draws from
     stratum h is m_h. The probability that one draw from the stratum picks client k is p_k. For draws without
     replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
-    1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
+    1952). The sum of the weights is one only on average, so they are applied to updates and not to whole models.
     """
 
     needs_replies = "weights each client by its chance of being drawn"

@@ -1,4 +1,4 @@
-"""Aggregate with stored values of each client, because some clients are often absent."""
+"""Aggregate with values that are stored for each client, because some clients are often absent."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ class Intervals(Remembering):
     """Weights a_k = ω_k / N, where ω_k is the mean number of rounds between two replies of client k (FedAU).
 
     The weight ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k
-    of client k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval ends when the
-    client replies, or when the interval has lasted ``cutoff`` rounds. The mean length of the intervals that ended
-    before the current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as
-    absent.
+    of client k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval between
+    replies ends when the client replies, or after ``cutoff`` rounds. The mean length of the intervals that ended before
+    the current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Longest interval between two replies of a client, in rounds (K). A smaller value reduces the weights of
@@ -178,9 +177,9 @@ class Echoes(Remembering):
     (``server``) applies the mean of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies
     of the round. The mean of the models x_k of all clients is evaluated and saved, as in the authors' program.
 
-    In the paper, a client stores x_k, which the client receives at the end of round τ_k. In this implementation, the
-    server stores these models and sends x_k at the beginning of round t. Clients then need no state, and each exchange
-    has the same size.
+    In the paper, the server sends x_k to the client at the end of round τ_k, and the client stores x_k. In this
+    implementation, the server stores these models and sends x_k at the beginning of round t. Clients then need no
+    state, and each exchange has the same size.
 
     Args:
         clip: Largest norm of the mean of the terms (t − τ_k) Δ_k. A larger mean is scaled down to this norm. The

@@ -21,7 +21,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
     update.
 
     Args:
-        before: The tensors that clients train, in the global model.
+        before: The tensors of the global model that clients train.
         models: The models of the clients, which may contain further tensors.
         clip: The largest L2 norm C of an update.
 
@@ -46,7 +46,7 @@ def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, co
 
     Args:
         total: The sum of the clipped updates, shape (d,).
-        before: The tensors that clients train, in the global model.
+        before: The tensors of the global model that clients train.
         deviation: The standard deviation of the noise.
         cohort: The expected number of clients per round.
         normal: Standard normal numbers, shape (d,).

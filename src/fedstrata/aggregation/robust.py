@@ -1,4 +1,4 @@
-"""Aggregate robustly, which limits the influence of false updates from a few clients on the global model.
+"""Aggregate robustly, to limit the influence that false updates from a few clients have on the global model.
 
 The result of a robust aggregator depends on the values of the updates w_k − w_t. It is not a mean with weights that are
 known beforehand. Each client that replied counts once, regardless of its reported number of samples and its number of
@@ -101,8 +101,8 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from fewer than half of the clients. If clients have different labels (label skew), the median ignores what only a
-    few clients have learnt. If no update is false, the median can therefore be less accurate than the mean.
+    from fewer than half of the clients. If clients have samples of different labels (label skew), the median ignores
+    what only a few clients have learnt. If no update is false, the median can therefore be less accurate than the mean.
     """
 
     def center(self, updates: Tensor) -> Tensor:

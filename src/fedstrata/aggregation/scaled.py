@@ -1,4 +1,4 @@
-"""Aggregate with a changed length of each client's update, or of the combined update."""
+"""Aggregate after changing the length of each client's update, or of the combined update."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """Weights a_k = p_k (Σ_j p_j τ_j) / τ_k (FedNova): client k took τ_k steps and has the share p_k of the samples.
 
-    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, a sum replaces
-    τ_k: the sum of the weights that the gradients of all steps have in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) /
-    (1 − ρ)) / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the
-    authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with
-    p_k.
+    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by
+    the sum of all gradients' weights in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ). Weight decay
+    and terms that an objective adds to the loss count as parts of the gradient. In the authors' program, FedProx's term
+    instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
     """
 
     needs_replies = ""
@@ -95,7 +94,7 @@ class Normalised(MeanBySize):
 
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
-    """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
+    """Return the sum of the weights of all steps' gradients in an update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
     step, with ρ times its weight in the previous step.
@@ -113,8 +112,8 @@ class Extrapolated(Mean):
     If the directions of the updates Δ_k differ more, their mean is shorter, and η is larger. For m orthogonal updates
     of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms include all parameters,
     but not BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors' program
-    multiplies ε by m and lets ε fall with the squared learning rate of the clients. The program also weights updates by
-    numbers of samples.
+    multiplies ε by m and by a factor that falls with the squared learning rate of the clients. The program also weights
+    updates by numbers of samples.
 
     Args:
         eps: Constant ε, which limits the factor η. The authors' program uses 0.001 or 0.1.

@@ -35,7 +35,7 @@ class View:
         model: The model with the client's parameters, in evaluation mode.
         params: The parameters, from ``Model.loaded``.
         pixels: The map from images to the model's inputs.
-        images: The attacker's n held-out images, with values in [0, 1], shape (n, C, H, W).
+        images: The attacker's n held-out images, with values in [0, 1] and shape (n, C, H, W).
         labels: The classes of the held-out images, shape (n,).
         features: The features that the client's model computes for the held-out images, shape (n, d).
         class_means: The mean of the held-out images of every class, shape (classes, C, H, W). For a class without
@@ -65,7 +65,7 @@ class View:
 
     @property
     def for_training(self) -> tuple[Tensor, Tensor]:
-        """The held-out features and images on which decoders are trained, which are all except the last ``TUNING``."""
+        """The held-out features and images for training decoders: all except the last ``TUNING``."""
         return self.features[:-TUNING], self.images[:-TUNING]
 
 
@@ -112,9 +112,9 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
     """Return a function that optimises an image x so that its feature f(x) is near a given feature h.
 
-    With Adam over the logits of the pixels, the function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total
-    variation (Mahendran & Vedaldi 2015). The optimisation starts from the mean held-out image of the class. The weight
-    α is the value in ``PRIORS`` that reconstructs the held-out images best.
+    The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015). It
+    uses Adam over the logits of the pixels. The optimisation starts from the mean held-out image of the class. The
+    weight α is the value in ``PRIORS`` that reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.
@@ -141,7 +141,7 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
     Args:
         view: The attacker's knowledge.
         features: The features h, shape (B, d).
-        start: The initial images, with values in [0, 1], shape (B, C, H, W).
+        start: The initial images, with values in [0, 1] and shape (B, C, H, W).
         steps: The number of steps of Adam.
         alpha: The weight α of the total variation.
         lr: Adam's learning rate.

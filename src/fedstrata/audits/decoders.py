@@ -60,8 +60,8 @@ class Variational(nn.Module):
         features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
-        deviation: The standard deviation of a pixel's value in [0, 1] for a given code. With a smaller deviation, the
-            error of the images has more weight in the loss than the divergence of codes from their prior.
+        deviation: The standard deviation of a pixel's value in [0, 1] for a given code. A smaller deviation increases
+            the weight of the images' error in the loss, compared with the divergence of codes from their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -71,7 +71,7 @@ class Variational(nn.Module):
         self.deviation = deviation
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the mean code of each of the features (B, d), and decode it to images (B, C, H, W) in [0, 1]."""
+        """Compute the mean codes of the features (B, d), and decode the codes to images (B, C, H, W) in [0, 1]."""
         drawn: Tensor = self.decoder(self.mean(features))
         return drawn
 

@@ -14,7 +14,7 @@ server. The attacker knows this gradient, the number of samples in the part, and
 - **inversion** uses the recovered labels to find images with a gradient of the same direction as the part's gradient.
   Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
 
-The results are grouped by the size of a part, which is its number of samples.
+The results are grouped by the sizes of parts (numbers of samples).
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ class Finding:
         labels: The fraction of labels that were recovered.
         labels_chance: The fraction of labels that would be right if they were drawn at random from all training
             samples.
-        rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if the first layer
-            is not linear.
+        rows: The fraction of samples that are revealed exactly by a row of the first layer's gradient; None if this
+            layer is not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
             is as small as possible.
         error_mean: The mean squared error of a reconstruction without the gradient, which is the mean test image of the
             sample's class.
-        recognised: The fraction of samples with a reconstruction that is nearer to the sample than to each of 99 test
-            images of the sample's class. With random reconstructions, this fraction is 0.01.
+        recognised: The fraction of recognised samples. The reconstruction of a recognised sample is nearer to the
+            sample than to each of 99 test images of its class. With random reconstructions, this fraction is 0.01.
     """
 
     size: int
@@ -182,7 +182,7 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: A mapping from each size of part (number of samples) to the number of gradients for parts of this size
+        counts: A mapping from each number of samples to the number of gradients that clients sent for so many samples
             in these rounds.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
@@ -391,7 +391,7 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Layers:
-    """The names of the parameters for the attacks, which read the gradients of these parameters.
+    """The names of the parameters whose gradients the attacks read.
 
     Args:
         bias: The name of the last layer's bias.
@@ -462,9 +462,9 @@ def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
 def invert(
     model: Model, params: Params, pixels: Pixels, gradient: Params, labels: Tensor, *, steps: int, lr: float = 0.1
 ) -> Tensor:
-    """Find images (n, C, H, W) with a gradient in the direction of a given gradient (Geiping et al. 2020).
+    """Find images (n, C, H, W) with a gradient that has the direction of a given gradient (Geiping et al. 2020).
 
-    With Adam over the logits of the pixels, the attack minimises 1 − cos(∇L(x, y), g) + α TV(x). The function TV is the
+    The attack minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels. The function TV is the
     total variation, and α is ``PRIOR``. The optimisation starts from grey images with some noise.
 
     Args:

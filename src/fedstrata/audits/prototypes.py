@@ -60,10 +60,10 @@ class Target:
     Args:
         client: The id of the client.
         label: The class of the images.
-        size: The number of images from which the mean feature was computed.
+        size: The number of images over which the feature is averaged.
         sent: Whether the feature is a prototype that the client sent. Otherwise, it is a control.
         feature: The feature h, shape (d,).
-        own: The images from which the feature was computed, with values in [0, 1], shape (n, C, H, W).
+        own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
         unseen: Up to n images of the same class that the client does not have ("strangers").
     """
 
@@ -83,7 +83,7 @@ class Finding:
     Args:
         attack: The name of the attack, or ``BASELINE``.
         target: The target.
-        image: The reconstruction, with values in [0, 1], shape (C, H, W).
+        image: The reconstruction, with values in [0, 1] and shape (C, H, W).
         mean: The mean similarity of the reconstruction to the images from which the feature was computed.
         nearest: The similarity of the reconstruction to the most similar of the images from which the feature was
             computed.

@@ -42,8 +42,8 @@ class Sent:
             audit's attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes ``means`` of all C classes, shape (C, d), and the number of ``samples`` of each class,
             shape (C,).
-        difference: The largest difference between these prototypes and the checkpoint's prototypes in any entry,
-            relative to the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
+        difference: The largest difference between an entry of these prototypes and the checkpoint's prototypes, divided
+            by the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
     """
 
     client: int

@@ -181,7 +181,7 @@ class Registry(Generic[T]):
         return iter(self._paths)
 
     def find(self, name: str) -> type[T]:
-        """Return the class for a name of this registry or for a path ``"module:Class"``.
+        """Return the class for a name in this registry or for a path ``"module:Class"``.
 
         Raises:
             SpecError: The class does not exist, or is not derived from the registry's base class.

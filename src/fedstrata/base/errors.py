@@ -20,7 +20,7 @@ class FedstrataError(Exception):
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the text for other parties, and return the error. The text must not disclose data, not even counts."""
+        """Set the text for other parties, which must not disclose data (not even counts), and return the error."""
         self.public = text
         return self
 
@@ -62,7 +62,7 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """An answer that a client withholds, because it concerns too few samples or the site does not allow it."""
+    """An answer that a client withholds, because the answer is about too few samples or because the site forbids it."""
 
 
 class QuorumError(FedstrataError):
@@ -78,7 +78,7 @@ class CheckpointError(FedstrataError):
 
 
 class ExtraMissingError(FedstrataError):
-    """A feature that needs an optional package which is not installed."""
+    """A feature that needs an optional package, although this package is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra

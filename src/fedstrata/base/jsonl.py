@@ -41,7 +41,7 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file still has the size ``size``: no other program has written to it, and no write failed."""
+        """Whether the file still has the size ``size``, so that no other program has changed it and no write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes. Because of the cache, this runs only once per process and folder."""
+    """Remove temporary files of killed processes. Because of the cache, this happens only once per process and folder."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -242,7 +242,7 @@ def _is_running(pid: int) -> bool:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value`` to types of JSON: arrays and tensors to lists, NaN and infinity to None, keys to text.
+    """Convert ``value`` to types of JSON. Arrays and tensors become lists, NaN and infinity become None, keys become text.
 
     Raises:
         TypeError: The value has an unsupported type.

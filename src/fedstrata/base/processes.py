@@ -153,7 +153,7 @@ class TaskPool(Generic[K]):
         self._busy: dict[Connection, tuple[Worker, K]] = {}
 
     def run(self, tasks: Iterable[tuple[K, Task]], watch: Callable[[], None] = lambda: None) -> Iterator[tuple[K, str]]:
-        """Do tasks, and yield each task when it ends.
+        """Run tasks, and yield each task when it ends.
 
         Args:
             tasks: Pairs of a key and a task. The next pair is taken from the iterator when a worker is free.

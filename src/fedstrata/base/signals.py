@@ -104,8 +104,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     is also asked to send SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this
-            process, Linux is not asked to send SIGTERM, because it would do so when that thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If not, Linux is not asked to
+            send SIGTERM, because Linux would send it when the thread that started this process ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

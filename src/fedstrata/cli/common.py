@@ -1,4 +1,4 @@
-"""Share functions between commands: for specs and overrides, errors with line numbers, output and run folders."""
+"""Provide functions for several commands: for specs and overrides, errors with line numbers, output and run folders."""
 
 from __future__ import annotations
 
@@ -280,5 +280,5 @@ def show_run(history: History, as_json: bool = False) -> int:
 
 
 def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
-    """Return the exit code of a command after its runs have ended: ``BROKE_DOWN`` if any run broke down, otherwise 0."""
+    """Return the exit code of a command after its runs: ``BROKE_DOWN`` if any run broke down, otherwise 0."""
     return BROKE_DOWN if any(history.warning for members in runs.values() for history in members) else 0

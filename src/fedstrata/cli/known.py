@@ -1,8 +1,8 @@
 """Store a table of all methods and settings, so that commands about them need not import PyTorch.
 
 The table is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
-compares the file with the code. In a section such as ``partition``, a kind is one of the Python classes to choose from,
-such as ``dirichlet``. A section with only one class has one kind with an empty name.
+compares the file with the code. A section such as ``partition`` accepts several Python classes, such as ``dirichlet``,
+which are called its kinds. A section with only one class has one kind with an empty name.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
     An indented line without a second column is a command to copy, which stays whole. A text in a second column wraps
-    within this column or, if the column would be narrow, stands below the name.
+    within this column. If the column would be narrow, the text is placed below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)
     ['  fedstrata new spec', '      write a spec']

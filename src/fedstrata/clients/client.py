@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def no_forms(config: FederationConfig) -> Forms:
-    """Return an empty mapping, because no reply is summed."""
+    """Return an empty mapping, because replies are not added up."""
     return {}
 
 
@@ -55,8 +55,7 @@ class ClientContext:
         held: The samples that are not used for training, such as each client's own test samples.
         evaluation: The settings of evaluation, such as the metrics.
         communication: The codecs of models and updates.
-        personal: The objective with which a client fine-tunes its copy of the global model before the copy is
-            evaluated.
+        personal: The objective for fine-tuning a client's copy of the global model before the copy is evaluated.
         tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. In every
             case, the answer contains sums, from which the server computes the metrics over all clients.
         privacy: The privacy settings of the spec. The clients' site may require more samples for an answer than the
@@ -101,9 +100,9 @@ class Client:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
-            a value in place, so that the old state remains valid if the answer is refused.
-        group: The connection to clients that answer at the same time, with which the client adds up tensors
-            (``all_reduce_sum``); None if the client runs alone.
+            a value in place. The old state therefore remains valid if the answer is refused.
+        group: The connection to other clients that answer at the same time. Through it, clients add up tensors
+            (``all_reduce_sum``). The value is None if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 
@@ -131,7 +130,7 @@ class Client:
 
         Every handler calls this method before it reads the samples.
 
-        If ``privacy.min_samples`` is 1, an answer is allowed even without contributing samples.
+        If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to the answer.
 
         Args:
             samples: Number of samples that contribute to the answer.
@@ -148,7 +147,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, only as many samples count as the batches of these steps contain.
+        With ``training.local_steps``, the number of samples in the batches of these steps is the largest number that
+        counts.
 
         Args:
             samples: Number of samples that are available for training.

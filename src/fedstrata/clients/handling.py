@@ -1,8 +1,8 @@
 """Mark and find handlers, which are the functions with which clients answer requests.
 
 A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` is a table of
-marked functions. ``fedstrata.runs.simulation.HANDLERS`` lists the handlers of fedstrata, and ``Method.handlers`` lists
-the handlers of a user's method.
+marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
+contains the handlers of a user's method.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def handles(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[
 
 
 def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
-    """Mark a function that computes the sum of several clients' answers to requests of the Python class ``kind``."""
+    """Mark a function that computes the sum of several clients' answers to requests of the class ``kind``."""
     return _marking(kind, "sum")
 
 

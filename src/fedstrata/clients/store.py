@@ -37,7 +37,7 @@ class StateStore:
         """Clients whose state changed since this set was last cleared."""
 
     def get(self, client: ClientId) -> Mapping[str, Tree]:
-        """Return a client's state, or an empty state if none is stored."""
+        """Return a client's state, or an empty state if no state is stored."""
         if client not in self.clients:
             return {}
         if client not in self._held:

@@ -67,8 +67,8 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         key: The name of the inputs in error messages.
 
     Raises:
-        DataError: A name is not a valid name of a Python argument, an input is not numeric, a value is not finite, or
-            lengths differ.
+        DataError: The name of an input is not valid for a Python argument, an input is not numeric, a value is not
+            finite, or lengths differ.
     """
     tensors = {}
     for name, value in values.items():
@@ -170,7 +170,7 @@ SPLITS = ("train", "test")
 
 
 def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: str) -> Pair:
-    """Return the labels (or domains, or clients) of both splits as one whole number or string per sample.
+    """Return the labels (or domains, or clients) of both splits, with one whole number or string per sample.
 
     Args:
         first: The labels of the training samples.

@@ -1,7 +1,7 @@
-"""Change the inputs on which clients train at random (augmentation), as ``data.augment`` sets.
+"""Augment the inputs on which clients train with random changes, which ``data.augment`` chooses.
 
-Only the batches of local training are augmented. All other computations use the original samples: evaluations,
-predictions, gradients and losses for samplers, and an objective's computations over all samples.
+Only the batches of local training are augmented. All other computations use the original samples. Such computations are
+evaluations, predictions, gradients and losses for samplers, and an objective's computations over all samples.
 """
 
 from __future__ import annotations

@@ -38,15 +38,15 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Both keep the type in which they
-    are given. For example, 8-bit images stay 8-bit. ``inputs`` converts a batch to float32 for the model. If a sample
-    has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
-    build data sets.
+    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep the type in
+    which they are given. For example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for
+    the model. If a sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays``
+    and ``Data(…).load()`` build data sets.
 
     Args:
         name: The name of the data set in reports.
-        x_train: Training inputs, as a contiguous tensor of shape (N, H, W, C) or (N, F). If samples have several
-            inputs, a mapping from the name of each input to a tensor (N, …).
+        x_train: Training inputs, as a contiguous tensor of shape (N, H, W, C) or (N, F). With several inputs per
+            sample, this is a mapping from the name of each input to a tensor (N, …).
         y_train: Training targets. For classification, the targets are labels in 0…C−1, int64, shape (N,).
         x_test: Test inputs, in the form of ``x_train``.
         y_test: Test targets, in the form of ``y_train``.
@@ -54,8 +54,8 @@ class Dataset:
         domain_train: The domain of each training sample, shape (N,), int64; None if there are no domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). For several
-            inputs, a mapping from the name of each normalised input to its shift.
+        shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
+            inputs, this is a mapping from the name of each normalised input to its shift.
         scale: The factor of each channel or feature. It is applied after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
@@ -139,7 +139,7 @@ class Dataset:
 
     @property
     def shape(self) -> Shape:
-        """The shape of one sample in the form that a model gets: (C, H, W) or (F,), or one shape per input."""
+        """The shape of one sample as the model's input: (C, H, W) or (F,), or a mapping with one shape per input."""
         if isinstance(self.x_train, Mapping):
             return {name: tuple(tensor.shape[1:]) for name, tensor in self.x_train.items()}
         size = tuple(self.x_train.shape[1:])
@@ -149,7 +149,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size in bytes of one sample in the form that a model gets."""
+        """The size in bytes of one sample as the model's input."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()
@@ -255,10 +255,10 @@ def from_arrays(
             model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
             Whole numbers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
             last axis.
-        y_train: Training targets. For classification, one label per sample: any whole numbers or strings. For
-            regression, one or several numbers per sample, shape (N,) or (N, K). For several labels per sample, 0 or 1
-            for each label, shape (N, K). For next-token prediction, token ids, shape (N, T). For segmentation, classes,
-            shape (N, H, W).
+        y_train: Training targets. For classification, give one label per sample, as a whole number or a string. For
+            regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
+            give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
+            segmentation, give classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.
         name: The name of the data set in reports.

@@ -202,7 +202,7 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the number of times that each target value occurs, under the key ``name``, if the task needs it.
+        """Return a mapping from ``name`` to the number of times that each target value occurs, if the task needs it.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -217,8 +217,8 @@ class Unfitted:
 
     Args:
         normalize: See ``from_arrays``.
-        train: Training samples. For a table, the cells as numbers, shape (N, K), float64, with NaN for missing values.
-            For arrays, the form in which a ``Dataset`` stores them.
+        train: Training samples. For a table, these are the cells as numbers, shape (N, K), float64, with NaN for
+            missing values. Arrays have the form in which a ``Dataset`` stores them.
         test: Test samples, in the form of ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
@@ -244,7 +244,7 @@ class Unfitted:
         return normalised or any(column.learnt for _, column in self._columns())
 
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
-        """Compute the statistics of each client's training samples, and add them up client by client.
+        """Compute the statistics of each client's training samples, and add up the statistics client by client.
 
         A server adds up the sites' statistics in the same order. The result is therefore the same to the last bit.
 
@@ -295,7 +295,7 @@ class Unfitted:
         """Check the form and plausibility of statistics that another party computed from its own data.
 
         Raises:
-            DataError: The statistics describe other columns, are impossible, or lack required values.
+            DataError: The statistics are about other columns, are impossible, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)

@@ -101,7 +101,8 @@ def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
     If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
-    or a single column of lists. If no single column can be the input, the inputs are a table of all columns of numbers.
+    or a single column of lists. If no single column can be the input, all columns of numbers form the inputs, as a
+    table.
 
     Args:
         features: The ``datasets.Features`` of a split.
@@ -128,7 +129,7 @@ def input_columns(features: Any) -> list[str]:
 
 
 def label_column(features: Any) -> str:
-    """Return the name of the label column, which is the column of type ``ClassLabel`` or a column with a usual name.
+    """Return the name of the label column: the column of type ``ClassLabel``, or a column with a usual name for labels.
 
     Args:
         features: The ``datasets.Features`` of a split.

@@ -322,7 +322,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for real sites, where only columns in the spec are read, and no type is guessed.
+        """Return the schema for real sites. Real sites read only columns that the spec names, and do not guess types.
 
         Args:
             classes: Whether labels are classes. If not, labels are numbers.
@@ -588,7 +588,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
-    """Return a hint if a number is out of range, but 1,000 times or 1/1,000 of this number would be in range."""
+    """Return a hint if a number is out of range, but would be in range after multiplication or division by 1,000."""
     for factor, what in ((1e-3, "a thousandth of the number"), (1e3, "a thousand times the number")):
         if number and span[0] <= number * factor <= span[1]:
             return f" Check the unit, because {what} is in range."

@@ -305,10 +305,10 @@ def read_npz(path: Path) -> Arrays:
 
     Args:
         path: The file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has
-            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain
-            ``domain_train`` and ``domain_test``, ``classes`` (the name of each label 0…C−1), ``domains``, and the
-            client of each sample in ``client_train`` and ``client_test``. Another name for ``client_train`` is
-            ``client``.
+            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may also
+            contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1). The
+            arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
+            ``client_train`` is ``client``.
 
     Raises:
         DataError: The file is missing or damaged, contains Python objects or lacks an array.
@@ -321,8 +321,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
 
     Args:
         path: The file.
-        needed: The names of arrays that the file must contain. Instead of ``x_train``, it may contain an array
-            ``x_train.NAME`` for each of several inputs, which are returned as a mapping.
+        needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
+            ``x_train.NAME`` for each of several inputs. Such inputs are returned as a mapping.
         optional: The names of arrays that the file may contain, which are also read.
 
     Raises:

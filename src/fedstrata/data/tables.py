@@ -1,6 +1,6 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-CSV files are read with Python's module ``csv``, which does not need an extra package, does not convert cells and knows
+CSV files are read with Python's module ``csv``. It does not need an extra package, does not convert cells, and provides
 line numbers. Parquet files are read with pyarrow.
 """
 
@@ -67,8 +67,7 @@ def from_dataframe(
     """Build a data set from a data frame of pandas or polars.
 
     Args:
-        frame: A mapping from column names to lists, or any object with an attribute ``columns`` and a method
-            ``to_list`` of each column.
+        frame: A mapping from column names to lists, or any object with columns that have a method ``to_list``.
         label: The name of the label column.
         client: The name of the column with the client of each row.
         test: The fraction of rows that become test samples. Alternatively, the name of a column that marks test rows,
@@ -230,8 +229,8 @@ def table_of(rows: Any, name: str) -> Table:
     """Return a data frame, or a mapping from column names to cells, as a ``Table``.
 
     Args:
-        rows: A mapping from column names to lists, arrays or tensors, or any object with an attribute ``columns`` and a
-            method ``to_list`` of each column.
+        rows: A mapping from column names to lists, arrays or tensors, or any object with columns that have a method
+            ``to_list``.
         name: The name of the table, for error messages.
 
     Raises:

@@ -120,7 +120,7 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        The number is known from the reply until ``commit``, if the handler called ``authorize_release`` in this
+        The number is known between the reply and ``commit``, if the handler called ``authorize_release`` in this
         process.
         """
         client = self._pending.get(number)
@@ -170,7 +170,7 @@ class LocalEngine(Engine):
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of the replies if a handler computes this sum for all clients at once; otherwise None."""
+        """Return the sum of the replies if a handler computes the sum for all clients at once; otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -300,7 +300,7 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers before clients run at the same time in threads.
+    """Refuse a model that draws random numbers, because clients are about to run in threads at the same time.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.

@@ -113,8 +113,8 @@ class RayEngine(Engine):
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Return the clients' replies. With ``together``, one worker runs all clients, each in its own thread.
 
-        For such clients, one worker is faster than several workers. Sending a sum of tensors between processes takes
-        longer than computing a client's part of a batch.
+        One worker is then faster than several workers. Sending a sum of tensors between processes takes longer than
+        computing a client's part of a batch.
         """
         self._states = {}
         self._exchange += 1

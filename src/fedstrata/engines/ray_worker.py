@@ -116,14 +116,14 @@ class Worker:
     """A Ray actor, which can answer for any client.
 
     Args:
-        paths: Folders to import modules from, such as the folder of a user's own method.
+        paths: Folders from which to import modules, such as the folder of a user's own method.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
 
     def enter(self, worker_payload: WorkerPayload) -> tuple[str, str]:
-        """Begin to work with a context; return the versions and the name of this process."""
+        """Begin to work with a context. Return the versions and the name of this process."""
         # PyTorch warns that arrays in the object store are read-only, but nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         context = worker_payload.unpack()

@@ -1,7 +1,7 @@
 """Exchange tensors in nested containers (trees) between a process and its own forks, through shared memory.
 
 Tensors and arrays are written to shared memory, and read there without a copy. All other values are pickled, as
-``multiprocessing`` does. Pickling is safe here, because both processes run the same program on the same machine.
+``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same machine.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SharedMemory:
 
         Args:
             data: The result of ``write``.
-            copy: Whether to copy the tensors. By default, the tensors lie in the shared memory.
+            copy: Whether to copy the tensors. By default, the tensors use the shared memory.
         """
         stream = io.BytesIO(data)
         offset, size = pickle.load(stream)

@@ -1,4 +1,4 @@
-"""List the requests that an evaluation may send, which ask clients to evaluate a model on their own samples."""
+"""List the requests of an evaluation, which ask clients to evaluate a model on their own samples."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Evaluator:
             weights: The global model.
             round: The round after which the model is evaluated.
             ask: The function that sends requests to clients.
-            unheard: Clients that sent no reply recently which the server used; see ``evaluation.unheard``.
+            unheard: Clients without a recent reply that the server used; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}

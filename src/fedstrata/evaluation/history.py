@@ -440,7 +440,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def column_of(metric: str) -> str:
-    """Return the column of a metric on the test set.
+    """Return the name of a metric's column for the test set.
 
     >>> column_of("accuracy"), column_of("auroc")
     ('accuracy', 'test.auroc')

@@ -46,7 +46,7 @@ class Evaluate(Request):
         round: The round after which the model is evaluated.
         weights: The global model.
         part: The samples for the evaluation, either ``"test"`` or ``"validation"``.
-        personal: Whether the client first personalises the model with its own BatchNorm statistics and by fine-tuning.
+        personal: Whether the client first personalises the model, with its own BatchNorm statistics and by fine-tuning.
         epochs: Number of epochs of fine-tuning on the client's training samples.
         score_bins: The number of bins of each class's histogram of scores; see ``EvaluationSums``.
         confidence_bins: The number of bins of the histogram of confidence.

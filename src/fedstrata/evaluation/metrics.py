@@ -323,7 +323,7 @@ class R2(_OfErrors):
 class AUROC(_ByClient):
     """Area under the ROC curve: with two classes, of the second class; with more classes, the mean over all classes.
 
-    The curve of a class separates samples of this class from all other samples. The mean leaves out classes that have
+    The curve of a class separates samples of this class from all other samples. The mean leaves out a class if it has
     no samples or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the
     record also contains an upper bound on its error.
 
@@ -431,7 +431,7 @@ class ECE(_ByClient):
 
     Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
     error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,
-    weighted by their numbers of samples.
+    weighted by the bins' numbers of samples.
 
     Args:
         bins: Number of bins of equal width.

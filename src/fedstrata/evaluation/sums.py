@@ -31,8 +31,9 @@ class EvaluationSums(Message):
         confusion: The numbers of samples, an int64 array of shape (C, C). Rows are true classes, and columns are
             predicted classes.
         scores: Two histograms for each of C classes, int64, shape (C, 2, B) for B bins. The first histogram of class c
-            counts the scores of samples of other classes, and the second the scores of samples of class c. A sample's
-            score for c is the log-odds of its predicted probability of c. B is 0 if no metric uses the scores.
+            counts the scores of samples of other classes. The second histogram counts the scores of samples of class c.
+            A sample's score for c is the log-odds of its predicted probability of c. B is 0 if no metric uses the
+            scores.
         calibration: The sum of the confidences and the number of correct predictions in each of E bins of confidence,
             float64, shape (E, 2). The confidence is the largest predicted probability of a sample.
 

@@ -214,7 +214,7 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
-    """Return the last value of a run's primary metric as text; the text is empty before the first evaluation.
+    """Return the last value of a run's primary metric as text. The text is empty before the first evaluation.
 
     Args:
         out: The folder of the comparison.

@@ -63,8 +63,8 @@ class Sweep:
     Args:
         cells: A mapping from each label to its cell, in the order of the grid or of the trials.
         histories: A mapping from each label to the histories of its runs, one per seed.
-        values: A mapping from each label to the mean and spread over the seeds of its primary metric on the validation
-            samples.
+        values: A mapping from each label to its primary metric on the validation samples, as mean and spread over the
+            seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
         notes: A mapping from the labels of cells that cannot be the best to the reason, such as pruning.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.

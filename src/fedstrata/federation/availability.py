@@ -89,11 +89,11 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether the settings need simulated time, because a deadline, different speeds or a network is set."""
+        """Whether the settings need simulated time, because they set a deadline, different speeds or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
-        """Return the simulated seconds that it takes to transfer a message.
+        """Return the simulated number of seconds for the transfer of a message.
 
         Args:
             size: Size of the message in bytes.
@@ -108,7 +108,7 @@ class Availability(Setting):
         """Raise ``SpecError`` if these settings do not fit the federation.
 
         This method is called once before the first round, on a copy of the settings that only this run uses. The method
-        may therefore store values that ``online`` needs later in a ``pydantic.PrivateAttr``.
+        may therefore store values for later calls of ``online`` in a ``pydantic.PrivateAttr``.
 
         Args:
             population: The clients.

@@ -100,7 +100,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return n^``exponent`` for each client with n samples, divided by the mean over clients, shape (N,)."""
+        """Return n to the power of ``exponent`` for each client with n samples, divided by the mean over clients."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which real sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

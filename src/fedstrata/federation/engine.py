@@ -66,7 +66,7 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a request that a client did not answer, or answered in a way that the server cannot use.
+    """The outcome of a request without a usable answer.
 
     Args:
         reason: The reason in words.

@@ -109,7 +109,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules of all exchanges in a run: which clients are reached, which replies are used, and what is logged.
+    """The rules for all exchanges in a run: which clients are reached, which replies are used, and what is logged.
 
     Args:
         config: The settings that server and clients share.
@@ -291,8 +291,8 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
 
     Args:
         weights: The model or gradient that is transferred. Its size in bytes is C.
-        transfers: Number of transfers in this round, over all clients. In one transfer, a client gets a model and
-            returns a gradient, or gets the travelling model and passes it on.
+        transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model and
+            returns a gradient, or receives the travelling model and passes it on.
         clients: Number of clients, N.
         round: Number of rounds so far, R.
 

@@ -91,9 +91,8 @@ class Federation:
         availability: The model that simulates which clients are online in a round, and how fast they are.
         method: The method's name, for error messages.
         listener: A function that is called after every ``ask`` with the round and the accepted replies.
-        legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. The
-            alternative is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and
-            updates.
+        legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. Use
+            ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
         attack: The attack that some clients make; None if all clients are honest.
     """
 
@@ -278,7 +277,7 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Send all clients a request that measures a model.
 
-        The request does not change any client's state, and the round's log does not count the request's bytes. All
+        The request does not change the states of clients, and the round's log does not count the request's bytes. All
         clients are reached, because availability and simulated time apply to training only.
 
         Args:
@@ -311,14 +310,14 @@ class Federation:
         on_reply: Callable[[int, Any], None] = lambda position, reply: None,
         work: Callable[[Any, int], float] = lambda task, samples: 0.0,
     ) -> Relayed:
-        """Send the model from client to client; each client works on it and passes it on.
+        """Send the model from client to client. Each client works on the model and passes it on.
 
         One client's work is a *hop*. A hop is skipped if it fails, or if its client is offline. The next client then
         gets the model of the last successful hop.
 
         Args:
             tasks: Pairs of a client and its task; all tasks have the same Python class. With a generator, earlier
-                replies can determine the next pair, because each pair is requested only after the previous hop.
+                replies can determine the next pair. Each pair is requested only after the previous hop.
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. If the engine computes the relay in one pass, the engine may

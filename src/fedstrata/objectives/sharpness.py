@@ -62,7 +62,7 @@ class GloballySharpnessAware(Objective):
     norm includes all parameters that the client trains.
 
     In the authors' program, the server instead sends the global model's last movement to all clients. The authors'
-    program also shifts all entries of a tensor by a single number of this movement. This implementation follows the
+    program also uses a single number of this movement for all entries of a tensor. This implementation follows the
     paper.
 
     Args:

@@ -254,7 +254,7 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
     Args:
         clients: The number N of clients.
-        places: The number m of clients that are drawn, which must divide N.
+        places: The number m of clients to draw. N must be a multiple of m.
         draws: The number of simulated draws for each way of drawing.
 
     Returns:

@@ -133,7 +133,7 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over the rounds, the primary metric first.
 
-    Other metrics come next. Columns with changing values that only some methods record come last.
+    Other metrics come next. Columns that only some methods record come last, if the values of these columns change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column that only some methods record to True if its values change in any run."""

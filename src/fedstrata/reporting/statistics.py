@@ -1,9 +1,9 @@
 """Compute statistics over a few seeds: means with intervals, and differences paired by seed, with tests.
 
-All intervals are Student's t intervals. We say that a method is above another method only with at least ``MIN_SEEDS``
-seeds, and if the interval of the difference excludes zero. If several differences are judged together, their intervals
-hold at the same time with 95 % confidence. Their p-values are corrected for the number of differences (Bonferroni). The
-t-test's corrected p-value is then below 0.05 if, and only if, the interval excludes zero.
+All intervals are Student's t intervals. A method counts as above another method only if there are at least
+``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
+intervals hold at the same time with 95 % confidence. Their p-values are corrected for the number of differences
+(Bonferroni). The t-test's corrected p-value is then below 0.05 if, and only if, the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """

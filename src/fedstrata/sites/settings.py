@@ -64,7 +64,8 @@ class JobSpec:
         folder: The path of the run folder in a simulation. In a deployment, the server computes the path with
             ``run_of``. A run that is already in the folder is resumed.
         clients: The number of clients.
-        sites: The name of each client's site in a deployment. If empty, clients are divided among the connected sites.
+        sites: The name of each client's site in a deployment. If ``sites`` is empty, clients are divided among the
+            connected sites.
         own_data: Whether sites have their own data. If not, the spec's partition divides the data set of the spec.
         patience: The number of seconds within which a site must answer.
         direct: Whether a model that clients train in turn goes from site to site instead of through the server.
@@ -110,8 +111,8 @@ class SiteSettings(Setting):
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
         allow: Top-level packages on this machine from which a spec may name code, as ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). It always
-            sees sums over samples.
+        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). In every
+            case, the server sees sums over samples.
         simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, and specs may
             name any code. Missing keys are created, and the server sees the full text of errors.
     """

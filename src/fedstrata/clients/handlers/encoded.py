@@ -1,7 +1,7 @@
 """Answer encoded requests, in which a codec compresses the model and the update.
 
 The client computes the new model from the latest model that it received, and from later changes. The client answers the
-inner request, encodes the change in its reply (such as the model update), and stores the encoding error.
+inner request, and encodes the change in its reply, such as the model update. It then stores the encoding error.
 """
 
 from __future__ import annotations

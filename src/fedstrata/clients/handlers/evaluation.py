@@ -74,7 +74,7 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the client's own model, which is the global model with the client's own parts, after fine-tuning.
+    """Return the client's own model. This is the global model with the client's own parts, after fine-tuning.
 
     BatchNorm statistics, layers, or a whole model may stay at a client. Fine-tuning takes ``request.epochs`` epochs on
     the client's training samples.

@@ -1,4 +1,4 @@
-"""Answer the requests of samplers for facts about clients, such as their sizes and losses."""
+"""Answer requests of samplers, which ask for facts about clients, such as their sizes and losses."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fedstrata.objectives.base import Batch
 def augmented(
     context: ClientContext, x: Any, *, client: ClientId, round: int, step: int, seed: int | None = None
 ) -> Any:
-    """Return the augmented inputs of a client's batch; the unchanged inputs if ``data.augment`` is not set.
+    """Return the augmented inputs of a client's batch, or the unchanged inputs if ``data.augment`` is not set.
 
     The random numbers depend only on the seed, the client, the round and the step.
 
@@ -41,8 +41,8 @@ def augmented(
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
     """Yield the augmented batches of a client's steps. Each step draws its own random numbers.
 
-    With ``training.accumulate``, the mini-batches of a step are augmented together, so that the number of mini-batches
-    does not change the result.
+    With ``training.accumulate``, the mini-batches of a step are augmented together. The number of mini-batches
+    therefore does not change the result.
 
     Args:
         client: The client.

@@ -1,4 +1,4 @@
-"""Compute gradients at another point than the point from which a step starts."""
+"""Compute gradients at a point that differs from the starting point of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train locally: the loop over mini-batches, for every objective and device."""
+"""Train locally, in a loop over mini-batches, for every objective and device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LocalData:
         return float(self._data.task.weights(self.y).sum())
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
-        """Return one batch with the samples at these positions of ``chosen``."""
+        """Return one batch with the samples at some positions of ``chosen``."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         if self._fits:
             return Batch(self._inputs(), self.y)[where]
@@ -174,14 +174,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The settings of local training that depend only on the model and the objective, not on the client.
+    """The parts of local training that depend only on the model and the objective, not on the client.
 
     Args:
         chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs at least two samples, for example because of BatchNorm.
         corrects: Whether the objective overrides ``correction``, which is added to each gradient.
-        displaces: Whether the objective overrides ``displacement``, which moves the point of each gradient.
+        displaces: Whether the objective overrides ``displacement``, which moves the point at which each gradient is
+            computed.
         finishes: Whether the objective overrides ``client_final``, which runs after the last step.
     """
 
@@ -221,11 +222,10 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The symbol w stands for the parameters,
-    v for the velocity, g for the gradient of the objective's loss, and r for the objective's correction. The learning
-    rate is η, the momentum is μ, and the weight decay is λ. Another optimiser (``training.optimizer``) takes its own
-    step with the gradient clip(g + r). With ``optimizer_state = "keep"``, the optimiser's state is stored in the
-    client's state.
+    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The parameters are w, the velocity is
+    v, the gradient of the objective's loss is g, and the objective's correction is r. The learning rate is η, the
+    momentum is μ, and the weight decay is λ. Another optimiser (``training.optimizer``) takes its own step with the
+    gradient clip(g + r). With ``optimizer_state = "keep"``, the optimiser's state is stored in the client's state.
 
     If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms are computed at w.
 
@@ -379,7 +379,7 @@ def accumulated(
         size: The largest number of samples in a mini-batch.
         pairs: Whether a mini-batch needs at least two samples. If necessary, mini-batches are then larger than
             ``size``.
-        task: The task, which gives the weights of the samples.
+        task: The task, which defines the weights of the samples.
     """
     n = batch.y.shape[0]
     parts = -(-n // size)

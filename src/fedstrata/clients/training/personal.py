@@ -22,7 +22,7 @@ PERSONAL = "personal"
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model with the layers that the client stores; the unchanged model if the client stores no layers."""
+    """Return the model with the layers that the client stores, or the unchanged model if the client stores none."""
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors, which affects rounding in convolutions.
     return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
@@ -38,8 +38,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of training with the run's objective. It counts the samples of all stages. For the layers that stay
-        at the client, it contains the values that the client received.
+        The outcome of training with the run's objective. It counts the samples of all stages. The values of layers that
+        stay at the client are the received values.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)

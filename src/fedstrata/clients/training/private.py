@@ -32,7 +32,7 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
 
     Args:
         client: The client, which draws its own random numbers. At real sites, the seed of these numbers is a secret.
-        training: The settings of local training, which give the probability of a sample and the number of steps.
+        training: The settings of local training, which determine the probability of a sample and the number of steps.
         round: The round, counted from 1.
         samples: The client's number of samples.
     """
@@ -88,7 +88,7 @@ class NoisyGradient:
 
     Args:
         model: The model into which the parameters ``params`` are loaded.
-        objective: The objective. Its loss of one sample must not depend on other samples.
+        objective: The objective. The loss of a sample must not depend on other samples.
         context: The further arguments of the objective's loss.
         dp: The settings C and z.
         expected: The expected number b of samples in a step.

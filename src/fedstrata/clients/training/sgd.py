@@ -78,7 +78,7 @@ def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None)
 
 
 def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
-    """Return a gradient, scaled down so that its norm over all tensors is at most ``limit``."""
+    """Return a gradient that is scaled down so that its norm over all tensors is at most ``limit``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
     shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
     return list(torch._foreach_mul(gradient, shrinkage))
@@ -89,7 +89,7 @@ class ManualSGD:
     """A chain of linear layers with ReLU between the layers, as a function of the parameters.
 
     Args:
-        names: The names of each layer's weight (out, in) and bias (out,); "" if a layer has no bias.
+        names: The names of each layer's weight and bias. The name of a missing bias is "".
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}

@@ -2,9 +2,9 @@
 
 With one sample per step, most of the time is spent on bookkeeping. Autograd records a graph and allocates gradients as
 large as the parameters, and an optimiser adds these gradients to the parameters. This module records the tensor
-operations of one step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample. Views
-of parameters are created only once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds to the weight
-without storing the product. Tracing takes a tenth of a second and needs no compiler.
+operations of one step (forward, backward, update) in a graph. It simplifies the graph, and runs the graph for each
+sample. Views of parameters are created only once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds
+to the weight without storing the product. Tracing takes a tenth of a second and needs no compiler.
 
 A model cannot be traced if the operations of its forward pass depend on values of tensors. It also cannot be traced if
 it uses tensors other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and

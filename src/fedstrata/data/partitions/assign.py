@@ -15,7 +15,7 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw the logarithms of Dirichlet shares along the last axis. The logarithms are finite even for very small α.
+    """Draw logarithms of Dirichlet shares along the last axis. These logarithms are finite even for very small α.
 
     Dirichlet shares are gamma variates divided by their sum. With α = 0.001, nearly all gamma variates underflow to 0,
     and 0/0 is NaN. The function therefore draws the logarithm of each gamma variate. It draws log(Gamma(α)) as
@@ -27,7 +27,7 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
         rng: The generator of the draws.
 
     Returns:
-        The logarithms, in the shape of ``alpha``; the shares add up to 1 along the last axis.
+        The logarithms, in the shape of ``alpha``. The shares themselves add up to 1 along the last axis.
     """
     draws: Floats = np.log(rng.standard_gamma(alpha + 1)) + np.log(1 - rng.random(alpha.shape)) / alpha
     draws -= draws.max(axis=-1, keepdims=True)
@@ -63,10 +63,9 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give each client a fixed number of samples. Their classes are drawn from the client's own class probabilities.
 
-    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, randomly chosen
-    draws get its samples. The other draws are repeated in another pass, with class probabilities that are normalised
-    over the classes with samples left. Every pass except the last uses up a class, so there are at most C passes for C
-    classes.
+    All clients draw their classes simultaneously. If the draws of a class outnumber its samples, randomly chosen draws
+    get the samples. The other draws are repeated in another pass, with class probabilities that are normalised over the
+    classes with samples left. Every pass except the last uses up a class, so there are at most C passes for C classes.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -103,7 +102,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose the classes of each client at random.
 
-    A client's classes are all different, and each class has equally many clients (±1). Dealing the classes to the
+    A client's classes are all different, and each class goes to equally many clients (±1). Dealing the classes to the
     clients in turn ensures both properties. After that, random pairs of clients swap random classes if both properties
     remain true. Therefore, any two classes can occur together at a client.
 
@@ -204,7 +203,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:
-    """Return the position of each entry of an ascending array among the entries that are equal to it.
+    """Return the index of each entry of an ascending array within its group of equal entries.
 
     >>> ranks(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""Partition data by the client ids in the data, or give them to a single client for comparison."""
+"""Partition data by the client ids in the data, or give all data to a single client for comparison."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Natural(Partition):
 class SingleClient(Partition):
     """One client that holds samples of another partition, as a baseline for federated training.
 
-    The client has the samples of all clients of another partition (centralised training), or of one of these clients
-    (local training).
+    In centralised training, the single client has the samples of all clients of another partition. In local training,
+    it has the samples of one of these clients.
 
     Args:
         clients: Number of clients, which is always 1.

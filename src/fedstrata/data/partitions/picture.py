@@ -30,7 +30,7 @@ SHADE = style.SCALE.light
 
 
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
-    """Write a picture of the number of samples of each label at each client, and of each client's number of samples.
+    """Write a picture that shows each client's number of samples, in total and for each label.
 
     For up to 100 clients and 50 labels, the picture has a bubble per client and label. The bubble's area is
     proportional to the number of samples. With more clients or labels, the picture is a heat map of at most 1,000

@@ -1,8 +1,9 @@
 """Define the base class of learning tasks, and the task names that a spec accepts.
 
 A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
-or pixel. A task defines how targets are checked and stored, how a loss is computed from them, and what an evaluation
-records for each sample. A task also divides samples into *strata*, such as classes or ranges of values.
+or pixel. A task defines how targets are checked and stored, and how a loss is computed from targets. It also defines
+what an evaluation records for each sample. A task also divides samples into *strata*, such as classes or ranges of
+values.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        The entries that ``tables`` lists are summed for metrics. The entries ``targets`` and ``predictions``, if
-        present, are the arguments of a user's own metric functions.
+        For metrics, the entries that ``tables`` lists are added up over samples. The entries ``targets`` and
+        ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
@@ -186,7 +187,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata if the task has no strata."""
+    """Return the error for a setting that needs strata, although the task has no strata."""
     problem = f"needs classes, and the task {task.name!r} has none. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, the errors of several rounds are added up. The objective's tensors that must not be added up,
-    such as prototypes, are therefore sent without encoding.
+    With error feedback, the encoding errors of several rounds are added up. The objective's tensors that must not be
+    added up, such as prototypes, are therefore sent without encoding.
 
     Args:
         change: The update in a client's reply, with the objective's tensors.

@@ -266,8 +266,8 @@ class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
-    et al. 2019). If a client takes part rarely, its error is from an old model, and pulls the new model towards the old
-    model. The settings ``damping`` and ``forget_after`` limit this effect.
+    et al. 2019). If a client takes part rarely, its error refers to an old model, and pulls the new model towards the
+    old model. The settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -282,7 +282,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor that is applied to an error after ``age`` rounds."""
+        """Return the factor by which an error is multiplied after ``age`` rounds."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
@@ -311,7 +311,7 @@ class TopK(WithMemory):
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return indices and values of the coordinates with the largest absolute values; the first of equal values."""
+        """Return the indices and values of the coordinates with the largest absolute values."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
@@ -332,11 +332,11 @@ class PowerSGD(WithMemory):
     """A low-rank approximation of every matrix, with error feedback (Vogels et al. 2019).
 
     The codec treats a tensor as a matrix: the first dimension gives the rows, and all other dimensions give the
-    columns. The codec approximates the sum M = Σ M_k, in which M_k is the matrix of client k, in two steps. First,
-    clients send M_k Q, and the server sends back the sum P = Σ M_k Q with orthonormalised columns. Then, clients send
-    M_kᵀ P, and the sum of these matrices is the new Q. The decoded matrix is P Qᵀ. The next exchange begins with this
-    Q. Each exchange is therefore one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors,
-    and tensors that would not become smaller, are not approximated.
+    columns. The matrix of client k is M_k. The codec approximates the sum M = Σ M_k in two steps. First, clients send
+    M_k Q, and the server sends back the sum P = Σ M_k Q with orthonormalised columns. Then, clients send M_kᵀ P, and
+    the sum of these matrices is the new Q. The decoded matrix is P Qᵀ. The next exchange begins with this Q. Each
+    exchange is therefore one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
+    tensors that would not become smaller, are not approximated.
 
     The server decodes only the sums, unless a method needs each client's change.
 
@@ -373,7 +373,7 @@ class PowerSGD(WithMemory):
         return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
-        """Return a client's term of the first sum: P_k = M_k Q, for each matrix M_k of its change."""
+        """Return a client's term of the first sum: P_k = M_k Q for each matrix M_k of the client's change."""
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
@@ -382,7 +382,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors, rounded."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other rounded tensors."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()

@@ -46,7 +46,8 @@ class CompressionState:
         digest: The digest of the latest version.
         params: The parameters of the latest version. They differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
-        confirmed: The version that each client has, shape (N,); −1 if the server does not know the version.
+        confirmed: The version of the model that each client has, shape (N,); −1 if the server does not know the
+            version.
         basis: The matrices Q with which the next exchange begins, for the codec ``PowerSGD``; otherwise empty.
     """
 

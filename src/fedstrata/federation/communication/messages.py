@@ -91,7 +91,7 @@ class Encoded(Request):
     Args:
         request: The inner request; its model has no parameters if there is a ``delivery``.
         round: The round, counted from 1.
-        exchange: Id of the exchange in this run; ids ascend from 1.
+        exchange: Id of the exchange in this run. Ids start at 1 and ascend.
         delivery: The encoded model; None if the inner request contains the model.
         plain: Whether the update is sent without encoding, even if the spec names a codec.
         basis: The matrices Q of PowerSGD, packed into bytes. Clients multiply their updates by Q for the first sum. If
@@ -114,7 +114,7 @@ class Coefficients(Request):
     """A request for a client's term of PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
-        exchange: Id of the exchange, the same as for the first sum.
+        exchange: Id of the exchange. It is the same as for the first sum.
         frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
     """
 
