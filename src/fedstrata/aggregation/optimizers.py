@@ -105,7 +105,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: float = 1) -> None:
-        """Take one step with the mean gradient ``gradient / samples``. The argument ``gradient`` is a sum over samples."""
+        """Take one step with the gradient ``gradient / samples``. The argument ``gradient`` is a sum over samples."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))

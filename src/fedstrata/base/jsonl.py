@@ -222,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes. Because of the cache, this happens only once per process and folder."""
+    """Remove temporary files of killed processes, only once per process and folder (because of the cache)."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -242,7 +242,7 @@ def _is_running(pid: int) -> bool:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value`` to types of JSON. Arrays and tensors become lists, NaN and infinity become None, keys become text.
+    """Convert ``value`` to types of JSON. Arrays and tensors become lists, NaN and infinity None, and keys texts.
 
     Raises:
         TypeError: The value has an unsupported type.

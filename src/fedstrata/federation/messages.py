@@ -1,4 +1,4 @@
-"""Messages between server and clients: frozen records of tensors and plain values.
+"""Messages between server and clients, which are frozen records of tensors and plain values.
 
 All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
 ``Reply``, and a handler. A handler is the function with which a client answers (``fedstrata.clients.handling``).
@@ -40,7 +40,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one instance per phase, which all Python classes of requests with this order share.
+    Each client has one instance per phase. All Python classes of requests with this order share this instance.
     """
 
     def refusal(self, request: Any) -> str:
@@ -200,7 +200,7 @@ class Weights(Message):
         """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
         Raises:
-            ReplyRefusedError: There is a difference; the message describes the first difference.
+            ReplyRefusedError: There is a difference. The error message describes the first difference.
         """
         require_like(self.params, like.params, "params")
         if self.buffers or like.buffers:
@@ -211,7 +211,7 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
     Raises:
-        ReplyRefusedError: There is a difference; the message describes the first difference.
+        ReplyRefusedError: There is a difference. The error message describes the first difference.
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:
@@ -279,7 +279,7 @@ class FitReply(Reply):
         return change, replace(self, weights=Weights(others, self.weights.buffers), message=message)
 
     def merge_update(self, sent: Weights, change: Params) -> FitReply:
-        """Return the reply with the model ``sent`` plus the update, and with all tensors of the objective's message."""
+        """Return the reply with the model (``sent`` plus the update) and all tensors of the objective's message."""
         params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
         for name, tensor in change.items():
             kind, _, rest = name.partition("/")

@@ -165,7 +165,7 @@ class Training(Setting):
         batch_size: Number of samples in a mini-batch. A client with fewer samples than ``batch_size`` uses all its
             samples in each mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples, but needs only the memory for ``batch_size`` samples.
+            ``accumulate`` samples, but needs the memory for only ``batch_size`` samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
             SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: an
@@ -270,7 +270,7 @@ class Training(Setting):
         return self.local_steps * min(self.samples_per_step, samples * keep)
 
     def poisson(self, samples: int) -> tuple[float, int]:
-        """Return a client's sampling probability and number of steps with differential privacy (``privacy.dp``).
+        """Return a client's probability of sampling and its number of steps with differential privacy (``privacy.dp``).
 
         Args:
             samples: The client's number of samples.
@@ -300,5 +300,5 @@ class Training(Setting):
         return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
-        """Return the number of clients that the server invites per round, out of ``clients`` clients."""
+        """Return the number of clients that the server invites per round, given the number ``clients`` of all clients."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

@@ -55,9 +55,9 @@ A subclass that overrides one of these methods must also declare ``needs_replies
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. The state, which changes from round to round, is a record with at least the
-    field ``weights``, which is the global model. The method ``init`` returns the first state. The method ``run_round``
-    takes a state and returns the next state.
+    The fields are the method's settings. The state changes from round to round. It is a record with at least the field
+    ``weights``, which is the global model. The method ``init`` returns the first state. The method ``run_round`` takes
+    a state and returns the next state.
     """
 
     paper: ClassVar[str] = ""
@@ -85,7 +85,7 @@ class Method(Setting):
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions that answer the method's requests (in a recipe, also of its four choices)."""
+        """Return the client functions that answer the requests of the method and, in a recipe, of its four choices."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -112,7 +112,7 @@ class Method(Setting):
         return None
 
     def declared(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the declared requests; None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
+        """Return the declared requests, or None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
         return self.allowed(agreed) if declares(type(self), "allowed", *ASKING["method"]) else None
 
     @property
@@ -205,7 +205,7 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Return the samplers, objective and aggregator that differ from FedAvg's, built from the method's settings."""
+        """Build the samplers, objective and aggregator that differ from FedAvg's choices from the method's settings."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
@@ -308,7 +308,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise empty."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise nothing."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -452,7 +452,7 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function that computes a client's number of sample-gradients from its number of samples.
+        """Return a function that computes a client's number of sample-gradients from the client's number of samples.
 
         Args:
             config: The settings that server and clients share.

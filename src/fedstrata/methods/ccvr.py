@@ -71,7 +71,7 @@ class CCVR(Recipe, HeadTuning):
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Return True if the server calibrates the head after this round of ``rounds`` rounds; the first round is 1."""
+        """Return True if the server calibrates the head after a round (counted from 1) of ``rounds`` rounds."""
         return round == rounds or (self.every is not None and round % self.every == 0)
 
     @override

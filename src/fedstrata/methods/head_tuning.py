@@ -16,7 +16,7 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Trains only the model's head, by full-batch gradient descent on samples **that no client has**.
+    """Training of only the model's head, by full-batch gradient descent on samples **that no client has**.
 
     The server uses the same samples every time. Before the first step, the server computes the features (the input of
     the head) once, in evaluation mode. The clients' optimiser (``training.optimizer``) is not used.
@@ -36,7 +36,7 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_head(self, config: FederationConfig, section: str) -> None:
-        """Require a head, classes, and BatchNorm statistics that the server and clients share.
+        """Require a head, classes, and BatchNorm statistics that the server shares with the clients.
 
         Args:
             config: The federation's settings.

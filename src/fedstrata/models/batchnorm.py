@@ -1,11 +1,11 @@
 """BatchNorm with the statistics of a batch that has samples at several clients (Stratify, section III-E).
 
-Several clients, each with some samples of a batch, normalise these samples as one machine with the whole batch would.
-In the forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ
-∂J/∂x̂ and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m.
-The class ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over
-samples. The clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of
-the whole batch.
+Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
+forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
+and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m. The
+class ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over samples.
+The clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group, which are the ``size`` clients that normalise a batch together.
+    """The connection of one client to its group: to the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -38,8 +38,8 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        The call waits until all clients have made the call, so all clients must call this method equally often. The sum
-        has the same bits for all clients.
+        A call waits until all clients have made the call. All clients must therefore call this method equally often.
+        The sum has the same bits for all clients.
         """
         return self._group.add({self._number: tensor})
 
@@ -225,10 +225,10 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
 
-    All members must run the same module on their own batches, first one forward pass and then one backward pass, so
-    that their sums match. A client without samples in the batch may be in the group. It then passes an empty batch,
-    shape (0, …), which adds zeros, and gets the same running statistics as the other clients. A client that fails must
-    call ``LocalGroup.abort``. Without this call, the other clients wait until their timeout.
+    All members must run the same module on their own batches, so that their sums match. Each member runs one forward
+    pass and then one backward pass. A client without samples in the batch may be in the group. It then passes an empty
+    batch, shape (0, …), which adds zeros, and gets the same running statistics as the other clients. A client that
+    fails must call ``LocalGroup.abort``. Without this call, the other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -297,7 +297,7 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended. The group breaks if other members wait, now or later, for their tensors."""
+        """Record that members have ended. The group breaks if other members wait for their tensors, now or later."""
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()

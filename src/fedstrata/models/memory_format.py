@@ -20,8 +20,8 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
     """Convert a module with convolutions to channels-last format in place, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
-    convolution. (``x.flatten(1)`` works with both formats.) Such a module keeps the default format, and its inputs are
-    converted to the default format.
+    convolution. Use ``x.flatten(1)``, which works with both formats. Other modules keep the default format, and their
+    inputs are converted to the default format.
 
     Args:
         module: The module.

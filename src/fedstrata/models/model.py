@@ -121,7 +121,7 @@ class Model:
         """Treat buffers as frozen: they are neither sent nor saved, and they must not change.
 
         Args:
-            names: The names of saved buffers, in addition to the names of earlier calls.
+            names: The names of saved buffers. Names from earlier calls stay in effect.
         """
         self._collect({*names, *self.untrained.constant})
 

@@ -1,7 +1,7 @@
 """The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
 
-In all models, pooling precedes ReLU. Pooling and ReLU are monotone, so the result is the same as in the usual order,
-and ReLU processes only a quarter of the values. Convolutions and the images of data sets are in channels-last memory
+In all models, pooling precedes ReLU. Pooling and ReLU are monotone, so the result is the same as in the usual order.
+ReLU then processes only a quarter of the values. Convolutions and the images of data sets are in channels-last memory
 format.
 """
 
@@ -132,9 +132,9 @@ class Custom(ModelSpec):
     Args:
         factory: The path of a function that returns an ``nn.Module``, or of a subclass of ``nn.Module``. In
             ``"mymodels:make"``, ``mymodels`` is an importable Python module, and ``make`` is a function in this module.
-            The call is ``make(shape, classes, **arguments)`` with the shape of one sample and the number of classes. If
-            samples have several inputs, ``shape`` is a mapping from the names of the inputs to their shapes. See
-            ``Model`` about features and head.
+            The function is called as ``make(shape, classes, **arguments)``, with the shape of one sample and the number
+            of classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
+            shapes. See ``Model`` about features and head.
         arguments: Further arguments of the factory. In a spec, all keys of ``[model]`` except ``name`` are arguments.
     """
 

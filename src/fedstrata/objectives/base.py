@@ -142,7 +142,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final`` for ``fedstrata asks``; empty without a message.
+        """A description of the message from ``client_final``, which ``fedstrata asks`` prints; empty without a message.
 
         A class that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.
@@ -299,8 +299,7 @@ class Objective(Setting):
     def stays(self, name: str, model: Model) -> bool:
         """Return True if the parameter ``name`` is personal: each client keeps its trained value for the next round.
 
-        Of a personal parameter, the client returns the value that it received, and the server does not change this
-        value.
+        The client sends back the received value of a personal parameter, and the server does not change this value.
         """
         return False
 

@@ -1,8 +1,8 @@
-"""Compute cross-entropy on calibrated logits, which compensates for label skew.
+"""Compute cross-entropy on calibrated logits, to compensate for label skew.
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale. FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022) set the shift. The loss is PyTorch's cross-entropy of the new
-logits. This loss equals the papers' formulas, and is numerically stable.
+logits. This loss is equal to the papers' formulas, and is numerically stable.
 """
 
 from __future__ import annotations

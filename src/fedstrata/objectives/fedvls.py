@@ -50,9 +50,9 @@ class Vacant(Distilled):
       classes: p̂ of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
-    learns nothing, because all three terms then have zero gradients at the global model. The authors' code includes a
-    sample of class c in the mean of L_sup as if its corrected logit were 0. This implementation leaves the sample out
-    of the mean. In L_cal of the authors' code, vacant classes have the prior 10⁻⁹ instead of being left out.
+    learns nothing. All three terms then have zero gradients at the global model. The authors' code includes a sample of
+    class c in the mean of L_sup as if its corrected logit were 0. This implementation leaves the sample out of the
+    mean. In L_cal of the authors' code, vacant classes have the prior 10⁻⁹ instead of being left out.
 
     Args:
         distillation: Weight λ of the vacant-class distillation.

@@ -15,7 +15,8 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 class PersonalLayers(CrossEntropy):
     """Cross-entropy for models with personal layers, which clients keep; the server averages all other layers.
 
-    For the personal layers, clients send back the values that they received, and the bytes of these values are counted.
+    For the personal layers, clients send back the values that they received. The bytes of these values count as
+    communication.
 
     Args:
         layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. With an empty

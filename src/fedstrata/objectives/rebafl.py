@@ -47,9 +47,9 @@ class Rebalanced(CountsIdle):
     become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. The prototype of class c is P[c], which the client computes
     with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18). The labels
     c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed. If a batch
-    has fewer samples than there are classes with a prototype, the last classes get no augmented features. Prototypes
-    are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout, the mean of
-    h − P[y] is therefore not 0.
+    has fewer samples than the number of classes with a prototype, the last classes get no augmented features.
+    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
+    the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
@@ -189,7 +189,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the client's prototypes, computed with the trained model (Eq. 21), as the message and as the state."""
+        """Return the client's prototypes as the message and as the state. The trained model computes them (Eq. 21)."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts))

@@ -74,7 +74,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """A description of the message of the objective with which a subclass combines this class."""
+        """A description of the message that the other objective sends, if a subclass combines this class with one."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -94,6 +94,6 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the message and the state of an objective that a subclass combines with this class, and store w_t."""
+        """Store w_t. Return the message and the state of the other objective, if a subclass combines this class with one."""
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

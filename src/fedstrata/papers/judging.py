@@ -3,7 +3,7 @@
 A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
 family. Other comparisons in the same table do not belong to the family. The claim is confirmed if every comparison
 supports it at the 5 % level, without correction. This is an intersection–union test, which confirms a false claim with
-a probability of at most 5 %. Statements about single comparisons are Bonferroni-corrected over the family.
+a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def compared(
         values: A mapping from each seed to the result of a row.
         baseline: A mapping from each seed to the result of the other row.
         together: The number of intervals that must hold at the same time with 95 % confidence.
-        unit: The unit of the difference, a key of ``UNITS``.
+        unit: The unit of the difference, which is a key of ``UNITS``.
     """
     precision, bounds = UNITS[unit]
     difference = paired_difference(values, baseline, resolution=precision, together=together)
@@ -104,7 +104,7 @@ def compared(
 
 @dataclass(frozen=True)
 class Claim:
-    """A quantitative claim in the abstract or the conclusion of a paper, in our words.
+    """A quantitative claim of a paper (in its abstract or conclusion), in our words.
 
     Args:
         paper: The paper, a key of ``PAPERS``.
@@ -132,8 +132,8 @@ class Judgement:
         evidence: The numbers on which the verdict is based, as a text that completes ``measure``.
         command: The command that computes these numbers.
         measure: The beginning of a sentence about the quantity in ``evidence``; empty if ``evidence`` is a sentence.
-        decisive: The claim's comparisons with enough seeds. Each comparison has a difference with the interval that
-            decides the verdict.
+        decisive: The claim's comparisons with enough seeds. Each comparison has its difference, with the interval that
+            determines the verdict.
     """
 
     claim: Claim
@@ -242,7 +242,7 @@ class _Case:
             key: The key of the results that are passed to ``figures``.
             figures: A function that takes the results of both places, and returns the two numbers to compare.
             wanted: The order that the claim states.
-            unit: The unit of the difference, a key of ``UNITS``.
+            unit: The unit of the difference, which is a key of ``UNITS``.
         """
         comparisons = []
         for mine, theirs in places:

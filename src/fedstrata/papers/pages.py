@@ -178,7 +178,7 @@ def _counts(verdicts: Iterable[judging.Verdict]) -> str:
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page with all claims, one group per paper, and with an explanation of how claims are judged."""
+    """Return the page with all claims, grouped by paper, and with an explanation of how claims are judged."""
     about = f"This page lists every quantitative claim of the four papers, with our verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
@@ -369,7 +369,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
 
 
 def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Panel]:
-    """Return the tables of a paper for the paper's figure, each with only the rows that have a published number."""
+    """Return the tables of a paper for a figure, each with only the rows that have a published number."""
     of_paper = [table for table in tables().values() if table.paper == paper]
     rows = [
         (table, [row for row in rows_of(table, results, quick=quick) if row.paper is not None]) for table in of_paper

@@ -38,7 +38,7 @@ class Reading:
     """A result that follows from a paper's formulas or algorithms, without training a model.
 
     Args:
-        name: The name of the reading, which claims use to refer to it.
+        name: The name of the reading. Claims refer to the reading by this name.
         description: The beginning of a sentence that says what is computed.
         figure: The result, as text that completes the sentence.
         values: A mapping from the name of each number in the result to the number.
@@ -197,7 +197,7 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Return each client's mean number of uses of a sample per epoch, with Stratify's uniform selection.
+    """Return how often each client's samples are used per epoch on average, with Stratify's uniform selection.
 
     All samples have one label. A client can be drawn until all its samples have been used in the epoch.
 

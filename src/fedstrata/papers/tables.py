@@ -97,7 +97,7 @@ class Table:
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that it changes in the spec.
         columns: A mapping from each column to the settings that it changes in the spec.
-        only: A mapping from each column that does not have all rows to its rows.
+        only: A mapping from each column without all rows to the rows that it has.
         spec: The spec that all cells share, as nested tables.
         published: A mapping from each row to a mapping from columns to the paper's results, in percent.
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other

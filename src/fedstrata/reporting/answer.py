@@ -41,8 +41,8 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
     Args:
         row: The comparison of the method with the baseline.
-        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better. With 0, the verdict is that
-            no order is shown.
+        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better. With 0, the verdict is
+            always "no order shown".
     """
     order = row.difference.order() if row.difference is not None else "not run"
     sign = direction * {"above": 1, "below": -1}.get(order, 0)

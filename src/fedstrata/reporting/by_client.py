@@ -21,7 +21,7 @@ NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "he
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """Estimate each client's result with each method over the seeds, such as the accuracy on its test samples.
+    """Estimate each client's result with each method over the seeds, such as the accuracy on the client's test samples.
 
     Args:
         runs: The histories of each method, one per seed.

@@ -50,7 +50,7 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose a line style for each method. If colours are too few, only the baseline and the best methods get one.
+    """Choose a line for each method. If there are too few colours, only the baseline and the best methods get one.
 
     Args:
         labels: The methods' labels in the order of the comparison, the baseline first.

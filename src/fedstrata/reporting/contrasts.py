@@ -71,7 +71,8 @@ class Contrast:
         label: The label of the method's runs.
         seeds: The number of the method's runs.
         value: The estimate of the measure over these runs.
-        difference: The difference from the baseline, paired by seed; None for the baseline, or without a baseline.
+        difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
+            baseline.
         stuck: The number of runs that broke down, which means that from some round on, the server could not use any
             reply.
         kept: A text that says from which round the runs saved the model; see ``tables.kept``.
@@ -100,8 +101,8 @@ class Contrasts:
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to the amount of the resource KIND, in recorded units, at which
-            the primary metric M is compared.
+        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. At this
+            amount, the primary metric M is compared.
         directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
     """
 
@@ -370,7 +371,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
 
 
 def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; with ``every``, it has all columns even in a narrow terminal."""
+    """Return the table for a terminal. With ``every``, it has all columns even in a narrow terminal."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
     # Intervals of the means are the least important columns, which a narrow terminal leaves out first.
@@ -508,7 +509,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return the rows as ``tables.to_json`` does, with ``interval``, ``budget`` and ``difference`` of measures."""
+    """Return the rows as ``tables.to_json`` does, and add ``interval``, ``budget`` and ``difference``."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

@@ -66,7 +66,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display settings of a column. They are derived from its name if ``QUANTITIES`` does not contain it.
+    """Return the display settings of a column. Derive them from its name if ``QUANTITIES`` does not contain it.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -106,8 +106,8 @@ class End(NamedTuple):
 def over_seeds(histories: Sequence[History], column: str) -> Band:
     """Return a column's mean and standard deviation over seeds, for rounds in which all seeds have a value.
 
-    A seed without values in the column is ignored. If one seed ended early, the curve ends at the same round, because
-    the mean of the other seeds would jump.
+    A seed without values in the column is ignored. If the run of one seed ended early, the curve ends at the same
+    round. The mean of the other seeds would jump.
 
     Raises:
         SpecError: None of the seeds has this column.
@@ -133,7 +133,7 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
 
 def rising(drawn: Mapping[str, Curve]) -> bool:
-    """Return True if curves rise on average from the first to the last point."""
+    """Return True if, on average, the last point of the curves is above the first point."""
     return sum(float(line.mean[-1] - line.mean[0]) for line in drawn.values()) >= 0
 
 
@@ -288,7 +288,7 @@ def _edges(band: Band) -> Floats:
 
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the amounts of data sent by clients and to clients since the start, as means over seeds."""
+    """Draw the amounts of data that clients sent and received since the start, as means over seeds."""
     for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
         _curve(axes, Curve(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)

@@ -92,7 +92,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 
 
 def template(name: str) -> Template:
-    """Load a template of this package, which escapes all values except values of the class ``Markup``."""
+    """Load a template of this package. The template escapes all values except values of the class ``Markup``."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        A method without a value for a seed can be best only if every method is without a value for a seed.
+        A method with a missing value for some seed can be best only if every method has a missing value.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)

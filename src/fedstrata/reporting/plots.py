@@ -55,9 +55,10 @@ def plot(
 ) -> Figure:
     """Draw a column over the rounds: the mean over seeds as a line, and one standard deviation as a band.
 
-    The names of methods stand beside the ends of their lines. With more than 8 methods, only the baseline (the first
-    method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the
-    baseline and the best method have bands. The vertical axis begins at the value at which the lines begin to differ.
+    The names of methods are written beside the ends of their lines. With more than 8 methods, only the baseline (the
+    first method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only
+    the baseline and the best method have bands. The vertical axis begins at the value at which the lines begin to
+    differ.
 
     Args:
         history: The history of a run, or a mapping from the methods' labels to histories, as ``compare`` returns it.

@@ -113,7 +113,7 @@ def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Write the order of a comparison's labels into the comparison's folder.
 
     New labels follow the labels that the folder already lists. The first label, which is the baseline of tables,
-    therefore stays the first. If ``labels`` contains all listed labels, the order of ``labels`` is written.
+    therefore stays in the first place. If ``labels`` contains all listed labels, the order of ``labels`` is written.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))

@@ -3,7 +3,7 @@
 All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
 intervals hold at the same time with 95 % confidence. Their p-values are corrected for the number of differences
-(Bonferroni). The t-test's corrected p-value is then below 0.05 if, and only if, the interval excludes zero.
+(Bonferroni). The corrected p-value of the t-test is then below 0.05 exactly if the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -53,7 +53,7 @@ class Estimate:
         mean: The mean of the known values; None if no seed has a value.
         sd: The sample standard deviation of the known values; None for fewer than two values.
         n: The number of seeds with a value.
-        interval: The 95 % interval of the mean by Student's t; None for fewer than ``MIN_SEEDS`` values.
+        interval: The 95 % interval of the mean by Student's t distribution; None for fewer than ``MIN_SEEDS`` values.
     """
 
     mean: float | None
@@ -179,7 +179,7 @@ def paired_difference(
 
 
 def holm(p: Mapping[K, float]) -> dict[K, float]:
-    """Correct p-values for the number of p-values by Holm's step-down procedure (1979), and return them.
+    """Correct p-values for their number by Holm's step-down procedure (1979), and return them.
 
     In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each result is at least as large as the
     previous result.

@@ -68,7 +68,7 @@ def outline(points: Floats, pad: Floats) -> Floats:
 def draw_strata(view: View, path: Path | str) -> None:
     """Write a picture with two charts of the clients. One shows the server's strata, and one the clients' class labels.
 
-    A line surrounds the clients of each stratum, and the number of these clients stands above the line. Colours stand
+    A line surrounds the clients of each stratum. The number of these clients is written above the line. Colours stand
     for class labels.
 
     Args:

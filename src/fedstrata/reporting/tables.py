@@ -126,7 +126,7 @@ def _measured(history: History) -> Iterator[str]:
 
 
 def worst_first(columns: Iterable[str], metric: str) -> list[str]:
-    """List the columns that average a metric over the worst tenth of the clients.
+    """List the columns with the mean of a metric over the worst tenth of the clients.
 
     The column of ``metric`` comes first. Columns of metrics between 0 and 1 come next, because they are easier to read
     than a loss.
@@ -228,7 +228,7 @@ def bounds(key: str) -> Range:
 
 
 def metric_of(key: str) -> str:
-    """Return the metric of a measure or column; the key itself if it does not belong to a metric.
+    """Return the metric of a measure or column, or the key itself if it does not belong to a metric.
 
     >>> metric_of("best_auroc"), metric_of("test.auroc"), metric_of("clients.auroc.mean"), metric_of("bytes_up")
     ('auroc', 'auroc', 'auroc', 'bytes_up')
@@ -355,7 +355,7 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
     If runs of a method broke down, ``stuck`` is the number of these runs. If final values do not describe the model of
-    the last round, ``kept`` says from which round the described model is.
+    the last round, ``kept`` names the round of the model that they describe.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

@@ -31,8 +31,8 @@ LEAST_NOISE = 0.1
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round if the random choice lowers ε; otherwise None.
 
-    The choice lowers ε only if each client is drawn independently in every round, and others do not see which clients
-    take part. A limit on the number of rounds per client makes draws depend on earlier draws.
+    The choice lowers ε only if each client is drawn independently in every round, and if others do not see which
+    clients take part. A limit on the number of rounds per client makes draws depend on earlier draws.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
@@ -111,7 +111,7 @@ class ClientAccountant(RunAccountant):
 
     @override
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the clients that took part in the largest allowed number of rounds."""
+        """Return the clients that have already taken part in the largest allowed number of rounds."""
         most = self.dp.participations
         return np.empty(0, dtype=np.int64) if most is None else np.flatnonzero(self._rounds(memory) >= most)
 

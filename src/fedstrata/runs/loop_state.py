@@ -73,8 +73,7 @@ class LoopState:
         stopped: The reason why the run was stopped before its last round; empty if it was not stopped.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
         score: The latest evaluation in this process, with all results.
-        late_events: Events that are not in the log yet, because they happened after the events of their round were
-            written.
+        late_events: Events that are not in the log yet, because they happened after their round's events were written.
     """
 
     last_reply: NDArray[np.int64]
@@ -114,8 +113,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of unheard clients: the server has not used a reply of these clients recently.
 
-        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations,
-        "recently" means since the start of the run.
+        In this context, "recently" means since the first of the last ``evaluations`` evaluations. If there were fewer
+        evaluations, "recently" means since the start of the run.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -222,7 +222,7 @@ class Predictor:
         self._shift, self._scale = _all_normalisation(about)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """Return the most likely class of each sample; for other tasks, predicted numbers, labels or tokens.
+        """Return the most likely class of each sample or, for other tasks, predicted numbers, labels or tokens.
 
         Args:
             x: The samples before normalisation. A model of a table takes rows. Rows are a pandas or polars data frame,
@@ -281,7 +281,7 @@ class Predictor:
     def inputs(self, x: Any) -> Inputs:
         """Return the normalised samples as input for ``module``: float32, shape (N, F) or (N, C, H, W).
 
-        For a model with several inputs, return a mapping from their names to tensors (N, …).
+        For a model with several inputs, return a mapping from the inputs' names to tensors (N, …).
 
         Args:
             x: See ``predict``.

@@ -135,7 +135,7 @@ def assemble(
         validation: The indices of training samples that were held out before the partition.
         brought: The test samples of each client, if a site or the data set has separate test samples for clients.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
-            samples. None if the samples and the statistics are not known yet.
+            samples. The value is None if the samples and the statistics are not known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.

@@ -18,7 +18,7 @@ UNDECLARED = "does not declare that sums over clients are enough (needs_replies)
 
 
 def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut) -> None:
-    """Check the method, the model and the settings against ``privacy.sums = "secure"``.
+    """Check that the method, the model and the settings allow ``privacy.sums = "secure"``.
 
     Raises:
         SpecError: The server would need individual replies, or the sum is not implemented for a setting.

@@ -48,8 +48,8 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
 
     The numbers are rounded by largest remainder. First, all numbers are rounded down. Then, the strata with the largest
     remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
-    stratum that is not empty gets at least one draw, because a stratum without a draw biases the aggregate. If the
-    budget is smaller than the number of strata, the strata with the largest weights get one draw each.
+    non-empty stratum gets at least one draw, because a stratum without a draw biases the aggregate. With fewer draws
+    than strata, the strata with the largest weights get one draw each.
 
     Args:
         budget: The number of draws to allocate, at most the sum of ``sizes``.
@@ -86,7 +86,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The largest result for each stratum, which is its number of clients, shape (H,).
+        sizes: The largest result for each stratum, shape (H,), which is the stratum's number of clients.
         weights: The non-negative weight of each stratum, shape (H,).
         floors: The smallest result for each stratum, shape (H,), at most the stratum's size.
 

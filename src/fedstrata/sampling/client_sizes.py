@@ -78,7 +78,7 @@ def size_report(federation: Federation, epsilon: float | None, bound: int) -> Si
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Return the declaration of the request that ``ask_sizes`` sends, which a sampler lists in ``allowed``.
+    """Return the declaration of the request that ``ask_sizes`` sends. A sampler lists the declaration in ``allowed``.
 
     Args:
         epsilon: The privacy parameter ε; None if clients report their true numbers.

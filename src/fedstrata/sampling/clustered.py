@@ -2,9 +2,9 @@
 
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
 samples, and the sum of all sizes is Σn. Probabilities are stored as whole numbers, called masses. Every distribution
-has the total mass Σn. Client k has the mass m n_k, which is divided among the distributions. Each draw has the weight
-1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass is
-divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
+has the total mass Σn. Client k has the mass m n_k. This mass is divided among the distributions. Each draw has the
+weight 1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass
+is divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
-    of all clients. A client with a mass of Σn or more first fills whole distributions by itself, until its remaining
-    mass is less than Σn. Each of the remaining r distributions then gets one of the r groups with the largest remaining
+    of all clients. A client with a mass of at least Σn first fills whole distributions alone, until its remaining mass
+    is less than Σn. Each of the remaining r distributions then gets one of the r groups with the largest remaining
     masses. The clients of all other groups then fill the distributions up to their capacity.
 
     Args:

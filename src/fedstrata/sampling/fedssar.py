@@ -170,7 +170,7 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
 def cluster(
     points: Floats32, min_samples: int, xi: float, limit: int, generator: np.random.Generator
 ) -> tuple[Ints, int]:
-    """Cluster points with OPTICS (Ankerst et al. 1999) and assign every point to a cluster.
+    """Cluster points with OPTICS (Ankerst et al. 1999), and assign every point to a cluster.
 
     Points that OPTICS labels as noise join the cluster with the nearest mean. If OPTICS finds no cluster, all points
     are one cluster.

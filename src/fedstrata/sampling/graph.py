@@ -119,7 +119,7 @@ class Graph(ClientSampler):
 
 
 def counted(times: Ints, places: Ints) -> Ints:
-    """Return a copy of ``times`` with 1 added at some places."""
+    """Return a copy of ``times`` in which some counts are increased by 1."""
     result = times.copy()
     result[places] += 1
     return result
@@ -167,7 +167,7 @@ def _distances(counts: bytes, classes: int, epsilon: float, sigma: float) -> Flo
 
 
 def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
-    """Return the indices of m clients with a large mean distance minus the sum of their costs.
+    """Return the indices of m clients, to maximise their mean distance minus the sum of their costs.
 
     The best clients are added one by one. Chosen clients are then exchanged with other clients until no exchange
     improves the set. If several clients are equally good, the first client is used.

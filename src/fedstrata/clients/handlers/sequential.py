@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the model that travels from client to client. As with ``Fit``, it is trained on all samples of a client.
+    """A request to train the model that travels between clients, on all samples of one client, as ``Fit`` does.
 
     Args:
         round: The round, counted from 1.

@@ -104,7 +104,7 @@ def size_of_weights(weight: Weight) -> Summands:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the clients' replies to training requests; the bounds are known before the first round.
+    """Bounds on the clients' replies to training requests, which are known before the first round.
 
     Args:
         config: The settings that server and clients share.
@@ -222,7 +222,7 @@ class Sums:
 
 
 class Form(Protocol):
-    """The form in which the replies to requests of one Python class are summed."""
+    """The form in which secure sums add the replies to requests of one Python class."""
 
     ring: Ring
     """The layout of the vectors that are summed."""
@@ -240,7 +240,7 @@ Forms = Mapping[type[Request], Form]
 
 
 class ModelForm:
-    """The numbers that are summed of each reply to a request with a model.
+    """The numbers that a secure sum adds from each reply to a request with a model.
 
     Args:
         config: The settings that server and clients share.
@@ -248,7 +248,7 @@ class ModelForm:
         summands: The numbers that are summed.
 
     Raises:
-        SpecError: A sum could be too large for the ring.
+        SpecError: A sum could overflow the numbers modulo 2³².
     """
 
     def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:

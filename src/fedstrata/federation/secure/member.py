@@ -21,7 +21,7 @@ def job_of(seed: int) -> bytes:
 
 
 class KeyIsCertificate:
-    """Rules that accept certificates consisting only of a public key, which is enough in a simulation."""
+    """Rules that accept certificates that consist only of a public key, which is enough in a simulation."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
         """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""

@@ -5,9 +5,10 @@ Sites make keys and shares in advance for several exchanges. ``Site`` and ``Serv
 
 A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
 that the site adds to its vector. The *pair seed* gives a private key, from which the site derives one mask for each
-other site. Of two sites, one adds their common mask, and the other subtracts this mask. The sites hold shares of both
-seeds of each site, and any t shares determine a seed. To open the sum over a set U of sites, the server needs the self
-seeds of the sites in U. The server also needs the pair seeds of the sites outside U, because their vectors are missing.
+other site. Each pair of sites has a common mask, which one site adds and the other site subtracts. The sites hold
+shares of both seeds of each site, and any t shares determine a seed. To open the sum over a set U of sites, the server
+needs the self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, because their
+vectors are missing.
 
 ====================  ==========================================  ==================================================
 message to a site     reply                                       checks of the site before it replies
@@ -51,16 +52,17 @@ sites.
 *Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
 only in the sum over all honest sites of R'. At least t − m of the t or more members of R' are honest.
 
-Therefore ``RevealAll`` needs no round of signatures, unlike in the paper. A site's answer to ``RevealAll`` is its vote,
+Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
 and the few sites that vote otherwise cannot reach the threshold. The server may also send different contexts to
-different sites. Honest sites of different contexts do not accept each other's signatures. Each signed set and each R'
-that is revealed therefore takes t − m honest votes of its own context, and the same proof holds.
+different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
+revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
 
 The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
 colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-The protocol has limits. In exchanges with different questions, the server may open sums over sets that differ by one
-site. A site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
+The protocol has limits. In exchanges with different questions, the server may unmask sums over two sets that differ by
+only one site. A site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a
+run.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class Package(Message):
         certificate: The site's certificate, DER-encoded.
         job_key: The Ed25519 key with which the site signs in this job.
         credential: The signature of ``job_key``, made with the certificate's key.
-        box_key: The X25519 key with which other sites encrypt boxes (messages) to this site in this job.
+        box_key: The X25519 key with which other sites encrypt messages (boxes) for this site in this job.
         keys: The public X25519 keys, one for each exchange.
         self_commitments: The hashes of the self seeds, one for each exchange.
         pair_commitments: The hashes of the pair seeds, one for each exchange.
@@ -202,7 +204,7 @@ class Roster(Message):
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the names of the sites that repeat a name, a key or a seed of their own or of another site."""
+    """Return the names of the sites that have a name, a key or a seed more than once, or in common with another site."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
@@ -218,10 +220,10 @@ def repeated(packages: Sequence[Package]) -> set[str]:
 
 @record("secure/Deal")
 class Deal(Message):
-    """The shares of a site's seeds, for the other sites.
+    """The shares of a site's seeds that the other sites receive.
 
     Args:
-        boxes: A mapping from each other site to its encrypted shares of this site's seeds for all exchanges.
+        boxes: A mapping from each of the other sites to its encrypted shares of this site's seeds for all exchanges.
     """
 
     boxes: dict[str, bytes]
@@ -233,7 +235,7 @@ class Delivery(Message):
 
     Args:
         members: The sites that have sent shares (R'), in ascending order.
-        boxes: A mapping from each other member to the encrypted shares that this member sent to the site.
+        boxes: A mapping from each of the other members to the encrypted shares that it sent to this site.
     """
 
     members: list[str]
@@ -242,7 +244,7 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The message that begins an exchange; the site receives it together with the question.
+    """The message that begins an exchange. The site receives this message together with the question.
 
     Args:
         roster: The hash of the roster.
@@ -333,7 +335,7 @@ class RevealSet(Message):
 
 @record("secure/Shares")
 class Shares(Message):
-    """Shares of other sites' seeds and of its own seeds that a site reveals.
+    """The shares that a site reveals, of other sites' seeds and of its own seeds.
 
     Args:
         selfs: A mapping from the owner of each self seed to the share.
@@ -346,7 +348,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """The message that the server has opened the sum over a set.
+    """A message which says that the server has opened (unmasked) the sum over a set.
 
     Args:
         exchange: The index of the exchange.
@@ -386,7 +388,7 @@ def job_key_statement(job: bytes, name: str, job_key: bytes) -> bytes:
 
 
 def commitment(job: bytes, name: str, kind: Seed, exchange: int, seed: bytes) -> bytes:
-    """Return the hash of a seed; the seed's owner publishes the hash before any site sends a vector."""
+    """Return the hash of a seed. The seed's owner publishes the hash before any site sends a vector."""
     return digest("seed", job, name, kind, exchange, seed)
 
 

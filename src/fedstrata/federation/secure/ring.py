@@ -195,7 +195,7 @@ class Ring:
 
 
 def add(vectors: Iterable[Words]) -> Words:
-    """Return the sum of one or more vectors of the ring."""
+    """Return the sum of one or more vectors modulo 2³²."""
     first, *others = vectors
     total = first.copy()
     for vector in others:

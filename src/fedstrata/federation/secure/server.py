@@ -69,7 +69,7 @@ class Server:
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Smallest number of sites with enough samples in a sum; sites refuse smaller sums.
+        parties: Smallest number of sites with enough samples in a sum. Sites refuse smaller sums.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
     """
@@ -94,7 +94,7 @@ class Server:
         self._used = 0
 
     def enrol(self, packages: Mapping[str, Any]) -> Roster | None:
-        """Form a roster of all sites with a valid package; return None if too few sites have one.
+        """Form a roster of all sites with a valid package. Return None if too few packages are valid.
 
         Args:
             packages: The ``Package`` of each site.
@@ -143,7 +143,7 @@ class Server:
         return True
 
     def begin(self, question: bytes, length: int) -> Exchange | None:
-        """Begin the next exchange; return None if the roster has no keys left.
+        """Begin the next exchange. Return None if the roster has no keys left.
 
         Args:
             question: The hash of the question, with the model as the sites decode it.
@@ -203,7 +203,7 @@ class Exchange:
     """One secure sum, from the question to the opened sum.
 
     Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
-    Then send the last messages in ``outgoing``; sites do not reply to them.
+    Then send the last messages in ``outgoing``, to which sites do not reply.
 
     Args:
         server: The server, which collects the events.

@@ -49,7 +49,7 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
     The factors depend only on the holders, so the factors are the same for all secrets that these holders reconstruct.
 
     Args:
-        holders: The numbers of the holders. All numbers differ, and are at least 1 and below ``prime``.
+        holders: The numbers of the holders. The numbers are different, at least 1 and below ``prime``.
         at: The argument of the polynomial: 0 for the secret, x for the share of holder x.
         prime: The prime.
     """
@@ -67,7 +67,7 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
 
 
 def combine(holders: Sequence[int], shares: Sequence[int], *, at: int = 0, prime: int = PRIME) -> int:
-    """Return the value of the dealer's polynomial at ``at``; the value at 0 is the secret.
+    """Return the value of the dealer's polynomial at ``at``. The value at 0 is the secret.
 
     The result is wrong if a share is wrong, or if there are fewer shares than the dealer's threshold.
 

@@ -168,7 +168,7 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Add the messages of the protocol to the log, with the number of bytes that the number of clients determines.
+    """Add the protocol's messages to the log. Their number of bytes depends only on the number of clients.
 
     Args:
         federation: The federation.

@@ -95,14 +95,14 @@ class Site:
     """The state of a site in the secure sums of one job.
 
     The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
-    ``answered`` must be saved. Otherwise, a server could make sites restart and ask the same question again without one
-    of the sites. The difference of the two sums would then be the vector of this site.
+    ``answered`` must be saved. If ``answered`` were not saved, a server could make sites restart, and ask the same
+    question again without one of the sites. The difference of the two sums would then be the vector of this site.
 
     Each method answers one message of the server. If a check fails, the method raises ``RefusedError``, and the state
     does not change. The server is the adversary, so its messages may contain any values.
 
     Args:
-        job: The hash of the job; the job contains the spec.
+        job: The hash of the job. The job contains the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
         parties: Smallest number of sites with enough samples in a sum, at least 3.

@@ -62,7 +62,7 @@ class Outcome:
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean over the seeds of a number in the results."""
+        """Return the mean of a number in the results over the seeds."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
@@ -84,8 +84,8 @@ def within(points: Curve, place: int, budget: float) -> float | None:
 
     Args:
         points: The points of the run's curve; see ``running.curve``.
-        place: The index of the cost in each point of the curve.
-        budget: The largest cost, which may be exceeded by ``FEW_MORE``.
+        place: The index of the cost within each point of the curve.
+        budget: The largest cost. Runs may exceed it by ``FEW_MORE``.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
@@ -141,7 +141,7 @@ class Verdicts:
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the entry with the best validation accuracy of its chosen trial at the cost of the baseline's trial.
+        """Return the best entry by the validation accuracy of its chosen trial, at the cost of the baseline's trial.
 
         Entries with personal models are left out, because their trials are measured on other samples.
         """

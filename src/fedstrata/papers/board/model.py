@@ -1,4 +1,4 @@
-"""The model of the board: a small convolutional network for images of half the height and half the width."""
+"""The model of the board: a small convolutional network for images that are reduced to half their height and width."""
 
 from __future__ import annotations
 

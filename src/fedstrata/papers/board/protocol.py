@@ -80,15 +80,16 @@ class Protocol:
         title: The title of the page.
         seeds: The seeds of the runs that are ranked.
         tuning_seed: The seed of the trials that choose settings.
-        rates: The learning rates of an entry for which only the learning rate is tuned.
-        rates_with_setting: The learning rates of an entry for which a second setting is tuned, with two values.
+        rates: The learning rates that are tried for an entry if only the learning rate is tuned.
+        rates_with_setting: The learning rates that are tried for an entry if two values of a second setting are tuned,
+            too.
         spec: The settings that all cells share.
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
         more: A mapping from the names of further columns to their settings. These columns run only if the user names
             them.
-        grid: The setting of each method that is tuned, with its values.
+        grid: A mapping from each method to the setting that is tuned and the values that are tried.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds of a run on one core. The key "" stands for all other
             entries.

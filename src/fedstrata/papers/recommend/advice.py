@@ -1,4 +1,4 @@
-"""Advise on methods: methods with reasons, methods that cannot run, and the limits of the advice."""
+"""Advise on methods: which methods to compare and why, which methods cannot run, and the limits of the advice."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is similar (``Column.alike``), its methods that are ahead of FedAvg come first, and methods
-    behind FedAvg are left out. Methods that the rules name come next. Each rule adds its first method before any rule
-    adds its second method.
+    If the nearest column is similar (``Column.alike``), its methods ahead of FedAvg come first, and its methods behind
+    FedAvg are left out. Methods that the rules name come next. Each rule adds its first method before any rule adds its
+    second method.
 
     Args:
         measured: The measured properties of the spec.
@@ -187,7 +187,7 @@ def _result(difference: Difference, column: Column) -> Reason:
 
 
 def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
-    """Return sentences that say on how few results the advice is based.
+    """Return sentences about the small number of results on which the advice is based.
 
     Args:
         board: The results of the board; None if the board has no results.

@@ -41,8 +41,8 @@ class Properties:
         label_skew: Mean over clients of the total variation distance between the client's class shares and the class
             shares of all samples.
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
-        online_skew: Total variation distance between the class shares of all samples and the class shares of online
-            clients' samples, added up over all rounds.
+        online_skew: Total variation distance between the class shares of all samples and of online clients' samples,
+            which are added up over all rounds.
         absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
             classes.
         absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of them is
@@ -78,7 +78,7 @@ def measure(prepared: Prepared) -> Properties:
         prepared: The experiment.
 
     Raises:
-        SpecError: The availability does not fit the federation with one of the seeds.
+        SpecError: For one of the seeds, the availability does not fit the federation.
     """
     seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
@@ -158,7 +158,7 @@ def distance(counts: Ints | Floats, others: Ints | Floats) -> float:
 
 
 def correlation(values: Ints, rates: Floats) -> float:
-    """Return Pearson's correlation of values and rates; 0 if all values or all rates are equal.
+    """Return Pearson's correlation of values and rates, or 0 if all values or all rates are equal.
 
     >>> correlation(np.array([1, 2]), np.array([0.5, 0.5])), round(correlation(np.array([1, 2]), np.array([0, 1.0])), 6)
     (0.0, 1.0)
@@ -183,7 +183,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return whether none of the clients that take part has samples of a class, for each round and class.
+    """For each round and class, return whether none of the clients that take part has samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
@@ -217,7 +217,7 @@ class Shown(NamedTuple):
     Args:
         label: A short name.
         about: A noun phrase that defines the property.
-        unit: The unit: ``share`` (shown in percent), ``number``, or ``index`` (a number from 0 or -1 to 1).
+        unit: The unit: ``share`` (shown in percent), ``number``, or ``index`` (with a range from 0 or -1 to 1).
     """
 
     label: str

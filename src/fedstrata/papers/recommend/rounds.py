@@ -21,7 +21,7 @@ from fedstrata.sampling.base import ClientSampler, Uniform
 
 
 class Simulated(NamedTuple):
-    """The clients' presence and invitations that one seed simulates.
+    """The result of a simulation with one seed: which clients are online, and which clients are invited.
 
     Args:
         online: Whether each client is online in each round, shape (rounds, N).
@@ -63,7 +63,7 @@ def simulate(prepared: Prepared, seed: int) -> Simulated:
 
 
 def sampler_of(prepared: Prepared) -> ClientSampler:
-    """Return the client sampler of a spec, or ``Uniform`` if this sampler needs clients' replies in the rounds."""
+    """Return the client sampler of a spec, or ``Uniform`` if the spec's sampler needs clients' replies."""
     method, config = prepared.spec.method, prepared.config
     if not isinstance(method, Recipe) or method.client_sampler.learns(config):
         return Uniform()

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     Args:
         key: The name of the property in ``Properties``.
         least: The limit. The limits are conventions, because we have not measured from which value on a method helps.
-            However, a rule holds in the setting of each of our own results that it cites.
+            However, if a rule cites one of our own results, the rule holds in the setting of this result.
         methods: A mapping from each method to the claim about it.
     """
 
