@@ -300,5 +300,5 @@ class Training(Setting):
         return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
-        """Return the number of clients that the server invites per round, given the number ``clients`` of all clients."""
+        """Return the number of clients that the server invites per round, given the number of all clients."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

@@ -308,7 +308,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise nothing."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private, or an empty set."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:

@@ -1,4 +1,4 @@
-"""Define FedBABU's local objectives (Oh, Kim and Yun 2022). One objective trains only the body, and one only the head."""
+"""Define FedBABU's local objectives (Oh, Kim and Yun 2022): one trains only the body, and one only the head."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """A description of the message that the other objective sends, if a subclass combines this class with one."""
+        """A description of the message of another objective, if a subclass combines this class with one."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -94,6 +94,6 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Store w_t. Return the message and the state of the other objective, if a subclass combines this class with one."""
+        """Store w_t. Return the message and state of another objective, if a subclass combines this class with one."""
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

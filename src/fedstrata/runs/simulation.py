@@ -368,7 +368,7 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose. The dict is empty if there is none, or if it was evaluated before."""
+        """Evaluate the model that ``leave`` chose. The dict is empty without a model, or if it was evaluated before."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}

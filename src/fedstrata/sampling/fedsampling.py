@@ -115,7 +115,7 @@ class FedSamplingData(DataSampler):
         return AnswersState(no_clients, no_clients)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask clients for their sizes if their answers are unknown, estimate the total ñ, and return the probability K/ñ."""
+        """Ask clients for unknown sizes, estimate the total number ñ of samples, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         participants = sorted(clients)

@@ -21,8 +21,8 @@ MOST_SAMPLES = 2**31
 def sketch_length(params: Params, coordinates: int) -> int:
     """Return the length of a sketch (random projection) of a model.
 
-    The length is ``coordinates`` or the number of parameters, whichever is smaller. If ``coordinates`` is 0, the length
-    is the number of parameters.
+    The length is the smaller of ``coordinates`` and the number of parameters. If ``coordinates`` is 0, the length is
+    the number of parameters.
     """
     d = sum(map(torch.numel, params.values()))
     return min(d, coordinates or d)

@@ -95,7 +95,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient, shape (length,), in which each code is replaced by its centre.
+    """Replace each code by its centre, and return the quantized gradient, shape (length,).
 
     The argument ``packed`` contains the codes (indices of centres) in the form that ``pack`` returns.
 

@@ -15,7 +15,7 @@ SHARE = 8
 class RowStore:
     """An immutable matrix that can be copied cheaply when only a few of its rows are replaced.
 
-    New rows are stored beside the old matrix until there are too many new rows; see ``SHARE``.
+    New rows are stored beside the old matrix until their number is too large; see ``SHARE``.
 
     Args:
         base: All rows at the time of the last copy of the whole matrix, shape (n, d).

@@ -436,8 +436,8 @@ def draw(
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: The random generator.
-        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, ``probability`` in
-            the result is the client's inclusion probability, divided by the number of draws from the stratum.
+        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, the result's
+            ``probability`` is the client's inclusion probability, divided by the number of draws from the stratum.
     """
     probability = np.zeros(len(clients))
     times = np.zeros(len(clients), dtype=np.int64)

@@ -83,11 +83,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return whether each client is always drawn if m clients are drawn in proportion to size, shape (N,).
+    """Return whether each client is certain to be drawn if m clients are drawn in proportion to size, shape (N,).
 
-    A client is always drawn if its size times m is at least Σn, the sum of all sizes. Clients that are always drawn,
-    and their draws, are removed. The test is then repeated for the remaining clients and draws until it finds no
-    further client.
+    A client is always drawn if its size times m is at least Σn, the sum of all sizes. Such clients and their draws are
+    removed. The test is then repeated for the remaining clients and draws until it finds no further client.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

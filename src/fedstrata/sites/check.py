@@ -57,8 +57,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to read the site's data too. If False, a refused job is a warning instead of a problem, because
-            the site may start for another job.
+        data: Whether to read the site's data too. Without the data, a refused job is a warning instead of a problem,
+            because the site may start for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.

@@ -36,8 +36,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     Args:
         folder: The folder of the job.
         plans: The experiments of the job, which the server runs one after another.
-        specs: The spec of each plan as TOML. Each spec is written to its own file, so that a site can review it. If a
-            spec were in the JSON file, NVFlare would replace its braces as placeholders.
+        specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review the
+            spec. If a spec were in the JSON file, NVFlare would replace its braces as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """Return a description of an error as a table for JSON, from which ``raised`` restores the error."""
+    """Describe an error as a table for JSON, from which ``raised`` restores the error."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
     return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}

@@ -70,7 +70,7 @@ class UnusableDataError(DataError):
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
     """Return the context (data, model and settings) that the clients of one site share.
 
-    The data come from the site's own file. If the spec names a data set instead, the spec's partition divides that data
+    The data come from the site's own file. If the spec names a data set, the spec's partition instead divides this data
     set among all clients.
 
     Args:
@@ -159,7 +159,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
 
 
 def description_of(spec: Experiment) -> str:
-    """Return a hash of the settings of a spec that decide whether a site's data fit the spec."""
+    """Return a hash of a spec's description of the data, which determines whether a site's data fit the spec."""
     free = {"name", "normalize", "shift", "scale", "augment"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
@@ -237,7 +237,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare the server of an experiment on the sites' own data. The server has either test samples or no samples.
+    """Prepare the server of an experiment on the sites' own data. The server has test samples or does not have samples.
 
     Args:
         spec: The experiment.

@@ -24,7 +24,7 @@ class SiteDirectory:
     """The sites of a run. For each site, the directory stores the clients, and whether the site takes part.
 
     Args:
-        site_of_client: The name of each client's site; the index is the client's id.
+        site_of_client: The name of each client's site. The index in this list is the client's id.
         is_reachable: A function that returns True if a site will probably answer now. The function raises an error if
             the job is over.
         least: The smallest number of sites that must answer, before the first round and in every round.

@@ -38,14 +38,14 @@ class Declaration:
     """Everything that a job may ask of a site and its clients.
 
     Args:
-        job: The hash of the job's spec; a site approves a job by this hash.
+        job: The hash of the job's spec, by which a site approves the job.
         method: The method's name.
         rounds: The number of rounds.
         allowed: The requests that a client may get. The value is None if the method, or one of its settings, does not
             declare its requests.
-        survey: A description of the statistics that a site with its own data sends before the first round; empty if the
-            site does not send statistics.
-        own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
+        survey: A description of the statistics that a site with its own data sends before the first round; empty
+            without such statistics.
+        own_data: Whether sites bring their own data. If they do, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain the minimum and the maximum, which are values of single samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.

@@ -184,8 +184,8 @@ class NVFlareEngine(Engine):
     def restore(self, round: int) -> None:
         """Let every site restore its clients' states after ``round`` rounds, or begin a new run if ``round`` is 0.
 
-        A site takes no part if it cannot restore the states, or if its data changed since the run began. An event gives
-        the reason.
+        A site does not take part if it cannot restore the states, or if its data changed since the run began. An event
+        gives the reason.
 
         Raises:
             SiteLostError: All sites are unreachable.

@@ -32,8 +32,7 @@ class SiteEntry(Setting):
             instead.
         keys: The folder on the site's machine with the keys that all sites share to mask labels.
         allow: Top-level packages at the site from which a spec may name code, as ``module:Class``.
-        catalog: Data sets and files on the site's machine that a spec may name, for a trial without the sites' own
-            data.
+        catalog: Data sets and files on the site's machine that a spec may name in a trial without the sites' own data.
         tells: Whether the site sends the values of its own metrics. Every site sends the sums from which the server
             computes the metrics of all sites.
     """

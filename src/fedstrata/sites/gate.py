@@ -26,8 +26,8 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """A component that checks names against our list at registration, at each heartbeat and when a job arrives.
 
     A connecting site states its name. NVFlare first asks whether the name is disabled, and then compares the name with
-    the site's certificate. Our list therefore answers the question whether the name is disabled. At other times, a site
-    could state a false name.
+    the site's certificate. Our list therefore decides whether the name is disabled. At other times, a site could state
+    a false name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.

@@ -95,7 +95,7 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
         policy: The site's policy, which sets the limit.
         job: The hash of the job's spec.
         description: A hash of the spec's description of the data.
-        request: The encoded request, from which this function recognises that a request is repeated.
+        request: The encoded request, which is needed to recognise a repeated request.
 
     Raises:
         RuleError: Other jobs have used all trials that the policy allows.
@@ -168,7 +168,7 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Add what the job has used since the last write to the numbers in the file."""
+        """Add the job's starts, exchanges and bytes since the last write to the numbers in the file."""
         with self._changing():
             pass
 
@@ -197,7 +197,7 @@ class Quota:
         self.home = table.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
-        """Record which clients are at this site according to a job, and refuse a later change.
+        """Record the clients that a job assigns to this site, and refuse later changes.
 
         If the ids changed, the spec would hold out different samples for tests. The difference between two answers
         could then reveal a sample.
@@ -253,11 +253,11 @@ class Match:
     Args:
         client: The client that is asked.
         request: The request as it arrived.
-        number: The index of ``allowed`` among the entries of the job's declaration.
+        number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
         position: The progress of the run after the answer to the request.
-        digests: The hashes of all variants of the request that may repeat it after other clients failed. The value is
-            empty unless clients add up tensors together.
+        digests: The hashes of all variants of the request that the server may send after other clients failed. The
+            value is empty unless clients add up tensors together.
         again: Whether the client got this request before and gets it again, because another client failed.
     """
 
@@ -276,7 +276,7 @@ class Guard:
     Args:
         declaration: Everything that the job may ask.
         policy: The site's policy; None if the site has no policy.
-        quota: The counts of what the job has used at the site so far.
+        quota: The numbers of starts, exchanges and bytes that the job has used at the site.
         round: The last finished round; 0 for a new run.
     """
 
@@ -307,7 +307,7 @@ class Guard:
             client: The client that is asked.
             request: The request.
             relay: Whether the request comes with a model that goes from client to client.
-            together: Whether the client must answer together with other clients, with which it adds up tensors.
+            together: Whether the client must answer together with other clients, because these clients add up tensors.
 
         Returns:
             The match of the request with an entry of the declaration; None if the job has no declaration.
@@ -393,7 +393,7 @@ class Guard:
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Write the counts of what the job has used, at the same time as the clients' states.
+        """Write the numbers that the job has used, at the same time as the clients' states.
 
         Raises:
             RuleError: The round is later than the job's last round.

@@ -19,7 +19,7 @@ AT_WORK = -1
 
 
 class LateError(WireError):
-    """A question arrived after a later question, so the server no longer needs the answer to the earlier question."""
+    """A question arrived after a later question, so the server no longer needs its answer."""
 
 
 class RequestCache:

@@ -59,7 +59,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The component at the server, which runs the experiments of a job one after another.
 
     Args:
-        plans: The experiments. Each is a table of the fields of a ``JobSpec``, because a job's configuration is JSON.
+        plans: The experiments. Each experiment is a table of the fields of a ``JobSpec``, because a job's configuration
+            is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -187,7 +188,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. Except in simulations, a hash of the spec is its name, so each job has its own folder."""
+    """Return the run folder. Except in simulations, the folder is named after the spec's hash, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 

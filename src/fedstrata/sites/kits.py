@@ -39,7 +39,7 @@ def finish(kit: Path) -> None:
 
 
 def close(folder: Path) -> None:
-    """Set the permissions of a folder and its content so that only the owner can read them."""
+    """Set the permissions of a folder and its content, so that only the owner can read them."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)

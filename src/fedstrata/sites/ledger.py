@@ -3,8 +3,8 @@
 The ledger is a ``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
 detects lines that were changed, removed or moved. The *head* of a ledger consists of its number of entries and its last
 checksum. The head is stored in a second file, and is sent to the server with every answer. The server writes the heads
-to the run folder. A check can therefore also detect missing lines at the end of the ledger. Values, labels and texts of
-errors are never written.
+to the run folder. A check can therefore also detect missing lines at the end of the ledger. The ledger never contains
+values, labels or texts of errors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Head:
 
     @classmethod
     def parsed(cls, text: object) -> Head | None:
-        """Parse the text of a head; return None if the text is not a head."""
+        """Parse the text of a head. Return None if the text is not a head."""
         match = _HEAD.fullmatch(text) if isinstance(text, str) else None
         return cls(int(match[1]), match[2]) if match else None
 

@@ -49,10 +49,10 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 
 @contextmanager
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve the web page during the ``with`` block, and yield its address and a function that updates it.
+    """Serve the web page during the ``with`` block. Yield the page's address, and a function that updates the page.
 
     All users of this machine, and all web pages in their browsers, can connect. The page is therefore sent only if the
-    address contains a random key, and the host name is a name of this machine.
+    address contains a random key and the host name is a name of this machine.
 
     Args:
         source: The source of the progress.

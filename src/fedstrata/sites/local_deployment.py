@@ -16,7 +16,7 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Make the folders of server and sites, start server and sites, run the job, fetch its result, and stop all.
+    """Make the folders of server and sites, start both, run the job, fetch its result, and stop server and sites.
 
     Args:
         spec: The experiment.

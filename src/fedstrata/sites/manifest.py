@@ -79,7 +79,8 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
 
     Args:
         run: The run folder.
-        kit: The folder of the server, a site or the administrator; each contains the federation's root certificate.
+        kit: The folder of the server, a site or the administrator. Each of these contains the federation's root
+            certificate.
 
     Raises:
         DataError: The administrator did not sign the manifest, or a file is missing or was changed.

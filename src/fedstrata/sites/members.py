@@ -1,4 +1,4 @@
-"""The list of sites that may connect: a file in the server's folder, which is read at each connection."""
+"""The list of sites that may connect, which is a file in the server's folder. It is read at each connection."""
 
 from __future__ import annotations
 

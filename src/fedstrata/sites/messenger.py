@@ -85,12 +85,12 @@ class Messenger:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def next_exchange(self) -> int:
-        """Begin an exchange (questions to clients and their answers), and return its number."""
+        """Begin an exchange (questions to clients and their answers), and return the exchange's number."""
         self.exchange += 1
         return self.exchange
 
     def acknowledge(self, site: str, ack: Message) -> None:
-        """Attach an acknowledgement to all messages to a site until the site has answered one of them."""
+        """Attach an acknowledgement to all messages to a site until the site has answered such a message."""
         if site not in self.directory.excluded:
             self._acks[site].append(ack)
 

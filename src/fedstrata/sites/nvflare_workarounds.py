@@ -39,7 +39,7 @@ pools allow up to 128 threads."""
 def bound_growth() -> None:
     """Keep the number of threads and the memory use of this process constant while it exchanges messages.
 
-    The first call in a process starts a thread that never ends; later calls change nothing.
+    The first call in a process starts a thread that never ends. Later calls change nothing.
     """
     cleanups = PriorityQueue[tuple[float, int, Callable[[], object]]]()
     _forget_in_one_thread(cleanups)
@@ -147,12 +147,12 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """A signal that ends calls to sites. It is triggered if the job is aborted, and when our server ends normally.
+    """A signal that ends calls to sites. The signal is triggered if the job is aborted, and when our server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.
 
-    Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``, where a call waits until ``abort_signal.triggered``.
+    Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``: a call waits until ``abort_signal.triggered`` is True.
 
     Args:
         signal: The job's abort signal.
@@ -249,7 +249,7 @@ def quiet_call(work: Callable[[], Any]) -> Any:
 
 
 def is_temporary(error: Exception, known: bool) -> bool:
-    """Return True if a request may succeed later, because the server, its sites or its jobs are not ready.
+    """Return True if a request may succeed later: the server is unreachable, or its sites and jobs are not ready.
 
     If a server stops while it answers, the API raises ``InternalError`` or ``RuntimeError``. After a restart, a server
     does not know our session, and the API raises ``AuthenticationError``.
@@ -293,7 +293,8 @@ def adapt_script(name: str, text: str) -> str:
     The script then uses this Python, checks the folder before it starts NVFlare, and can be stopped at any time.
 
     NVFlare's ``stop_fl.sh`` asks for confirmation, and does nothing without a terminal. NVFlare's ``start.sh`` returns
-    before the daemon has written its process id, so a stop immediately after the start does not find the process.
+    before the daemon has written its process id. A stop immediately after the start therefore does not find the
+    process.
 
     Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
 

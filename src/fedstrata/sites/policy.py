@@ -32,7 +32,7 @@ class RuleError(FedstrataError):
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
-        reason: A text that says what is refused, and what would be accepted.
+        reason: A text that says what the site refuses, and what it would accept.
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -85,11 +85,11 @@ class Policy(Setting):
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job must use. With 0, jobs do not need differential
             privacy, except if ``budget`` is set.
-        outside_dp: Names of the values without noise that a job with differential privacy may compute from the site's
-            samples: ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect
-            if the site requires differential privacy.
+        outside_dp: Names of the values that a job with differential privacy may compute from the site's samples without
+            noise. The names are ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list
+            has an effect if the site requires differential privacy.
         budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
-            a round that would exceed it. Default: no limit.
+            a round that would exceed this budget. Default: no limit.
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
@@ -228,7 +228,7 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse to send counts of categories, targets or values if one of them is between 1 and ``least`` − 1.
+        """Refuse to send counts of categories, targets or values if a count is between 1 and ``least`` − 1.
 
         Args:
             job: The hash of the job.
@@ -259,7 +259,7 @@ class Policy(Setting):
 
     @classmethod
     def read(cls, root: Path) -> Policy:
-        """Read the policy from a site's folder; return the defaults if the folder has no policy file.
+        """Read the policy from a site's folder, or return the defaults if the folder has no policy file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

@@ -1,9 +1,8 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
 The site adds up Rényi divergences of one order. This order is fixed at the first step under a budget. The total
-therefore bounds ε even if jobs are chosen after earlier answers are known (Feldman and Zrnic 2021, Theorem 4.1). Each
-round is written to the disk before its first step. A job that is interrupted has spent the budget of all rounds that it
-began.
+therefore bounds ε even if jobs depend on earlier answers (Feldman and Zrnic 2021, Theorem 4.1). Each round is written
+to the disk before its first step. A job that is interrupted has spent the budget of all rounds that it began.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Spending:
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """Return the largest divergence of all clients of each job, for each of ``ORDERS``.
+        """Return the largest divergence over all clients of each job, for each of ``ORDERS``.
 
         In a job, clients have different samples, so only the largest divergence counts. This divergence is bounded for
         each order.
@@ -101,7 +100,7 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def report(self) -> dict[str, Any]:
-        """Return the ε that all jobs spent together, and each job's ε, which privacy loss distributions (PLD) give.
+        """Return the ε that all jobs spent together, and each job's ε by privacy loss distributions (PLD).
 
         The table is empty if no job with ``privacy.dp`` has trained.
 

@@ -83,7 +83,7 @@ def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
 
 
 class Progress:
-    """The progress of a run, as its server reports it.
+    """The progress of a run that its server reports.
 
     Args:
         rounds: The number of rounds of the run.
@@ -232,7 +232,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def headline(table: Mapping[str, Any]) -> str:
-    """Return a line about a run: round, metrics, clients of the last round, sites, bytes, and remaining time.
+    """Return a line about a run, with round, metrics, clients of the last round, sites, bytes, and remaining time.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
     ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,

@@ -19,7 +19,7 @@ class ClientRaisedError(FedstrataError):
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
-    """Return a client's reply to a request; a ``Failure`` if the client failed or its reply has the wrong type."""
+    """Return a client's reply to a request, or a ``Failure`` if the client failed or its reply has the wrong type."""
     if isinstance(outcome, Failed):
         error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
@@ -116,7 +116,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and the outcome of each accepted hop; tell the sites which hops were not accepted."""
+        """Return the final model and each accepted hop's outcome, and tell the sites which hops were not accepted."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]

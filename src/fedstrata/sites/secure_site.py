@@ -84,7 +84,7 @@ def trust_of(kit: Path) -> Trust:
 
 
 def job_of(spec: str) -> bytes:
-    """Return the job's hash, which all keys and signatures of a run contain.
+    """Return the job's hash, on which all keys and signatures of a run depend.
 
     Args:
         spec: The experiment as TOML.
@@ -183,7 +183,7 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
 
 
 def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
-    """Process the message that the server has unmasked a sum. The server may send this message several times.
+    """Process a message which says that the server has unmasked a sum. The server may send this message several times.
 
     Args:
         member: The site's part in secure sums.
@@ -213,7 +213,7 @@ def about(message: object, member: Member) -> dict[str, Any]:
     """Return the fields of a ledger entry that describe a message of a secure sum; empty for other messages.
 
     Args:
-        message: The request that the site answered, or the message that the server has unmasked a sum.
+        message: The request that the site answered, or the message about an unmasked sum.
         member: The site's part in secure sums.
     """
     if isinstance(message, Masked) and isinstance(message.begin, Begin):

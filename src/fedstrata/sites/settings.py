@@ -105,7 +105,7 @@ class SiteSettings(Setting):
     Args:
         data: The data file of the site or the server; None if the spec names the data.
         keys: The folder with the keys that all sites share to mask labels. It is never set at the server.
-        patience: The number of seconds that the site waits for the server or another site.
+        patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
@@ -138,7 +138,7 @@ class SiteSettings(Setting):
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """Read the settings from the folder of the server or a site; return the defaults if it has no settings file.
+        """Read the settings from the folder of the server or a site, or return the defaults if there is no settings file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

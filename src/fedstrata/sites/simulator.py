@@ -58,7 +58,7 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Pairs of an experiment and its run folder, or None if the run folder is not needed.
+        runs: Pairs of an experiment and its run folder. The run folder is None if it is not needed.
         sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
             max(3, number of processors). A resumed run keeps its sites, because they store their clients' states.
         resume: Whether to resume the runs in the folders.

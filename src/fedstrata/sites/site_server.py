@@ -242,7 +242,7 @@ class SiteServer:
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
         """Return the part of an error's text that the server may see; see ``settings`` of this class.
 
-        If a client raised the error, ``reason`` is the client's description of it.
+        If a client raised the error, ``reason`` is the client's description of the error.
         """
         if reason is None:
             if self.settings.simulated and isinstance(error, UnusableDataError):
@@ -489,7 +489,7 @@ class SiteRun:
             self.site_server.note(client=client, round=self.guard.round, **about(ack, member))
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """Let clients of this site answer questions, and return the answers."""
+        """Let clients of this site answer questions, and return their answers."""
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
@@ -601,7 +601,7 @@ class SiteRun:
         return about(request, self.context.member)
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return the next answers of the last exchange; they did not fit into earlier messages."""
+        """Return the next answers of the last exchange, which did not fit into earlier messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the answers of exchange {more.exchange} are no longer stored")
         return self._next_answers()

@@ -38,7 +38,7 @@ class Source:
         table: A function that returns the progress of the run, or of a site's work in it, as a table; None without a
             run. If the server does not answer, the table has only the key ``away`` with the reason. If a submitted job
             has not reported yet, the table has only the key ``waiting`` with the job's status.
-        result: A function that returns the run folder once the run is over, and otherwise None.
+        result: A function that returns the run folder after the run is over, and otherwise None.
         close: A function that closes the connections.
     """
 

@@ -106,7 +106,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server, which submits and watches a job, and fetches its result.
 
-    While the server is unreachable, each request waits for ``POLL`` seconds and returns nothing.
+    While the server is unreachable, each request waits for ``POLL`` seconds, and has no result.
 
     Args:
         admin: The administrator's folder.
@@ -159,7 +159,7 @@ class Watch:
         return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Poll once: submit the job if it is not submitted, and return True if the job has ended with a result."""
+        """Submit the job if it is not submitted yet. Return True if the job has ended with a result."""
         if self._job is None:
             if self._given_up:
                 # Wait for the sites before the job is submitted again, because they connect one after another if the
@@ -311,7 +311,7 @@ class Watch:
                 return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
-        """Fetch the run folder of a job, by default the current job; return False if the server is unreachable."""
+        """Fetch the run folder of a job, by default of the current job. Return False if the server is unreachable."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             fetched = self._call(lambda session: [session.download_job_result(job or self._job, place)])

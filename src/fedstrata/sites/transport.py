@@ -109,7 +109,7 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return the bytes that may be in transit: the question's size or, after the site's work, the answer's size.
+        """Return the bytes that may be in transit: of the question or, after the site's work, of the answer.
 
         Args:
             number: The sequence number of the question.
@@ -158,7 +158,7 @@ class CollabTransport:
                 heart.record(self._clock(), number, size)
 
     def is_reachable(self, site: str) -> bool:
-        """Return whether a site may connect and sent a heartbeat in the last ``SILENCE`` seconds."""
+        """Return True if a site may connect and has sent a heartbeat in the last ``SILENCE`` seconds."""
         if self._signal.triggered:
             raise self._over("the job is over")
         return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE

@@ -35,7 +35,7 @@ class Survey(Message):
     """The question for statistics of a site's training samples, which is sent before a run on the sites' own data.
 
     Args:
-        spec: The experiment as TOML; its ``[data]`` describes the data.
+        spec: The experiment as TOML. Its section ``[data]`` describes the data.
         clients: The id of the client at this site, as a list with one element.
         total: The total number of clients.
         tests: Whether the site must have test samples.
@@ -98,8 +98,8 @@ class Begun(Message):
     """The answer of a site that is ready for the run.
 
     Args:
-        round: The round after which the clients' states were stored. This is the requested round or an earlier round,
-            or 0 if no states are stored.
+        round: The round after which the clients' states were stored. This round is the requested round or an earlier
+            round, or 0 if no states are stored.
         lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -154,7 +154,7 @@ class RelayEnd(Message):
 
     Args:
         relay_id: The id of the relay.
-        void: The ids of the clients with training steps that do not count.
+        void: The ids of the clients whose training does not count.
     """
 
     relay_id: int
@@ -169,7 +169,7 @@ class Ask(Message):
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
         clients: The ids of the clients.
         requests: The requests without duplicates. Many clients often get the same request.
-        which: For each client, the index of its request in ``requests``.
+        which: The index of each client's request in ``requests``.
         group: The name of the group of clients that add up tensors together; empty if each client answers separately.
         places: The indices of these clients within the group.
     """
@@ -202,9 +202,9 @@ class Answers(Message):
     """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client of the question, in its order. If some outcomes are missing,
-            they are in the next message.
-        left: The number of answers that did not fit into this message; ``More`` asks for them.
+        outcomes: A reply or ``Failed`` for each client of the question, in the question's order. If some outcomes are
+            missing, they are in the next message.
+        left: The number of answers that did not fit into this message. The message ``More`` asks for these answers.
         ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
 
@@ -226,7 +226,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay: to train the travelling model. The training at one client is a hop.
+    """A task for one client of a relay, which is to train the travelling model. The training at one client is a hop.
 
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
@@ -238,8 +238,8 @@ class Hop(Message):
         base: The index of the hop that produced the holder's model.
         weights: The model, if it is in this message.
         back: Whether the model returns to the server with the reply, instead of staying at the site.
-        ticket: A secret that is needed to fetch the model after this hop. The server later gives it only to the next
-            site.
+        ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
+            the next site.
         key: The ticket of the hop ``base``, with which this site fetches the model from the holder.
     """
 
@@ -346,7 +346,7 @@ class Part(Message):
 
 @record("Total")
 class Total(Message):
-    """The sum of the terms of all clients of a group; the answer to ``Part``."""
+    """The answer to ``Part``, with the sum of the terms of all clients of a group."""
 
     tensor: Tensor
 

@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples or, without these, on the test set; None if it is not measured."""
+        """Return the metric on validation samples, or on the test set without these; None if it is not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -113,7 +113,7 @@ class EarlyStopping(_Best):
     """Stops a run that no longer improves, and makes the model of the best round the final model.
 
     The callback uses the validation samples (``evaluation.validation``), never the test set. The model of the best
-    round is also the final model of a run that is not stopped.
+    round is also the final model if the run is not stopped early.
 
     Args:
         patience: Number of evaluations without an improvement after which the run stops.

@@ -113,7 +113,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables, but omit sections that early versions do not know if they have no effect."""
+        """Return nested tables. Omit sections that early versions do not know, if these sections have no effect."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
@@ -252,7 +252,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add the path of the spec file and the line of the error's key to an error, if the file contains the key."""
+    """Add the path of the spec file, and the line of the error's key, to an error if the file contains this key."""
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
 
@@ -370,8 +370,8 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
-    spec, and its key ``method.name`` chooses the method. Without this key, the method with the name of the label is
-    used or, if there is no such method, the spec's method.
+    spec, and its key ``method.name`` chooses the method. Without this key, the label is the name of the method or, if
+    there is no such method, the spec's method is used.
 
     Args:
         table: The spec as nested tables.

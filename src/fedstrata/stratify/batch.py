@@ -61,7 +61,7 @@ class BatchMode:
     server: ServerOptimizer | None
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if BatchNorm would get batches of one sample."""
+        """Raise ``SpecError`` if BatchNorm would get batches of only one sample."""
         if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
@@ -76,7 +76,7 @@ class BatchMode:
         return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
 
     def form(self, config: FederationConfig) -> GradientForm:
-        """Return the form in which the gradients of a batch are summed (``privacy.sums``)."""
+        """Return the form in which secure sums (``privacy.sums``) add the gradients of a batch."""
         return GradientForm(config, self.batch_size or config.training.batch_size, self.local_steps)
 
     def run_epoch(
@@ -181,14 +181,14 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The plan of an epoch, which assigns a client and its reserved sample to each position of the schedule.
+    """The plan of an epoch, which assigns a client and a reserved sample of this client to each position of the schedule.
 
     The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. Clients are chosen
     batch by batch (Algorithm 2), but one request asks a client to reserve its samples for all batches. If a client has
     no sample for a position, a further request asks another client.
 
     A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with fewer samples moves
-    these samples to another batch, or *holds them back*, which means that it does not reserve them.
+    these samples to another batch, or does not reserve them (*holds them back*).
 
     Args:
         roster: The clients that the server can ask.

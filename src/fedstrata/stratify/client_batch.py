@@ -101,13 +101,13 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return the client's pools for a request: its shuffled samples of each label, and how many of these are used.
+    """Return the client's pools for a request, with its shuffled samples of each label and the number of used samples.
 
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all samples of
     the pool are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know
-    the placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. Before the first
-    round, the client did not report labels with so few samples, and requests may not draw these samples. The order of a
-    pool depends on the label and not on the placeholder, so that training is the same with and without masking.
+    the placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not
+    report labels with so few samples before the first round. Requests may not draw these samples. The order of a pool
+    depends on the label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
@@ -182,7 +182,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Move a client's new samples between batches, so that every batch has enough samples of the client or none.
+    """Move a client's new samples between batches, so that no batch has too few samples of the client.
 
     The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
     parts until the result is large enough. If the last part is too small, it is merged with the previous part. Samples

@@ -97,7 +97,7 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """Training of a relay, in which the model travels from client to client, for clients that share one process.
+    """The training in a relay, in which the model travels from client to client, for clients that share one process.
 
     At first, each task only draws its samples. The steps for many tasks (a *block*) are taken later, all at once. The
     model is bit for bit the same as if each client took its own steps. If the model is not finite after a block, the

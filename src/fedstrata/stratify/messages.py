@@ -1,8 +1,8 @@
 """Requests and replies of Stratify for reserved samples, gradients and SGD steps.
 
 The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
-a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server need
-not know the label. The *pool* of a placeholder contains the client's unused samples of this label.
+a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server does
+not need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests, batches that were already used or come in the wrong order, and batches
-        without reserved samples.
+        The client refuses malformed requests and batches without reserved samples. It also refuses batches that were
+        already used or come in the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
@@ -111,8 +111,8 @@ class GatheredReply(ReserveReply):
     Samples are moved because the client never computes a gradient over fewer samples than ``privacy.min_samples``.
 
     Args:
-        batches: The batch in which the sample for each entry of the request's list of labels is now trained, int64. The
-            value has no meaning if ``missing`` is True.
+        batches: The batch in which a client now trains on the sample for each entry of the request's list of labels,
+            int64. The value has no meaning if ``missing`` is True.
         held: One bool per entry. The value is True if the client does not reserve the sample, because it has too few
             samples for any batch. In this case, ``missing`` is True, too, and the sample stays unused.
     """

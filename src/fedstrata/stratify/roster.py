@@ -1,4 +1,4 @@
-"""Record which clients can still be asked for samples of each label in an epoch."""
+"""Record which clients the server can still ask for samples of each label in an epoch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Roster:
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The labels for which the client's reply says that all samples are used, as placeholders and not
+            exhausted: The labels of which all samples are used according to the client's reply, as placeholders and not
                 as indices.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]

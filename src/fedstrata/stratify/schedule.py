@@ -3,7 +3,7 @@
 The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
 label.
 
-A *placeholder* is a number that stands for a label, so that the server need not know the label.
+A *placeholder* is a number that stands for a label, so that the server does not need to know the label.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class GradientForm(ModelForm):
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of steps with gradients that are added up. The range of a gradient is ``privacy.range`` per step.
+        steps: Number of steps. The gradients of these steps are added up. The range of a gradient is ``privacy.range``
+            per step.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:

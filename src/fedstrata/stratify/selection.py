@@ -74,10 +74,10 @@ def assign_runs(
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
     """Draw a subset of the available clients, without replacement, for each of several labels.
 
-    Of n available clients, r = max(1, ceil(retain · n)) are drawn. If selection is uniform, all clients are equally
-    likely. If selection is weighted, clients are drawn one after another, with probabilities in proportion to the
-    weights of the remaining clients. To do this, each client gets a random key: an exponential random number, divided
-    by the weight. The r clients with the smallest keys are drawn (Efraimidis and Spirakis 2006).
+    The number of drawn clients is r = max(1, ceil(retain · n)) for n available clients. If selection is uniform, all
+    clients are equally likely. If selection is weighted, clients are drawn one after another, with probabilities in
+    proportion to the weights of the remaining clients. To do this, each client gets a random key: an exponential random
+    number, divided by the weight. The r clients with the smallest keys are drawn (Efraimidis and Spirakis 2006).
 
     Args:
         able: Whether each client is available for each label, shape (…, N).

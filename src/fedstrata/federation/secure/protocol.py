@@ -204,7 +204,7 @@ class Roster(Message):
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the names of the sites that have a name, a key or a seed more than once, or in common with another site."""
+    """Return the names of the sites that use a name, a key or a seed twice, or in common with another site."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:

@@ -3,7 +3,7 @@
 CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
 Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
 be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption. The scale of a product of two
-numbers is therefore the square of this scale. Products are not *rescaled*. CKKS would divide them by a prime that
+numbers is therefore the square of this scale. Products are not *rescaled*. CKKS would divide products by a prime that
 differs slightly from the scale, so that the result would be inexact.
 """
 
@@ -66,7 +66,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """Generate keys from the operating system's randomness; return the secret and the public context as bytes."""
+    """Generate keys from the operating system's randomness. Return the secret and the public context as bytes."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -88,7 +88,7 @@ class Sealer:
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, have other parameters, or contain a secret key.
+        ReplyRefusedError: The bytes are not a context, or the context has other parameters or contains a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:

@@ -73,7 +73,7 @@ def report_labels(client: Client, request: LabelReport) -> LabelReply:
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store which label each placeholder (a number that the server uses) stands for."""
+    """Store the label for which each placeholder (a number that the server uses) stands."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -136,7 +136,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Send the encrypted number of samples of each label, and store which label each placeholder stands for."""
+    """Send the encrypted number of samples of each label, and store the label for which each placeholder stands."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -159,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each of the client's labels, the client's fraction of all clients' samples of this label."""
+    """Report the client's fraction of all clients' samples of each of its labels."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

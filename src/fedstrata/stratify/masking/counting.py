@@ -53,7 +53,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
 
 def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """Return the number of samples of each placeholder over all clients, decrypted by the first client that answers.
+    """Return the number of samples of each placeholder over all clients, which the first answering client decrypts.
 
     Args:
         federation: The federation, through which the server asks clients.
@@ -65,7 +65,8 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         The totals, shape (P,).
 
     Raises:
-        QuorumError: No client could decrypt the totals. Clients refuse totals that are not close to an integer.
+        QuorumError: No client could decrypt the totals. Clients refuse to decrypt totals that are not close to an
+            integer.
     """
     size = len(names)
     if size == 0 or not held:

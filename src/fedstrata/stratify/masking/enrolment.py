@@ -1,11 +1,11 @@
-"""Enrol clients: the server learns which clients have labels in common, and sample counts, but not the labels.
+"""Enrol clients: the server learns sample counts, and which clients have labels in common, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
 a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the
 clients one after another, and through the labels of each client in random order. The order is the same in every mode of
 masking, so that training is the same, too. Clients know the placeholders only by random numbers, called *names*. The
-server's own numbers would tell clients which client added a label. Neither this module nor its imports can access a
-secret key.
+server's own numbers would reveal to clients which client added a label. Neither this module nor its imports can access
+a secret key.
 
 Reference:
     Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking.
@@ -104,7 +104,7 @@ class TagRegister:
 
     Args:
         keys: The clients' public keys.
-        tags: The keyed hash of the label for which each placeholder 0 … P − 1 stands, 16 bytes each.
+        tags: The keyed hash (16 bytes) of the label for which each placeholder 0 … P − 1 stands.
     """
 
     keys: PublicKeys
@@ -116,7 +116,7 @@ def check(masking: Masking, classes: int) -> None:
 
     Raises:
         ExtraMissingError: TenSEAL is not installed.
-        SpecError: The number of classes is too large for the mode.
+        SpecError: The number of classes is too large for the mode of masking.
     """
     if masking != "none":
         tenseal()
@@ -140,7 +140,7 @@ def enrol(
         federation: The federation, through which the server asks clients.
         masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares labels under encryption.
-        weighted: Whether clients also report their fraction of all samples of each of their labels.
+        weighted: Whether clients also report their fraction of all clients' samples of each of their labels.
         before: The result of an earlier enrolment. The server asks only clients that are missing in the earlier result,
             and placeholders keep their labels.
         watch: A function that is called with the name of each phase when it begins. The phases are "unique list" (find

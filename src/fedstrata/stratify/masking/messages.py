@@ -71,7 +71,7 @@ class Assigned(Reply):
 
 @record("Assign")
 class Assign(Request):
-    """A request that tells a client its placeholders, the numbers that stand for its labels in later requests.
+    """A request that tells a client its placeholders, which stand for its labels in later requests.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were made with the wrong keys, and more tags than classes."""
+        """Refuse tags that were made with the wrong keys, and replies with more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"there are {len(self.tags)} tags, but only {classes} classes")
@@ -169,8 +169,8 @@ class Compare(Request):
 
     Args:
         classes: The number C of classes.
-        sheets: For each ciphertext of differences, the index (into ``SealedLabels.sheets``) of the client's ciphertext
-            that is compared with the list, int64.
+        sheets: The index (into ``SealedLabels.sheets``) of the client's ciphertext to which each ciphertext of
+            differences belongs, int64.
         differences: The ciphertexts of the differences.
     """
 

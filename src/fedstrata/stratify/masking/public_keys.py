@@ -15,7 +15,7 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Ask one client. Return its reply, or None if the client fails; an event then records the reason."""
+    """Ask one client. Return its reply, or None if the client fails. An event then records the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:

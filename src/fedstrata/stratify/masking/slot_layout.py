@@ -1,6 +1,6 @@
 """Arrange labels in the slots of a ciphertext, and scramble the differences between labels.
 
-A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains each label that any client has
+A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
 exactly once. One subtraction of ciphertexts compares several labels of a client with the whole list. To make this
 possible, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
 ciphertext of the list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext
@@ -16,10 +16,10 @@ the product r·d of real numbers still reveals the magnitude of d. The server th
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z equals
 r·d. This is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum of
-s and a number below p that depends on d. With d, the distribution of this quotient changes by at most p / S, which is
-2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together, noise and error
-stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison. This hides how the
-ciphertext was computed.
+s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p / S,
+which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together, noise
+and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison. This hides
+how the ciphertext was computed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SlotLayout:
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: For each ciphertext, the index of the client's sheet that is compared with the list.
+            sheets: The index of the client's sheet from which each ciphertext was computed.
             labels: The number L of labels that the client sent.
 
         Returns:

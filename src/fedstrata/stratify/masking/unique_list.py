@@ -1,10 +1,10 @@
 """The unique list: an encrypted list of all labels, with which the server finds common labels (Stratify §IV-A).
 
-The server compares clients with the list one after another, and adds their new labels to the list. When the list has
-all classes, the server compares all other clients with the list at once. For a comparison, the server subtracts
-ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the labels are equal, and all
-other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has only public keys, so it
-cannot decrypt labels. From the clients' replies, the server learns where the zeros are.
+The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
+the list has all classes, the server compares the labels of all other clients with the list at once. For a comparison,
+the server subtracts ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the
+labels are equal, and all other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has
+only public keys, so it cannot decrypt labels. From the clients' replies, the server learns where the zeros are.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare clients with the list one after another and add their new labels, until the list is complete.
+        """Compare the clients' labels with the list, and add new labels, one client after another, until it is complete.
 
         Returns:
             Two values. First, a mapping from each client that answered to its placeholders (the numbers that stand for
