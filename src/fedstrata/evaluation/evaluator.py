@@ -230,12 +230,9 @@ class Evaluator:
         """Send a request to all clients, and combine the replies.
 
         Returns:
-
             - The total of the clients' sums; None without replies.
-
             - The metrics of each client, shape (N, metrics): NaN for a client without a reply. None if any site
             withholds its metrics.
-
             - The number of evaluated samples of each client, shape (N,): 0 for a client without a reply.
         """
         replies = ask(question)

@@ -138,7 +138,7 @@ class SiteSettings(Setting):
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """Read the settings from the folder of the server or a site, or return the defaults if there is no settings file.
+        """Read the settings from the folder of the server or a site. Return the defaults without a settings file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

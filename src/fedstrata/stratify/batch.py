@@ -181,7 +181,7 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The plan of an epoch, which assigns a client and a reserved sample of this client to each position of the schedule.
+    """The plan of an epoch, which assigns a client and one of its reserved samples to each position of the schedule.
 
     The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. Clients are chosen
     batch by batch (Algorithm 2), but one request asks a client to reserve its samples for all batches. If a client has

@@ -139,7 +139,7 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare the clients' labels with the list, and add new labels, one client after another, until it is complete.
+        """Compare the labels of one client after another with the list, and add new labels until it is complete.
 
         Returns:
             Two values. First, a mapping from each client that answered to its placeholders (the numbers that stand for
