@@ -343,7 +343,7 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the types of a message's fields as ``decode`` does, but for a message that was not encoded.
+    """Check the types of a message's fields as ``decode`` does, for a message that was not encoded.
 
     Raises:
         WireError: A field of the message, or of a message inside it, does not have its declared type.

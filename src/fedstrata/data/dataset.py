@@ -375,7 +375,7 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
         y_train: The targets of the training samples.
 
     Raises:
-        SpecError: There is no task with this name, or the targets could be either classes or quantities.
+        SpecError: No task has this name, or the targets could be either classes or quantities.
     """
     if isinstance(task, str):
         return TASKS.make(task, {})

@@ -24,7 +24,7 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
         store: The store of the clients' states.
 
     Raises:
-        SpecError: There is no engine with this name.
+        SpecError: No engine has this name.
     """
     if name == "local":
         from fedstrata.engines.local import LocalEngine

@@ -72,8 +72,7 @@ class History(Sequence[Record]):
         method: The method's name.
         seed: The experiment's seed.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
-            target. To set targets of other metrics, use a table with a list of values for each metric, such as ``{
-            macro-f1 = [0.5] }``.
+            target.
         metric_targets: A mapping from the names of other metrics to their targets.
         lower: The names of the metrics for which lower values are better.
         primary: The metric that determines the best round.
@@ -204,8 +203,7 @@ class History(Sequence[Record]):
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in this column, and the column is neither a standard column nor the primary
-                metric.
+            SpecError: No round has a number in this column, and it is neither a standard column nor the primary metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
@@ -303,8 +301,7 @@ class History(Sequence[Record]):
 
         - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round`` and ``best_accuracy`` describe the best round. ``best_on`` names the samples that determine the
-          best round.
+        - ``best_round`` and ``best_accuracy`` describe the best round, which the samples ``best_on`` determine.
 
         - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
@@ -313,8 +310,8 @@ class History(Sequence[Record]):
 
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
 
-        - ``stopped``, ``model_round``, ``warning`` and ``privacy`` are present if they are set, and ``model`` is the
-          content of ``kept``.
+        - ``stopped``, ``model_round``, ``model`` (from ``kept``), ``warning`` and ``privacy`` are present if they are
+          set.
         """
         accuracy = self.column("accuracy")[1][-20:]
         name, column = self.primary, column_of(self.primary)

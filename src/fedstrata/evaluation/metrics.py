@@ -248,7 +248,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 of the counts summed over all classes or labels (scikit-learn's micro ``f1_score``)."""
+    """F1 computed from the sums of all classes' (or labels') counts (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -311,7 +311,7 @@ class MAE(_OfErrors):
 
 
 class R2(_OfErrors):
-    """Coefficient of determination R² (scikit-learn's ``r2_score``), which is undefined if all targets are equal."""
+    """Coefficient of determination R² (scikit-learn's ``r2_score``); undefined if all targets are equal."""
 
     higher_is_better = True
 

@@ -68,7 +68,7 @@ class LocalOptimizer(Setting):
 
 
 class SGD(LocalOptimizer):
-    """SGD with the settings ``training.momentum`` and ``training.weight_decay``."""
+    """SGD, with ``training.momentum`` and ``training.weight_decay``."""
 
     is_sgd = True
 

@@ -165,7 +165,7 @@ class Training(Setting):
         batch_size: Number of samples in a mini-batch. A client with fewer samples than ``batch_size`` uses all its
             samples in each mini-batch.
         accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples, but needs the memory for only ``batch_size`` samples.
+            ``accumulate`` samples, but needs only the memory for ``batch_size`` samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
             SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: an

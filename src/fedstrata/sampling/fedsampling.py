@@ -31,7 +31,7 @@ from fedstrata.sampling.messages import SizeReport
 
 
 class Everyone(ClientSampler):
-    """A sampler that invites all available clients in every round and ignores ``training.clients_per_round``."""
+    """Invites all available clients in every round and ignores ``training.clients_per_round``."""
 
     needs_replies = ""
 

@@ -93,7 +93,7 @@ class Policy(Setting):
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
-        sums: What the server may see of this site's updates. ``secure``: only secure sums, so the site refuses jobs
+        sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
             with ``privacy.sums = "plain"``. ``plain``: both kinds of jobs may run.
         parties: The smallest number of sites that must contribute to a secure sum, at least 3.
         peers: The fingerprints of the certificates of the other sites in secure sums, as ``fedstrata check`` prints

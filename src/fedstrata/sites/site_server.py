@@ -82,8 +82,7 @@ class SiteServer:
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
-        keys: The keys that all clients share to mask labels. Default: the keys in the files that the environment
-            variables name.
+        keys: The keys that all clients share to mask labels. Default: the keys that environment variables name.
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
         credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses

@@ -153,7 +153,7 @@ class EarlyStopping(_Best):
 
 
 class KeepBest(_Best):
-    """A callback that stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
+    """Stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
 
     The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
     which makes test results too optimistic.

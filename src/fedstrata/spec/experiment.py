@@ -370,8 +370,8 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
-    spec, and its key ``method.name`` chooses the method. Without this key, the label is the name of the method or, if
-    there is no such method, the spec's method is used.
+    spec, and its key ``method.name`` chooses the method. Without this key, the label is the name of the method. If no
+    method has this name, the spec's method is used.
 
     Args:
         table: The spec as nested tables.

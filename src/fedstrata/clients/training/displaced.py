@@ -30,7 +30,7 @@ class DisplacedGradient:
         params: The trained parameters w. The parameters change in place while a gradient is computed, and are restored
             exactly.
         context: The arguments of the loss.
-        model: The model into which w is loaded; None if there is no such model. Without a model, there are no buffers.
+        model: The model into which w is loaded, or None. Without a model, there are no buffers.
     """
 
     of_batch: BatchGradient

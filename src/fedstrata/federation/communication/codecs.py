@@ -206,7 +206,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """A codec that rounds at random to multiples of M / ``levels``; M is a bucket's scale (Alistarh et al. 2017).
+    """Random rounding to multiples of M / ``levels``; M is a bucket's largest absolute value (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
     paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the variance of a
