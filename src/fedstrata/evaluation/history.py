@@ -310,8 +310,7 @@ class History(Sequence[Record]):
 
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
 
-        - ``stopped``, ``model_round``, ``model`` (from ``kept``), ``warning`` and ``privacy`` are present if they are
-          set.
+        - ``stopped``, ``model_round``, ``model``, ``warning`` and ``privacy`` are present if they are set.
         """
         accuracy = self.column("accuracy")[1][-20:]
         name, column = self.primary, column_of(self.primary)
