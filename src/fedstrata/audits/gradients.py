@@ -260,7 +260,8 @@ def attack(
         watch: A function that is called with the progress.
 
     Raises:
-        SpecError: Clients do not send uncompressed gradients for batches, or the samples are not images.
+        SpecError: Clients do not send gradients for batches, or clients compress the gradients, or the samples are not
+            images.
     """
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)
@@ -447,9 +448,9 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
     """Recover candidates for inputs from the gradient of a linear first layer, at most one candidate per unit.
 
-    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. A row of ∂L/∂W,
-    divided by the unit's entry of ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ ≠ 0 for only one
-    input, the mean is this input. Units with an entry of ∂L/∂b near 0 are left out.
+    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
+    Σ δ. A row of ∂L/∂W, divided by the unit's entry of ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ
+    ≠ 0 for only one input, the mean is this input. Units with an entry of ∂L/∂b near 0 are left out.
 
     Args:
         weight: The gradient ∂L/∂W, shape (units, features).

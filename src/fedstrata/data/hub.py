@@ -53,7 +53,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     validation split. Without both splits, a random fifth of each class of ``train`` becomes the test samples.
 
     Args:
-        splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
+        splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
         seed: The seed for drawing test samples from ``train``.
         client: The column with the client of each sample; None without such a column.
 

@@ -223,7 +223,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
+    """Let every BatchNorm in ``module`` normalise over ``group`` while ``module`` trains in the ``with`` block.
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples in the batch may be in the group. It then passes an empty

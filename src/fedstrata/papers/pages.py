@@ -274,9 +274,10 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     """Return how many runs of each table are complete.
 
     Returns:
-        A dict for each table. The key ``table`` is its name, ``cells`` is its number of cells (runs of one row, column
-        and seed), and ``done`` is the number of finished cells. The key ``hours`` is the expected number of hours for
-        the missing cells on one core. The key ``unknown`` is the number of missing cells with an unknown duration.
+        A dict for each table. The key ``table`` is its name, and ``cells`` is its number of cells. A cell is a run of
+        one row, column and seed. The key ``done`` is the number of finished cells. The key ``hours`` is the expected
+        number of hours for the missing cells on one core. The key ``unknown`` is the number of missing cells with an
+        unknown duration.
     """
     rows = []
     for table in wanted:

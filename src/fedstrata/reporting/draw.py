@@ -178,7 +178,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of the curves to draw with bands, which are curves over several seeds.
+    """Return the labels of the curves that get bands. Only curves over several seeds can have bands.
 
     If the chart has more than ``BANDS`` curves, only the first curve and the best curve can have bands.
     """
