@@ -1,1 +1,1 @@
-"""Aggregation of the clients' models on the server."""
+"""Aggregate the clients' models on the server."""

@@ -1,8 +1,8 @@
-"""Aggregation of the clients' models on the server.
+"""Aggregate the clients' models on the server.
 
 An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t). In this
-formula, w_t is the global model, and w_k is the model of client k. An ``Aggregator`` computes the weights a_k. A
-``ServerOptimizer`` then applies the combined update, which it treats as a negative gradient.
+formula, w_t is the global model, and w_k is the trained model of client k. An ``Aggregator`` computes the weights a_k.
+A ``ServerOptimizer`` then applies the combined update, which it treats as a negative gradient.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Aggregator(Setting):
         """Return the averaging weight a_k of each client that replied.
 
         Args:
-            selection: The invited clients, and how they were drawn.
-            returned: The clients that replied, as indices into ``selection.clients``, ascending, shape (r,).
+            selection: The invited clients, and information about the draw.
+            returned: The r clients that replied, as ascending indices into ``selection.clients``, shape (r,).
             samples: The number of samples (or tokens, or pixels) that each of these clients used, shape (r,).
 
         Returns:
@@ -69,17 +69,17 @@ class Aggregator(Setting):
         """
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why the replies are too few to change the model; an empty text if there are enough."""
+        """Return the reason why too few clients replied to change the model; an empty text if enough replied."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
         """Return the averaging weight a_k of each reply.
 
-        Subclasses override this method if their weights need more than sample counts.
+        Subclasses override this method if their weights depend on more than sample counts.
 
         Args:
-            selection: The invited clients, and how they were drawn.
-            returned: The clients that replied, as indices into ``selection.clients``, ascending, shape (r,).
+            selection: The invited clients, and information about the draw.
+            returned: The r clients that replied, as ascending indices into ``selection.clients``, shape (r,).
             replies: The replies of these clients, in the same order.
 
         Returns:
@@ -88,10 +88,10 @@ class Aggregator(Setting):
         return self.coefficients(selection, returned, np.array([reply.size for reply in replies]))
 
     def init(self, config: FederationConfig) -> Tree:
-        """Return the state before the first round. Default: None, because the server optimiser has no state yet.
+        """Return the state before the first round. The default is None, because the server optimiser has no state yet.
 
-        A subclass that stores values of clients between rounds overrides ``init`` and ``combine``. The state is written
-        to checkpoints. The state must therefore be a tree of plain values, arrays and tensors
+        A subclass must override ``init`` and ``combine`` if it stores values of clients between rounds. The state is
+        written to checkpoints. The state must therefore be a tree of plain values, arrays and tensors
         (``fedstrata.base.records``).
         """
         return None
@@ -107,20 +107,20 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model to evaluate, and to save at the end of a run. Default: the global model."""
+        """Return the model to evaluate, and to save at the end of a run. The default is the global model."""
         return weights
 
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. Without replies, the model and the state are unchanged.
+        """Return the new global model and the new state. Without replies, both stay the same.
 
         The method is called in every round, even if no client replied. The method must not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
             state: The state after the previous round. In this base class, the state belongs to the server optimiser.
-            selection: The invited clients, and how they were drawn.
+            selection: The invited clients, and information about the draw.
             replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
                 if they were absent or late, if they failed, or if the server refused their reply.
         """
@@ -149,7 +149,7 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients, and the number of the round, which the optimiser's schedule needs.
+            selection: The invited clients, with the round, which the optimiser's schedule needs.
             answers: The replies.
             a: The weight of each reply in the mean of the buffers, shape (r,).
 
@@ -162,11 +162,11 @@ class Aggregator(Setting):
 
     @property
     def share(self) -> str:
-        """The name of the clients' weights in secure sums: weights by number of samples, or equal weights."""
+        """The kind of the clients' weights in secure sums: weights by number of samples, or equal weights."""
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply whose sum over clients the server needs (``privacy.sums``)."""
+        """Return the parts of a reply that the server must sum over the clients (``privacy.sums``)."""
         weight = bounds.by_size if self.needs_counts else EQUAL
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
@@ -180,7 +180,7 @@ class Aggregator(Setting):
     def step_sums(
         self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
     ) -> tuple[Weights, Tree]:
-        """Return the same values as ``step``, with the mean of the buffers computed from sums.
+        """Return the same values as ``step``, but compute the mean of the buffers from sums.
 
         Integer buffers, such as counters, keep their values, because the largest value of all clients cannot be
         computed from a sum.
@@ -194,7 +194,7 @@ class Aggregator(Setting):
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
-    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter, summed in the order of ``models``."""
+    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter. Add the terms in the order of ``models``."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
     before, sums = list(params.values()), list(update.values())
     for model, factor in zip(models, a.tolist(), strict=True):
@@ -204,12 +204,12 @@ def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Para
 
 
 def squared_norm(tensors: Params) -> float:
-    """Return ‖v‖² of the vector v of all numbers in the tensors."""
+    """Return the squared norm ‖v‖² of the vector v of all numbers in the tensors."""
     return sum(float(tensor.square().sum(dtype=torch.float64)) for tensor in tensors.values())
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
-    """Average float buffers with the weights a_k / Σ a; for integer buffers (counters), take the largest value."""
+    """Average float buffers with the weights a_k / Σ_j a_j. For integer buffers (counters), take the largest value."""
     total = float(a.sum())
     if total == 0:
         return buffers
@@ -230,7 +230,7 @@ class MeanBySize(Aggregator):
     """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k uses in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead. Weights by size would count each client's number of samples twice.
+    draw has the same weight instead. Weights in proportion to samples would then count each client's samples twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -278,7 +278,7 @@ class StratumMean(Aggregator):
     needs_replies = "weights each client by its stratum"
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights in proportion to N_h / m_h for each client; the weights add up to 1.
+        """Return weights in proportion to N_h / m_h for each client. The weights add up to 1.
 
         >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
         >>> selection = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), stratum, stratum_sizes)
@@ -296,16 +296,16 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
 
-    N is the number of clients. Client k, which belongs to stratum h, was drawn draws_k times. m_h is the number of
-    draws from stratum h. The probability that one draw from the stratum picks client k is p_k. For draws without
+    N is the number of clients. Client k belongs to stratum h, and was drawn draws_k times. The number of draws from
+    stratum h is m_h. The probability that one draw from the stratum picks client k is p_k. For draws without
     replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
-    1952). The weights sum to one only on average, so they are applied to updates and not to whole models.
+    1952). The sum of the weights is one only on average, so they are applied to updates and not to whole models.
     """
 
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with known probabilities: with replacement, systematic, or uniform."""
+        """Require draws with known probabilities: draws with replacement, systematic draws, or uniform draws."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "can leave a stratum without draws in all rounds, and weights cannot correct this bias. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."

@@ -1,4 +1,4 @@
-"""Aggregators that store values of each client between rounds, because some clients are often absent."""
+"""Aggregate with values that are stored for each client, because some clients are often absent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class Remembering(Aggregator):
-    """Base class of aggregators that store values of each client; subclasses override ``init`` and ``combine``."""
+    """Base class of aggregators that store values of each client. Subclasses override ``init`` and ``combine``."""
 
     needs_replies = "stores values of single clients"
 
@@ -29,7 +29,7 @@ class Remembering(Aggregator):
         """Raise an error, because the averaging weights depend on the state.
 
         Raises:
-            NotImplementedError: Always.
+            NotImplementedError: The method always raises this error.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot compute averaging weights without its state. Call combine."
@@ -39,10 +39,10 @@ class Remembering(Aggregator):
 class Intervals(Remembering):
     """Weights a_k = ω_k / N, where ω_k is the mean number of rounds between two replies of client k (FedAU).
 
-    ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k of client
-    k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval ends when the client
-    replies, or when the interval has lasted ``cutoff`` rounds. The mean length of the intervals that ended before the
-    current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
+    The weight ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k
+    of client k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval between
+    replies ends when the client replies, or after ``cutoff`` rounds. The mean length of the intervals that ended before
+    the current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Longest interval between two replies of a client, in rounds (K). A smaller value reduces the weights of
@@ -81,7 +81,7 @@ class Intervals(Remembering):
 class LastUpdates(Remembering):
     """The mean of the last update y_k of each of the N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
 
-    y_k is the last update that client k sent. Before the client's first reply, y_k is zero. Stored updates are not
+    The last update that client k sent is y_k. Before the client's first reply, y_k is zero. Stored updates are not
     rescaled if the clients' learning rate changes. The model also changes in rounds in which no client replies.
     BatchNorm's buffers are averaged over the replies of the round.
 
@@ -158,7 +158,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
     Args:
         params: The parameters. The result has the names and shapes of the parameters.
         updates: A mapping from clients to updates.
-        clients: N, the number of all clients.
+        clients: The number N of all clients.
     """
     total = {name: torch.zeros_like(w) for name, w in params.items()}
     for client in sorted(updates):
@@ -169,17 +169,17 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 class Echoes(Remembering):
     """The mean of x_k + (t − τ_k) Δ_k over the replies (FedAWE): client k continues from its own model x_k.
 
-    Client k last replied in round τ_k, and x_k is the global model after this round. Before the client's first reply,
-    x_k is the initial model, and τ_k = 0. Δ_k is the change of x_k in local training in round t. Two mechanisms correct
-    for absences. An update counts once for each round since the client's last reply ("adaptive innovation echoing").
-    The average of the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client that
-    was not invited counts as absent, and a round without a reply does not change the model. The server optimiser
+    Client k last replied in round τ_k, and x_k is the global model after round τ_k. Before the client's first reply,
+    x_k is the initial model, and τ_k = 0. In round t, local training changes x_k by Δ_k. Two mechanisms correct for
+    absences. First, an update counts once for each round since the client's last reply ("adaptive innovation echoing").
+    Second, the average of the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client
+    that was not invited counts as absent, and a round without a reply does not change the model. The server optimiser
     (``server``) applies the mean of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies
     of the round. The mean of the models x_k of all clients is evaluated and saved, as in the authors' program.
 
-    In the paper, a client stores x_k, which it gets at the end of round τ_k. In this implementation, the server stores
-    these models and sends x_k at the beginning of round t. Clients then need no state, and each exchange has the same
-    size.
+    In the paper, the server sends x_k to the client at the end of round τ_k, and the client stores x_k. In this
+    implementation, the server stores these models and sends x_k at the beginning of round t. Clients then need no
+    state, and each exchange has the same size.
 
     Args:
         clip: Largest norm of the mean of the terms (t − τ_k) Δ_k. A larger mean is scaled down to this norm. The
@@ -249,8 +249,8 @@ def require_memory(config: FederationConfig, models: int, limit: float, what: st
     Args:
         config: The federation's settings.
         models: The largest number of stored models or updates.
-        limit: ``memory_gb``.
-        what: A name of the stored tensors, for the error message.
+        limit: The value of ``memory_gb``.
+        what: A name for the stored tensors, for the error message.
 
     Raises:
         SpecError: The tensors could need more than ``limit`` GB.

@@ -1,4 +1,4 @@
-"""Server optimisers, which apply the clients' combined update or gradient to the global model."""
+"""Apply the clients' combined update or gradient to the global model with a server optimiser."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ServerOptimizer(Setting):
     def apply(
         self, params: Params, update: Params, state: Tree, round: int = 1, rounds: int = 1
     ) -> tuple[Params, Tree]:
-        """Take one step with an update as the negative gradient; return the new parameters and the new state.
+        """Take one step with an update as the negative gradient. Return the new parameters and the new state.
 
         The schedule computes the learning rate from ``round`` (counted from 1) and ``rounds`` (the total number of
         rounds).
@@ -105,7 +105,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: float = 1) -> None:
-        """Take one step with ``gradient / samples``, where ``gradient`` is a sum over so many samples."""
+        """Take one step with the gradient ``gradient / samples``. The argument ``gradient`` is a sum over samples."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
@@ -154,9 +154,9 @@ class Stepper:
         return dict(self._weights)
 
     def state(self) -> Tree:
-        """Return the state for a later stepper: two lists of tensors, in the order of the parameters.
+        """Return the state for a later stepper as two lists of tensors, in the order of the parameters.
 
-        ``first`` is the velocity of ``sgd``, or m of an adaptive optimiser. ``second`` is v of an adaptive optimiser,
-        and empty for ``sgd``.
+        The list ``first`` contains the velocity of ``sgd``, or m of an adaptive optimiser. The list ``second`` contains
+        v of an adaptive optimiser, and is empty for ``sgd``.
         """
         return {"first": [m.clone() for m in self._first], "second": [v.clone() for v in self._second]}

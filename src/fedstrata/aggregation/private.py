@@ -1,4 +1,4 @@
-"""The noisy sum of clipped updates, for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
+"""Add noise to sums of clipped updates for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fedstrata.federation.vectors import changes, split
 
 
 def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: float) -> tuple[Tensor, int]:
-    """Return the sum of the clients' updates, each of which is scaled down to a norm of at most ``clip``.
+    """Scale down each client's update to a norm of at most ``clip``, and return the sum of the updates.
 
     The server clips the updates, because a client could send an update with any norm, and the server may see the
-    updates. The server clips updates after it has decoded them, because the error of a codec can make an update longer.
+    updates. The server decodes updates before it clips them, because the error of a codec can increase the norm of an
+    update.
 
     Args:
-        before: The tensors that clients train, in the global model.
+        before: The tensors of the global model that clients train.
         models: The models of the clients, which may contain further tensors.
         clip: The largest L2 norm C of an update.
 
@@ -45,7 +46,7 @@ def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, co
 
     Args:
         total: The sum of the clipped updates, shape (d,).
-        before: The tensors that clients train, in the global model.
+        before: The tensors of the global model that clients train.
         deviation: The standard deviation of the noise.
         cohort: The expected number of clients per round.
         normal: Standard normal numbers, shape (d,).

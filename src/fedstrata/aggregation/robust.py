@@ -1,7 +1,8 @@
-"""Robust aggregators, which limit the influence of false updates from a few clients on the global model.
+"""Aggregate robustly, to limit the influence that false updates from a few clients have on the global model.
 
-The result depends on the values of the updates w_k − w_t, and not only on averaging weights that are known beforehand.
-Each client that replied counts once, regardless of its reported number of samples and its number of draws.
+The result of a robust aggregator depends on the values of the updates w_k − w_t. It is not a mean with weights that are
+known beforehand. Each client that replied counts once, regardless of its reported number of samples and its number of
+draws.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class RobustAggregator(Aggregator):
-    """Base class of the aggregators whose result depends on the values of all updates.
+    """Base class of aggregators with a result that depends on the values of all updates.
 
     Floating-point buffers, such as BatchNorm's running statistics, are combined together with the parameters. Messages
-    of an objective are not combined robustly: they are still averaged.
+    of an objective are not combined robustly, but averaged.
     """
 
     needs_replies = "compares single updates"
@@ -48,7 +49,7 @@ class RobustAggregator(Aggregator):
             )
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why the replies are too few to change the model; an empty text if there are enough."""
+        """Return the reason why too few clients replied to change the model; an empty text if enough replied."""
         if 0 < replies < self.least_replies:
             return f"{self.name} needs at least {self.least_replies} replies, and {replies} clients answered"
         return ""
@@ -100,8 +101,8 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from fewer than half of the clients. With label skew, the median ignores what only a few clients have learnt. If no
-    update is false, the median can therefore be less accurate than the mean.
+    from fewer than half of the clients. If clients have samples of different labels (label skew), the median ignores
+    what only a few clients have learnt. If no update is false, the median can therefore be less accurate than the mean.
     """
 
     def center(self, updates: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class TrimmedMean(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """The smallest number of replies, 2 f + 1, with which at least one value is left in each coordinate."""
+        """The smallest number of replies, 2 f + 1, that leaves at least one value in each coordinate."""
         return 2 * self.attackers + 1
 
     def center(self, updates: Tensor) -> Tensor:

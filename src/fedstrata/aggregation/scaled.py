@@ -1,4 +1,4 @@
-"""Aggregators that change the length of each client's update, or of the combined update."""
+"""Aggregate after changing the length of each client's update, or of the combined update."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """Weights a_k = p_k (Σ_j p_j τ_j) / τ_k (FedNova): client k took τ_k steps and has the share p_k of the samples.
 
-    The p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by a sum
-    of weights: the weight that the gradient of each step has in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ))
-    / (1 − ρ). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In the authors'
-    program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
+    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by
+    the sum of all gradients' weights in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ). Weight decay
+    and terms that an objective adds to the loss count as parts of the gradient. In the authors' program, FedProx's term
+    instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
     """
 
     needs_replies = ""
@@ -94,10 +94,10 @@ class Normalised(MeanBySize):
 
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
-    """Return the sum of the weights that the gradients of all steps have in the update of SGD with momentum.
+    """Return the sum of the weights of all steps' gradients in an update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
-    step, with ρ times its weight in the step before.
+    step, with ρ times its weight in the previous step.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -109,10 +109,10 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 class Extrapolated(Mean):
     """The mean Δ̄ of m updates, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) (FedExP).
 
-    If the updates Δ_k differ more in direction, their mean is shorter, and η is larger. For m orthogonal
-    updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms are over all
-    parameters, without BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors'
-    program multiplies ε by m and lets ε fall with the squared learning rate of the clients. The program also weights
+    If the directions of the updates Δ_k differ more, their mean is shorter, and η is larger. For m orthogonal updates
+    of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms include all parameters,
+    but not BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors' program
+    multiplies ε by m and by a factor that falls with the squared learning rate of the clients. The program also weights
     updates by numbers of samples.
 
     Args:

@@ -1,7 +1,8 @@
-"""Attacks of an honest but curious server that reconstruct an image from a feature vector (ReBaFL §5.6).
+"""Reconstruct an image from a feature vector, as an honest but curious server could (ReBaFL §5.6).
 
 The attacker knows the client's model, the feature (such as a prototype, which is the mean feature of a class), and the
-class. The attacker also has similar images that no client has ("held-out images"), but no image of a client.
+class. The attacker also has similar images that no client has ("held-out images"), but does not have images of a
+client.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class View:
         model: The model with the client's parameters, in evaluation mode.
         params: The parameters, from ``Model.loaded``.
         pixels: The map from images to the model's inputs.
-        images: The attacker's held-out images, (n, C, H, W) in [0, 1].
-        labels: The classes of these images, (n,).
-        features: The features of these images under the client's model, shape (n, d).
+        images: The attacker's n held-out images, with values in [0, 1] and shape (n, C, H, W).
+        labels: The classes of the held-out images, shape (n,).
+        features: The features that the client's model computes for the held-out images, shape (n, d).
         class_means: The mean of the held-out images of every class, shape (classes, C, H, W). For a class without
             held-out images, the mean of all held-out images is used.
     """
@@ -58,19 +59,19 @@ class View:
         return cls(model, params, pixels, images, labels, features, class_means)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Return the features (B, d) that the client's model computes for images (B, C, H, W); differentiable."""
+        """Return the features (B, d) that the client's model computes for images (B, C, H, W), with gradients."""
         features, _ = self.model.with_features(self.params, self.pixels.inputs(images))
         return features.flatten(1)
 
     @property
     def for_training(self) -> tuple[Tensor, Tensor]:
-        """The held-out features and images on which decoders are trained: all except the last ``TUNING``."""
+        """The held-out features and images for training decoders: all except the last ``TUNING``."""
         return self.features[:-TUNING], self.images[:-TUNING]
 
 
 @torch.no_grad()
 def features_of(model: Model, params: Params, pixels: Pixels, images: Tensor) -> Tensor:
-    """Return the features of many images, (n, d), computed in batches and without gradients."""
+    """Compute the features of many images, shape (n, d), in batches and without gradients."""
     parts = [images[begin : begin + 500] for begin in range(0, len(images), 500)]
     return torch.cat([model.with_features(params, pixels.inputs(part))[0].flatten(1) for part in parts])
 
@@ -109,11 +110,11 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 
 
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
-    """Return a function that optimises an image x until its feature f(x) is near a given feature h.
+    """Return a function that optimises an image x so that its feature f(x) is near a given feature h.
 
-    With Adam over the logits of the pixels, the function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total
-    variation (Mahendran & Vedaldi 2015). The optimisation starts from the mean held-out image of the class. α is the
-    value in ``PRIORS`` that reconstructs the held-out images best.
+    The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015). It
+    uses Adam over the logits of the pixels. The optimisation starts from the mean held-out image of the class. The
+    weight α is the value in ``PRIORS`` that reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.
@@ -135,14 +136,14 @@ def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
 
 
 def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: float, lr: float = 0.1) -> Tensor:
-    """Find images whose features are near the given features; see ``feature_matching``.
+    """Find images with features near the given features; see ``feature_matching``.
 
     Args:
         view: The attacker's knowledge.
-        features: The features h, (B, d).
-        start: The initial images, (B, C, H, W) in [0, 1].
+        features: The features h, shape (B, d).
+        start: The initial images, with values in [0, 1] and shape (B, C, H, W).
         steps: The number of steps of Adam.
-        alpha: α, the weight of the total variation.
+        alpha: The weight α of the total variation.
         lr: Adam's learning rate.
     """
     pixels = torch.logit(start.clamp(0.01, 0.99)).requires_grad_()

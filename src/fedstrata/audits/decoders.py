@@ -1,4 +1,4 @@
-"""Decoders, which are networks that reconstruct images from feature vectors, and their training."""
+"""Define and train decoders, which are networks that reconstruct images from feature vectors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class UpConvolutional(nn.Module):
     A linear layer turns a feature vector into a coarse map. Each transposed convolution doubles the map's size.
 
     Args:
-        features: d, the length of a feature vector.
+        features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
-        width: The number of channels of the coarse map; every transposed convolution halves it, down to 16.
+        width: The number of channels of the coarse map. Every transposed convolution halves this number, down to 16.
 
     >>> UpConvolutional(5, (3, 28, 30))(torch.zeros(2, 5)).shape
     torch.Size([2, 3, 28, 30])
@@ -51,17 +51,17 @@ class UpConvolutional(nn.Module):
 
 
 class Variational(nn.Module):
-    """A variational autoencoder (Kingma & Welling 2014) whose encoder is the attacked model and a linear layer.
+    """A variational autoencoder (Kingma & Welling 2014). The attacked model and a linear layer form its encoder.
 
-    From the model's features, the layer computes the mean and the variance of a Gaussian code, and a decoder computes
+    From the model's features, the layer computes the mean and the variance of a Gaussian code. A decoder then computes
     the image from the code. Training draws codes at random, so all codes near the mean decode to similar images.
 
     Args:
-        features: d, the length of a feature vector.
+        features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
-        deviation: The standard deviation of a pixel's value in [0, 1] given the code. With a smaller deviation, the
-            loss weights the error of the images more, compared with the divergence of codes from their prior.
+        deviation: The standard deviation of a pixel's value in [0, 1] for a given code. A smaller deviation increases
+            the weight of the images' error in the loss, compared with the divergence of codes from their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -71,12 +71,12 @@ class Variational(nn.Module):
         self.deviation = deviation
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the mean code of each of the features (B, d), and decode it to images (B, C, H, W) in [0, 1]."""
+        """Compute the mean codes of the features (B, d), and decode the codes to images (B, C, H, W) in [0, 1]."""
         drawn: Tensor = self.decoder(self.mean(features))
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound, up to a constant. PyTorch's generator draws the codes."""
+        """Return the negative evidence lower bound, up to a constant. PyTorch's random generator draws the codes."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)
@@ -95,7 +95,7 @@ def fit(
     batch_size: int = 64,
     lr: float = 2e-3,
 ) -> None:
-    """Train a decoder with Adam. The learning rate falls to 0 as a cosine.
+    """Train a decoder with Adam. The learning rate falls to 0 along half a cosine wave.
 
     Args:
         decoder: The network.

@@ -1,17 +1,20 @@
-"""Attacks on the gradients that clients send in the method Stratify.
+"""Attack the gradients that clients send in the method Stratify.
 
 In Stratify, a batch contains samples of several clients. A client's samples in a batch are called a *part* of the
-batch. The client sends the gradient of the loss, summed over its part. The attacker is an honest but curious server.
-The attacker knows this gradient, the number of samples in the part, and the model. There are three attacks:
+batch. The client sends the gradient of the loss, summed over the client's part. The attacker is an honest but curious
+server. The attacker knows this gradient, the number of samples in the part, and the model. There are three attacks:
 
-- **labels** are recovered from the gradient of the last layer's bias, Σ (p − y), where p are predicted probabilities
-  and y are one-hot labels. Each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for one sample).
+- **labels** are recovered from the gradient of the last layer's bias. This gradient is Σ (p − y), where p are predicted
+  probabilities and y are one-hot labels. Each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for
+  one sample).
+
 - **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
-  sample, the unit's row is a multiple of this sample, and the gradient of the unit's bias is the factor.
-- **inversion** finds images whose gradient has the same direction as the part's gradient, with the recovered labels
-  (Geiping et al. 2020: cosine distance and total variation, minimised with Adam).
+  sample, the unit's row is a multiple of this sample. The factor is the gradient of the unit's bias.
 
-The results are grouped by the size of a part, which is its number of samples.
+- **inversion** uses the recovered labels to find images with a gradient of the same direction as the part's gradient.
+  Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
+
+The results are grouped by the sizes of parts (numbers of samples).
 """
 
 from __future__ import annotations
@@ -87,15 +90,15 @@ class SentPart:
 
 
 class Tap(LocalEngine):
-    """A local engine that counts the gradients that clients send for their parts of batches, and stores some of them.
+    """A local engine that counts the gradients that clients send for their parts of batches, and stores some gradients.
 
     A part is a client's samples in a batch.
 
     Args:
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
-        sizes: The numbers of samples in the parts whose gradients are stored.
-        parts: The largest number of gradients to store for each number of samples. The gradients are drawn uniformly.
+        sizes: The sizes of parts (numbers of samples) for which gradients are stored.
+        parts: The largest number of gradients to store for each size of part. The gradients are drawn uniformly.
         seed: The seed of the draws.
     """
 
@@ -144,18 +147,19 @@ class Finding:
 
     Args:
         size: The number of samples.
-        sent: The number of such gradients that were sent in the rounds that the audit ran again.
+        sent: The number of such gradients that clients sent in the rounds that the audit ran again.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
-        labels_chance: The fraction of labels that are right if they are drawn at random from all training samples.
-        rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if the first layer
-            is not linear.
-        error: The mean squared error of the inversion. Samples and reconstructions are paired such that their total
-            error is smallest.
-        error_mean: The mean squared error of a reconstruction without the gradient: the mean test image of the sample's
-            class.
-        recognised: The fraction of samples whose reconstruction is nearer to the sample than to each of 99 test images
-            of the sample's class. With random reconstructions, this fraction is 0.01.
+        labels_chance: The fraction of labels that would be right if they were drawn at random from all training
+            samples.
+        rows: The fraction of samples that are revealed exactly by a row of the first layer's gradient; None if this
+            layer is not linear.
+        error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
+            is as small as possible.
+        error_mean: The mean squared error of a reconstruction without the gradient, which is the mean test image of the
+            sample's class.
+        recognised: The fraction of recognised samples. The reconstruction of a recognised sample is nearer to the
+            sample than to each of 99 test images of its class. With random reconstructions, this fraction is 0.01.
     """
 
     size: int
@@ -177,8 +181,8 @@ class GradientAudit:
         method: The name of the run's method.
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
-        min_samples: ``privacy.min_samples`` of the run's spec.
-        counts: A mapping from each size of a part (number of samples) to the number of gradients for parts of this size
+        min_samples: The value of ``privacy.min_samples`` in the run's spec.
+        counts: A mapping from each number of samples to the number of gradients that clients sent for so many samples
             in these rounds.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
@@ -211,11 +215,11 @@ def audit_gradients(
 
     Args:
         run: The run folder. The rounds since its second-to-last checkpoint are run again ("replayed").
-        sizes: The numbers of samples in the parts whose gradients are attacked.
-        parts: The largest number of gradients to attack for each of these numbers of samples.
+        sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
+        parts: The largest number of gradients to attack for each of these sizes.
         steps: The number of optimisation steps of each inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
-        prepared: The run's experiment; needed only if the run used your own data or model.
+        prepared: The run's experiment. This argument is needed only if the run used your own data or model.
         watch: A function that is called with the progress.
 
     Raises:
@@ -247,16 +251,17 @@ def attack(
 
     Args:
         prepared: The experiment.
-        before: The checkpoint from which to start; None for the beginning of the run.
+        before: The checkpoint from which to start; None to start at the beginning of the run.
         until: The last round to run.
-        sizes: The numbers of samples in the parts whose gradients are attacked.
-        parts: The largest number of gradients to attack for each number of samples.
+        sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
+        parts: The largest number of gradients to attack for each of these sizes.
         steps: The number of optimisation steps.
         seed: The seed of all draws.
         watch: A function that is called with the progress.
 
     Raises:
-        SpecError: Clients do not send uncompressed gradients for batches, or the samples are not images.
+        SpecError: Clients do not send gradients for batches, or clients compress the gradients, or the samples are not
+            images.
     """
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)
@@ -441,15 +446,15 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover candidates for inputs from the gradient of a linear first layer, shape (at most units, features).
+    """Recover candidates for inputs from the gradient of a linear first layer, at most one candidate per unit.
 
-    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. A row of ∂L/∂W,
-    divided by the unit's entry of ∂L/∂b, is thus a mean of the inputs x, weighted by δ. If δ ≠ 0 for only one input,
-    the mean is this input. Units whose entry of ∂L/∂b is almost 0 are left out.
+    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
+    Σ δ. A row of ∂L/∂W, divided by the unit's entry of ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ
+    ≠ 0 for only one input, the mean is this input. Units with an entry of ∂L/∂b near 0 are left out.
 
     Args:
-        weight: ∂L/∂W, shape (units, features).
-        bias: ∂L/∂b, shape (units,).
+        weight: The gradient ∂L/∂W, shape (units, features).
+        bias: The gradient ∂L/∂b, shape (units,).
     """
     alive = bias.abs() > 1e-6 * bias.abs().max().clamp(min=1e-30)
     return weight[alive] / bias[alive, None]
@@ -458,13 +463,13 @@ def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
 def invert(
     model: Model, params: Params, pixels: Pixels, gradient: Params, labels: Tensor, *, steps: int, lr: float = 0.1
 ) -> Tensor:
-    """Find images (n, C, H, W) whose gradient has the direction of a given gradient (Geiping et al. 2020).
+    """Find images (n, C, H, W) with a gradient that has the direction of a given gradient (Geiping et al. 2020).
 
-    With Adam over the logits of the pixels, the attack minimises 1 − cos(∇L(x, y), g) + α TV(x), where TV is the total
-    variation and α is ``PRIOR``. The optimisation starts from grey images with some noise.
+    The attack minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels. The function TV is the
+    total variation, and α is ``PRIOR``. The optimisation starts from grey images with some noise.
 
     Args:
-        model: The model, with ``params`` loaded.
+        model: The model into which ``params`` are loaded.
         params: The parameters, from ``Model.loaded``.
         pixels: The map from images to the model's inputs.
         gradient: The given gradient g of the summed loss or of the mean loss.
@@ -506,7 +511,7 @@ HEADINGS = ("samples per gradient", "sent", "attacked", "labels right", "by chan
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the texts of the finding's cells in the table."""
+    """Return the texts of the cells for this finding in the table."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)

@@ -1,4 +1,4 @@
-"""The report of an audit of prototypes (class means of features): a table, JSON, and a picture of the images."""
+"""Report an audit of prototypes (class means of features) as a table, as JSON, and as a picture of the images."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows(audit: Audit) -> list[Row]:
     """Return the rows of the table.
 
     Each kind of target has a row for the baseline and a row for each attack. The first kinds are the controls (features
-    of one or more images, for comparison), sorted by their number of images; the last kind is the prototypes.
+    of one or more images, for comparison), sorted by their number of images. The last kind is the prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))

@@ -1,4 +1,4 @@
-"""Conversion between images with values in [0, 1], on which attacks work, and the inputs of a model."""
+"""Convert images with values in [0, 1], on which attacks work, to inputs of a model, and back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SMALLEST = 7
 
 @dataclass(frozen=True)
 class Pixels:
-    """The map between stored values, values in [0, 1] and a model's inputs.
+    """The conversion between stored values, values in [0, 1] and a model's inputs.
 
     Args:
-        data: The data set, whose samples are images.
+        data: The data set; its samples are images.
         low: The stored value that becomes 0 (black).
         high: The stored value that becomes 1 (white).
     """
@@ -32,7 +32,7 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Make the map for a data set.
+        """Make the conversion for a data set.
 
         Bytes range from 0 to 255. Other types have the range of the values in the training set.
 
@@ -59,7 +59,7 @@ class Pixels:
         return ((taken - self.low) / (self.high - self.low)).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Convert images (B, C, H, W) in [0, 1] to inputs of the model; differentiable."""
+        """Convert images (B, C, H, W) with values in [0, 1] to inputs of the model, with gradients."""
         values = images * (self.high - self.low) + self.low
         if self.data.shift is None or self.data.scale is None:
             return values

@@ -1,10 +1,10 @@
-"""The audit of prototypes: reconstruct clients' images from the prototypes that they sent (ReBaFL §5.6).
+"""Audit prototypes: reconstruct clients' images from the prototypes that the clients sent (ReBaFL §5.6).
 
 A prototype is the mean feature of a client's images of one class. Every attack has the same targets: the prototypes
-that a client sent and, for comparison, controls. A control is the feature of one of these images, or the mean feature
-of a few of them. Clients do not send controls. If an attack can reconstruct an image from a control but not from the
-prototype, averaging hides the image. If the attack fails for the control and for the prototype, the attack is too weak
-for a conclusion.
+that a client sent and, for comparison, controls. A control is the feature of one of the client's images, or the mean
+feature of a few of these images. Clients do not send controls. If an attack can reconstruct an image from a control but
+not from the prototype, averaging hides the image. If the attack fails for the control and for the prototype, the attack
+is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A feature to attack, and the images from which it was computed, which the attacker does not know.
+    """A feature to attack, and the images from which the feature was computed. The attacker does not know the images.
 
     Args:
         client: The id of the client.
         label: The class of the images.
-        size: The number of images over which the feature is the mean.
+        size: The number of images over which the feature is averaged.
         sent: Whether the feature is a prototype that the client sent. Otherwise, it is a control.
         feature: The feature h, shape (d,).
-        own: The images from which the feature was computed, shape (n, C, H, W) in [0, 1].
-        unseen: Strangers: up to n images of the same class that the client does not have.
+        own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
+        unseen: Up to n images of the same class that the client does not have ("strangers").
     """
 
     client: int
@@ -83,12 +83,13 @@ class Finding:
     Args:
         attack: The name of the attack, or ``BASELINE``.
         target: The target.
-        image: The reconstruction, shape (C, H, W) in [0, 1].
+        image: The reconstruction, with values in [0, 1] and shape (C, H, W).
         mean: The mean similarity of the reconstruction to the images from which the feature was computed.
-        nearest: The similarity to the most similar of these images.
-        stranger: The similarity to the most similar stranger (see ``Target``); None if there are no strangers. If an
-            attack learns nothing about this client, ``stranger`` is about as large as ``nearest``.
-        average: The similarity to the mean of the images from which the feature was computed.
+        nearest: The similarity of the reconstruction to the most similar of the images from which the feature was
+            computed.
+        stranger: The similarity of the reconstruction to the most similar stranger (see ``Target``); None if there are
+            no strangers. If an attack learns nothing about this client, ``stranger`` is about as large as ``nearest``.
+        average: The similarity of the reconstruction to the mean of the images from which the feature was computed.
         feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """
 
@@ -111,7 +112,7 @@ class Audit:
         data: The name of the run's data set.
         class_names: The names of the classes.
         sent: The prototypes that the attacked clients sent.
-        held_out: The origin of the attacker's own images; see ``audit_prototypes``.
+        held_out: The source of the attacker's own images; see ``audit_prototypes``.
         held_out_images: The number of the attacker's own images.
         steps: The number of optimisation steps of each attack.
         seed: The seed of all draws.
@@ -139,7 +140,7 @@ def audit_prototypes(
     prepared: Prepared | None = None,
     watch: Watch | None = None,
 ) -> Audit:
-    """Attack the prototypes that clients sent last in a run.
+    """Attack the last prototypes that clients sent in a run.
 
     Args:
         run: The run folder.
@@ -149,7 +150,7 @@ def audit_prototypes(
         seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client has
             (``"spare"``).
-        prepared: The run's experiment; needed only if the run used your own data or model.
+        prepared: The run's experiment. This argument is needed only if the run used your own data or model.
         watch: A function that is called with the progress.
 
     Raises:
@@ -267,7 +268,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Return the similarity of a reconstruction to the feature's images, to their mean, and to strangers."""
+    """Return the similarity of a reconstruction to the feature's images, to the images' mean, and to strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

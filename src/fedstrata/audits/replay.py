@@ -1,9 +1,9 @@
-"""Recover the prototypes that clients sent in a run, and the models with which they were computed.
+"""Recover the prototypes that clients sent in a run, and the models with which the prototypes were computed.
 
-A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models. A
-checkpoint contains the last prototypes of each client, but not the client's model. The rounds between the last two
-checkpoints are therefore run again (a "replay"), and the new prototypes are compared with the prototypes in the last
-checkpoint.
+A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models.
+However, a checkpoint contains only the last prototypes of each client, and not the client's model. The rounds between
+the last two checkpoints are therefore run again (a "replay"). The new prototypes are then compared with the prototypes
+in the last checkpoint.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Sent:
     Args:
         client: The id of the client.
         round: The round in which the client sent the prototypes.
-        weights: The client's model; the prototypes are class means of its features. The client also sent this model.
-            With ``training.batch_norm = "local"``, the client did not send the statistics of BatchNorm. The audit's
-            attacker then knows more than the server, because the attacker has these statistics.
-        table: The prototypes of all C classes ``means`` (C, d), and the number of ``samples`` of each class (C,).
-        difference: The largest difference between an entry of these prototypes and the same entry in the checkpoint,
-            relative to the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
+        weights: The client's model, which the client also sent. The prototypes are class means of this model's
+            features. With ``training.batch_norm = "local"``, the client did not send the statistics of BatchNorm. The
+            audit's attacker then knows more than the server, because the attacker has these statistics.
+        table: The prototypes ``means`` of all C classes, shape (C, d), and the number of ``samples`` of each class,
+            shape (C,).
+        difference: The largest difference between an entry of these prototypes and the checkpoint's prototypes, divided
+            by the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
     """
 
     client: int
@@ -93,11 +94,10 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
 
 
 def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
-    """Return the last two checkpoints of a run, the earlier first; it is None if there is only one checkpoint.
+    """Return the last two checkpoints of a run, the earlier first. With only one checkpoint, the earlier is None.
 
     Raises:
-        CheckpointError: The run does not have a checkpoint, or its checkpoints do not contain the clients' states,
-        because real sites keep these states.
+        CheckpointError: The run does not have a checkpoint, or real sites keep the clients' states.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:

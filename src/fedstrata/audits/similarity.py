@@ -1,4 +1,4 @@
-"""The similarity of images with values in [0, 1], measured by scikit-image's PSNR and SSIM."""
+"""Measure the similarity of images with values in [0, 1] by scikit-image's PSNR and SSIM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Likeness:
     """The similarity of a reconstruction to other images. Larger values mean more similar images.
 
     Args:
-        psnr: The peak signal-to-noise ratio in dB, 10 log₁₀(1 / MSE); at most 100.
+        psnr: The peak signal-to-noise ratio in dB, which is 10 log₁₀(1 / MSE), but at most 100.
         ssim: The structural similarity (Wang et al. 2004) over uniform windows of 7x7 pixels, in [-1, 1].
     """
 
@@ -70,8 +70,8 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
     """Compare an image (C, H, W) with n other images (n, C, H, W).
 
     Returns:
-        The mean PSNR and the mean SSIM over the other images; and the largest PSNR and the largest SSIM, which may
-        belong to two different images.
+        The mean PSNR and SSIM over the other images, and the largest PSNR and SSIM. The largest PSNR and the largest
+        SSIM may belong to different images.
     """
     ratios = [psnr(image, other) for other in others]
     similarities = [ssim(image, other) for other in others]

@@ -1,9 +1,9 @@
-"""Classes of settings, which check their values, and registries, which find such classes by name.
+"""Define classes of settings, which check their values, and registries, which find such classes by name.
 
-A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model: the
-fields are the settings, and the methods are the behaviour. ``Registry`` converts ``{"name": "dirichlet", "alpha":
-0.1}`` to such a model, and imports the model's class only when it is needed. Users name their own classes by
-``"module:Class"``.
+A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
+fields are the settings, and the methods define the behaviour. For example, ``Registry`` converts ``{"name":
+"dirichlet", "alpha": 0.1}`` to such a model. It imports the model's class only when the class is needed. Users name
+their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings, which are checked and cannot change; an unknown key is an error.
+    """Base class of groups of settings. Settings are checked and cannot change, and unknown keys are errors.
 
     Raises:
-        SpecError: A setting is wrong; the message says what is accepted.
+        SpecError: A setting is wrong. The message says which values are accepted.
     """
 
     model_config = ConfigDict(
@@ -85,7 +85,7 @@ class Setting(BaseModel):
 
     @property
     def implementation(self) -> Any:
-        """The class or function that implements the setting; its source code is a part of a run's identity."""
+        """The class or function that implements the setting. Its source code is a part of a run's identity."""
         return type(self)
 
     if not TYPE_CHECKING:  # not for type checkers, which derive the arguments from the fields
@@ -119,7 +119,7 @@ class Setting(BaseModel):
         return value
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table of a spec, from which an equal object can be read."""
+        """Return the settings as a table of a spec, from which an equal object can be created."""
         values = ((key, getattr(self, key)) for key in type(self).model_fields)
         name = {"name": self.name} if self.name else {}
         return name | {key: plain(value) for key, value in values if value is not None}
@@ -150,7 +150,7 @@ def _check_size(value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to types of TOML; settings become tables."""
+    """Convert ``value`` to types of TOML. Settings become tables."""
     if isinstance(value, Setting):
         return value.to_spec()
     if isinstance(value, Mapping):
@@ -161,10 +161,10 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """A registry of Python classes by their names; a class is imported when it is first used.
+    """A registry of Python classes by their names. A class is imported when it is first used.
 
     Args:
-        kind: The word for these classes in messages, such as ``"method"``.
+        kind: The word for these classes in error messages, such as ``"method"``.
         base: The base class of these classes.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
@@ -181,7 +181,7 @@ class Registry(Generic[T]):
         return iter(self._paths)
 
     def find(self, name: str) -> type[T]:
-        """Return the class for a name of this registry or for a path ``"module:Class"``.
+        """Return the class for a name in this registry or for a path ``"module:Class"``.
 
         Raises:
             SpecError: The class does not exist, or is not derived from the registry's base class.
@@ -198,7 +198,7 @@ class Registry(Generic[T]):
         return cls
 
     def parse(self, value: object) -> T:
-        """Return an instance of a class of the registry, from a name, a table with a ``name``, or an instance.
+        """Return an instance of a class in the registry, given a name, a table with a ``name``, or an instance.
 
         Raises:
             SpecError: The name is unknown, or a setting is wrong. The key in the error is relative to the table.
@@ -214,18 +214,18 @@ class Registry(Generic[T]):
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:
-        """Build an instance of the class ``name`` with the settings in ``table``; errors are as in ``parse``."""
+        """Build an instance of the class ``name`` with the settings in ``table``. For the errors, see ``parse``."""
         return build(self.find(name), table)
 
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation of fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation of fields with values that a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     The field accepts a name, a table with a name, or an instance. Errors show the field's key.
 
     Args:
-        registry: The registry in which names are looked up.
+        registry: The registry that contains the names.
         default: The name for tables without a name. By default, tables without a name are refused.
     """
 
@@ -248,10 +248,11 @@ class FromRegistry:
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Return an annotation of fields whose values are settings of class ``cls``; errors show the field's key.
+    """Return an annotation of fields with values of the settings class ``cls``. Errors show the field's key.
 
-    The field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, as the value of
-    this key in a table: ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as ``{"name": "adult"}``.
+    The field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, which becomes the
+    value of this key in a table. For example, ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as
+    ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:
@@ -272,7 +273,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
     """Build settings of class ``cls`` from a table.
 
     Raises:
-        SpecError: A setting is wrong; the message says what is accepted.
+        SpecError: A setting is wrong. The message says which values are accepted.
     """
     return cls(**table)
 
@@ -356,7 +357,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """Return the result of ``work()``; if it raises ``SpecError``, put ``section`` before the error's key."""
+    """Return the result of ``work()``. If it raises ``SpecError``, put ``section`` before the error's key."""
     try:
         return work()
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""The errors that fedstrata raises; their messages say what to do."""
+"""Define the errors that fedstrata raises. The messages say what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 500
 
 
 class FedstrataError(Exception):
-    """Base class of fedstrata's errors; the command line prints an error in one line."""
+    """Base class of fedstrata's errors. The command line prints an error in one line."""
 
     public = ""
     """A text about the error that other parties may see, if the error is about one party's data.
@@ -20,7 +20,7 @@ class FedstrataError(Exception):
     """
 
     def publicly(self, text: str) -> Self:
-        """Set a text for other parties, which must not disclose values or counts of the data; return the error."""
+        """Set the text for other parties, which must not disclose data (not even counts), and return the error."""
         self.public = text
         return self
 
@@ -31,7 +31,7 @@ class SpecError(FedstrataError):
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
         problem: The problem, and the values that are accepted.
-        value: The value of the setting, which the message shows. By default, the message shows no value.
+        value: The value of the setting, which the message shows. By default, the message does not show a value.
         place: The file and line of the setting, if they are known.
     """
 
@@ -58,11 +58,11 @@ class WireError(FedstrataError):
 
 
 class ReplyRefusedError(FedstrataError):
-    """A client's reply that cannot be used, because tensors are missing, have a wrong shape or are not finite."""
+    """A client's reply that cannot be used, for example because tensors are missing, misshapen or not finite."""
 
 
 class WithheldError(FedstrataError):
-    """An answer that a client withholds, because it concerns too few samples or the site does not allow it."""
+    """An answer that a client withholds, because the answer is about too few samples or because the site forbids it."""
 
 
 class QuorumError(FedstrataError):
@@ -78,7 +78,7 @@ class CheckpointError(FedstrataError):
 
 
 class ExtraMissingError(FedstrataError):
-    """A feature whose optional dependency is not installed."""
+    """A feature that needs an optional package, although this package is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown ``word``: a suggestion of a similar accepted word, if any.
+    """Return the end of a sentence about an unknown ``word``. It suggests a similar accepted word, if there is one.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')
@@ -109,7 +109,7 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def not_among(problem: str, word: str, accepted: Collection[str], use: str = "Use one of") -> str:
-    """Return the text of an error about an unknown word: the most similar accepted word, and all accepted words.
+    """Return the text of an error about an unknown word, with the most similar accepted word and all accepted words.
 
     >>> not_among("is not a known key", "alfa", ["alpha", "clients"])
     "is not a known key; did you mean 'alpha'? Use one of: alpha, clients."

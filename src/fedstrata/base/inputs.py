@@ -1,4 +1,4 @@
-"""Inputs of a model: one tensor, or several tensors with names, such as the ids of tokens and their mask."""
+"""Handle the inputs of a model: one tensor, or several tensors with names, such as the ids of tokens and their mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 
 
 def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
-    """Divide inputs along the first axis: into a number of nearly equal parts, or into parts of given sizes."""
+    """Divide inputs along the first axis, either into a number of nearly equal parts or into parts of given sizes."""
     if not isinstance(x, Tensor):
         columns = [split(tensor, parts) for tensor in x.values()]
         return [dict(zip(x, column, strict=True)) for column in zip(*columns, strict=True)]
@@ -35,7 +35,7 @@ def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenate inputs of the same form along the first axis."""
+    """Concatenate inputs with the same names and shapes along the first axis."""
     named = [part for part in parts if not isinstance(part, Tensor)]
     if named:
         return {name: torch.cat([part[name] for part in named]) for name in named[0]}
@@ -54,7 +54,7 @@ def single(x: Any) -> Tensor:
 
 
 def described(shape: Shape) -> str:
-    """Return the shape of a batch of samples as text.
+    """Describe the shape of a batch of samples as text.
 
     >>> described((3, 32, 32)), described({"ids": (80,), "mask": (80,)})
     ('(B, 3, 32, 32)', 'ids (B, 80), mask (B, 80)')

@@ -1,4 +1,4 @@
-"""Write and read files that survive crashes; most files contain one record (a JSON object) per line."""
+"""Write and read files that survive crashes. Most files contain one record (a JSON object) per line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 class Log:
     """An append-only file of records, one JSON object per line.
 
-    The checksum of a line includes the checksum of the previous line. Changed, lost, repeated and moved lines are
-    therefore noticed.
+    The checksum of a line includes the checksum of the previous line. The log therefore detects lines that were
+    changed, lost, repeated or moved.
 
     Args:
-        path: The file; the first ``append`` creates it.
+        path: The file. The first call of ``append`` creates it.
         mode: The permissions of a new file, which the process's umask may reduce.
     """
 
@@ -41,7 +41,7 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file's size is still ``size``: other programs have not written to it, and no write failed."""
+        """Whether the file still has the size ``size``, so that no other program has changed it and no write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Log:
         self.last, self.size = last, self.size + len(data)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk, safe from a power cut."""
+        """Wait until all records are on the disk, so that a power cut does not delete them."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -74,7 +74,7 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if the line has no checksum, or if its checksum does not follow from the previous checksum ``after``.
+    Return None if the line has no checksum, or if its checksum is wrong after the previous checksum ``after``.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
@@ -99,14 +99,14 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has this checksum; then this line and all lines before it are unchanged."""
+        """Return True if a line has this checksum. In this case, this line and all previous lines are unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
         """Remove records of rounds after ``round``, and an incomplete last line, by replacing the file atomically.
 
         Raises:
-            DataError: A line before the last is damaged, or a record has no round.
+            DataError: A line before the last line is damaged, or a record has no round.
         """
         lines, last = [], ""
         if self.path.exists():
@@ -136,10 +136,10 @@ class MetricsLog(Log):
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Read the records of a file that ``MetricsLog`` wrote; an incomplete last line is ignored.
+    """Read the records of a file that ``MetricsLog`` wrote. An incomplete last line is ignored.
 
     Raises:
-        DataError: A line before the last is damaged, or a line is not the record of a round.
+        DataError: A line before the last line is damaged, or a line is not the record of a round.
     """
     return [record for _, record, _ in _lines(Path(path))]
 
@@ -180,13 +180,13 @@ def _checksum(before: str, text: bytes) -> str:
 
 
 def write_json(path: Path | str, value: object) -> None:
-    """Write a value as indented JSON, atomically; NaN and infinity become null."""
+    """Write a value as indented JSON, atomically. NaN and infinity become null."""
     text = json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     replace_file(Path(path), text.encode())
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replace a file atomically: readers see either the old or the new content, also after a crash.
+    """Replace a file atomically: even after a crash, readers see either the old or the new content.
 
     Args:
         path: The file.
@@ -212,7 +212,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder's files are on the disk, so that a power cut does not undo ``replace_file``."""
+    """Wait until the folder's list of files is on the disk, so that a power cut does not undo ``replace_file``."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -242,7 +242,7 @@ def _is_running(pid: int) -> bool:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value`` to types of JSON: arrays and tensors to lists, NaN and infinity to None, keys to text.
+    """Convert ``value`` to types of JSON. Arrays and tensors become lists, NaN and infinity None, and keys texts.
 
     Raises:
         TypeError: The value has an unsupported type.

@@ -16,12 +16,12 @@ _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", 
 
 @contextmanager
 def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[None]:
-    """Limit what ``load_object`` may import in this thread while the ``with`` block runs.
+    """Limit the packages from which ``load_object`` may import in this thread while the ``with`` block runs.
 
     A site uses this limit when it reads specs that another party wrote.
 
     Args:
-        packages: The allowed top-level packages; None allows any package.
+        packages: The allowed top-level packages. The value None allows any package.
         advice: The text of errors about packages that are not allowed. Default: a text that names the allowed packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))

@@ -18,7 +18,7 @@ PATIENCE = 3.0
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Lock a folder during the ``with`` block; the system releases the lock if this process is killed.
+    """Lock a folder during the ``with`` block. The system releases the lock if this process is killed.
 
     Raises:
         SpecError: Another process has the lock, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Make texts of other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
+"""Make texts from other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def printable(text: object) -> str:
     r"""Replace line breaks, control characters and invisible characters with escapes, such as ``\n``.
 
     The result cannot move a terminal's cursor, change the direction of writing or add lines to a log. All other
-    characters, including backslashes, stay as they are.
+    characters, including backslashes, do not change.
 
     >>> print(printable("α\nb\x1b[2J"))
     α\nb\x1b[2J

@@ -1,4 +1,4 @@
-"""Prepare a process for training: its number of threads, and the memory that it keeps."""
+"""Prepare a process for training: set its number of threads, and let it keep freed memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def training_process(threads: int) -> Iterator[None]:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory for later batches; return True if the library accepts this setting.
+    """Let the C library keep freed memory for later batches. Return True if the library accepts this setting.
 
     Activations are blocks of a few megabytes. By default, glibc returns such blocks to the system at once. In every
     step, the system must then provide zeroed pages again. If the memory is kept, a small convolutional network trains

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: new processes, or forks of this process.
+"""Run worker processes on this machine: new processes, or forks of this process.
 
 A new worker process shares nothing with this process: tasks and their errors are pickled. A fork starts with a copy of
 this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that was typed into a
@@ -36,7 +36,7 @@ Task = Callable[[], None]
 
 
 def can_fork() -> bool:
-    """Return True if a fork of this process can train, with a single thread.
+    """Return True if a fork of this process can train with a single thread.
 
     Forks are safe only on Linux. A daemonic process may not have child processes. CUDA does not work after a fork.
     """
@@ -53,8 +53,8 @@ class Worker:
         work: The function that the child process calls with its end of the pipe. A new process imports the function, so
             a module must define it.
         fork: Whether to fork this process; see ``can_fork``.
-        daemon: Whether the child process is a daemon, which may have no child processes.
-        inherited: This process's pipes to other workers. A fork inherits these pipes, and closes its copies.
+        daemon: Whether the child process is a daemon. A daemon may not have child processes.
+        inherited: This process's pipes to other workers. A fork inherits these pipes, and must close its copies.
 
     Raises:
         OSError: The process cannot be started.
@@ -103,7 +103,7 @@ class Worker:
             raise EOFError from None
 
     def end(self, grace: float = GRACE) -> str:
-        """Close the pipe, wait for the process, and kill it after ``grace`` seconds; return how the process ended."""
+        """Close the pipe, wait for the process, and kill it after ``grace`` seconds. Return how the process ended."""
         self.connection.close()
         self.process.join(grace)
         if self.process.is_alive():
@@ -131,7 +131,7 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """Workers, each of which does one task at a time; use the pool in a ``with`` block.
+    """A pool of workers. Each worker does one task at a time. Use the pool in a ``with`` block.
 
     Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process, which
     does one task after another. With ``fork``, each task runs in its own fork of this process.
@@ -153,15 +153,14 @@ class TaskPool(Generic[K]):
         self._busy: dict[Connection, tuple[Worker, K]] = {}
 
     def run(self, tasks: Iterable[tuple[K, Task]], watch: Callable[[], None] = lambda: None) -> Iterator[tuple[K, str]]:
-        """Do tasks, and yield each task when it ends.
+        """Run tasks, and yield each task when it ends.
 
         Args:
             tasks: Pairs of a key and a task. The next pair is taken from the iterator when a worker is free.
             watch: A function that is called repeatedly while tasks run.
 
         Yields:
-            The key of each task, and a text that says how the task's process ended. The text is empty if the task was
-            done.
+            The key of each task, and a text that says how its process ended (empty if the task was done).
 
         Raises:
             Exception: The error that a task raised.

@@ -1,10 +1,10 @@
 """Encode trees of plain values and tensors as bytes.
 
 Every message and every checkpoint is a tree of records (frozen dataclasses), mappings, lists, plain values, tensors and
-arrays. ``encode`` writes a JSON text with the structure of the tree (its "skeleton"), and then one safetensors block
-with all tensors and numbers. The length of the JSON text comes first. The JSON text does not contain numbers, so the
-length of a message does not depend on the values of numbers. ``decode`` reads only records that were declared with
-``@record``, and checks the types of a message's fields. Nothing is pickled.
+arrays. The function ``encode`` writes a JSON text with the structure of the tree (its "skeleton"), and then one
+safetensors block with all tensors and numbers. The length of the JSON text is written first. The JSON text does not
+contain numbers, so the length of a message does not depend on the values of numbers. The function ``decode`` reads only
+records that were declared with ``@record``, and checks the types of a message's fields. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 class Message:
-    """Base class of records that another party sends; the types of their fields are checked when they are decoded."""
+    """Base class of records that another party sends. Decoding a record checks the types of its fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -197,7 +197,8 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
     Args:
         data: Bytes from ``encode``.
-        limit: The largest number of bytes that is accepted. None accepts any number; use it only for your own bytes.
+        limit: The largest accepted number of bytes. With None, any number is accepted; use None only for your own
+            bytes.
 
     Raises:
         WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message does
@@ -342,7 +343,7 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the types of a message's fields as ``decode`` does, but in a message that was not encoded.
+    """Check the types of a message's fields as ``decode`` does, for a message that was not encoded.
 
     Raises:
         WireError: A field of the message, or of a message inside it, does not have its declared type.
@@ -455,5 +456,5 @@ def add(first: Any, second: Any) -> Any:
 
 
 def same() -> Any:
-    """Declare a field that is equal in all replies, so that ``add`` keeps its value instead of adding it up."""
+    """Declare a field that is equal in all replies, so that ``add`` keeps its value instead of adding values."""
     return dataclasses.field(metadata={"same": True})

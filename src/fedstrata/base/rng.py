@@ -1,8 +1,7 @@
-"""Random numbers that depend only on seed, purpose, round and client.
+"""Draw random numbers that depend only on seed, purpose, round and client.
 
 Generators are never shared: each use of random numbers names its purpose, and gets a new counter-based generator.
-Therefore, adding a client, leaving out an evaluation or changing the order of work does not change other random
-numbers.
+Random numbers therefore stay the same if you add a client, leave out an evaluation or change the order of work.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ SERVER = -1
 
 @dataclass
 class Key(ISeedSequence):
-    """The key of a generator: 128 bits as two whole numbers, shape (2,).
+    """The key of a generator, which has 128 bits as two whole numbers, shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. However, with ``key=``, NumPy also reads
-    random numbers of the operating system, and does not use them. Without these additional numbers, ``rng`` is three
-    times as fast. Stratify calls ``rng`` a thousand times in a round with 100 clients.
+    random numbers from the operating system, which it then does not use. Without reading these numbers, ``rng`` is
+    three times as fast. Stratify calls ``rng`` a thousand times in a round with 100 clients.
     """
 
     words: NDArray[np.uint64]
 
     def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
-        """Return the key; the arguments are ignored, because ``Philox`` always requests two words of 64 bits."""
+        """Return the key. The arguments are ignored, because ``Philox`` always requests two words of 64 bits."""
         return self.words
 
 
@@ -60,9 +59,9 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients.
+    """Draw a uniform number in [0, 1) for each client. A client's number does not depend on the other clients.
 
-    The function is faster than ``rng(…, client).random()`` for each client, and draws different numbers. The function's
+    This function is faster than ``rng(…, client).random()`` for each client, and draws different numbers. The computing
     time depends on the number of clients, not on the largest id. Each number is a hash of the key and the client's id,
     computed by SplitMix64 (Steele et al. 2014).
 
@@ -70,10 +69,10 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
         seed: The experiment's seed.
         purpose: The purpose of the numbers.
         round: The round.
-        clients: The clients' ids, any shape.
+        clients: The clients' ids, in an array of any shape.
 
     Returns:
-        Numbers of the same shape.
+        The numbers, in the shape of ``clients``.
     """
     key, step = rng(seed, purpose, round).bit_generator.state["state"]["key"]
     with np.errstate(over="ignore"):

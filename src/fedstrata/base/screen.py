@@ -1,4 +1,4 @@
-"""Tables for terminals, with bold headings, a rule below them, and names and numbers that are never split.
+"""Print tables in terminals, with bold headings, a rule below the headings, and unbroken names and numbers.
 
 If a terminal is too narrow for all columns, the least important columns are left out, and a line below the table says
 so.
@@ -27,7 +27,7 @@ READABLE = 100
 
 
 class Block(NamedTuple):
-    """Columns that are printed side by side: the width of each column, and the spaces between two columns."""
+    """The layout of columns that are printed side by side: the width of each column, and the spaces between columns."""
 
     widths: dict[int, int]
     gap: int
@@ -42,12 +42,12 @@ class ScreenTable:
         rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
             rule. Cells of the type ``Text`` keep their style.
         left: The number of columns with names, which are the first columns and are aligned to the left.
-        words: The columns that contain words, which wrap.
-        order: The columns by importance, without columns that are only shown with ``every``. Default: all columns, from
-            left to right. Names are always shown.
+        words: The columns with words, which may wrap.
+        order: The columns in the order of their importance, without columns that are shown only with ``every``.
+            Default: all columns, from left to right. Names are always shown.
         every: Whether to show all columns, if necessary in several blocks below each other.
         one_line: Whether texts are cut at the edge of a terminal instead of wrapped.
-        more: A text about where to find the columns that are left out.
+        more: A text that says where to find the columns that are left out.
         title: The line above the table.
         note: The sentences below the table.
     """

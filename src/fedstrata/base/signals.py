@@ -39,7 +39,7 @@ class Terminated(SystemExit):
 def ending_in_order() -> Iterator[None]:
     """Let SIGTERM raise ``Terminated`` while the ``with`` block runs, as Ctrl-C raises ``KeyboardInterrupt``.
 
-    The function has an effect only in the main thread, and only if no other code has set a handler for SIGTERM. A
+    This function has an effect only in the main thread, and only if no other code has set a handler for SIGTERM. A
     second SIGTERM is ignored, so that it does not interrupt the clean-up.
     """
     if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -101,11 +101,11 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
     ``multiprocessing`` must have started this process. A thread waits for a pipe that is closed when the parent ends.
     The thread then sends SIGTERM to this process, and kills the process after ``GRACE`` seconds. On Linux, the system
-    is asked to send SIGTERM too, because the pipe stays open if other processes have opened it.
+    is also asked to send SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this
-            process, Linux is not asked, because Linux would send SIGTERM when that thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If not, Linux is not asked to
+            send SIGTERM, because Linux would send it when the thread that started this process ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

@@ -1,7 +1,7 @@
-"""Colours and lines of methods, outcomes and verdicts in the report, all figures and the documentation.
+"""Define colours and lines of methods, outcomes and verdicts in the report, all figures and the documentation.
 
 Every colour has a contrast of at least 3:1 to its background. People with any kind of colour blindness can distinguish
-the colours of the series. ``tests/base/test_style.py`` checks both.
+the colours of the series. The tests in ``tests/base/test_style.py`` check both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 
 class Colour(NamedTuple):
-    """A colour as ``#rrggbb``: one value for light backgrounds and one for dark backgrounds."""
+    """A colour in the format ``#rrggbb``, with one value for light backgrounds and one for dark backgrounds."""
 
     light: str
     dark: str
@@ -22,7 +22,7 @@ Dash = Literal["-", "--", "-.", ":"]
 
 
 class Stroke(NamedTuple):
-    """The line of a method in charts; ``name`` is the name of the line's colour."""
+    """The line of a method in charts. The field ``name`` is the name of the line's colour."""
 
     name: str
     colour: Colour
@@ -77,7 +77,7 @@ FATES = {
 
 
 class Verdict(NamedTuple):
-    """The form in which a verdict is shown: its sign, its words and its colours, always together."""
+    """The form in which a verdict is shown: a sign, words and colours, which are always used together."""
 
     sign: str
     words: str
@@ -114,10 +114,10 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
     """Choose the line of each label.
 
     A method in ``FIXED`` has its own line, and other labels get the remaining lines. If there are more labels than
-    lines, only the first ``COLOURED`` labels get colours, which can then be distinguished.
+    lines, only the first ``COLOURED`` labels get colours, so that the colours can be distinguished.
 
     Args:
-        labels: The labels, the most important ones first.
+        labels: The labels, with the most important labels first.
 
     >>> [SERIES.index(line) for line in lines(["moon", "scaffold", "fedavg"]).values()]
     [1, 5, 0]
@@ -138,8 +138,8 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
 def categories(count: int) -> list[Colour]:
     """Return colours of categories that are not methods, such as the labels of samples.
 
-    The colours of ``SERIES`` come first, then their lighter shades, and then their darker shades. After these, the
-    colours repeat.
+    The colours of ``SERIES`` come first, then their lighter shades, and then their darker shades. After the darker
+    shades, the colours repeat.
 
     >>> [colour.light for colour in categories(10)[-3:]]
     ['#492e63', '#aaaeb3', '#adcbfb']

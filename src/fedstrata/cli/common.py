@@ -1,4 +1,4 @@
-"""Functions that several commands use: for specs and overrides, errors with line numbers, output and run folders."""
+"""Provide functions for several commands: for specs and overrides, errors with line numbers, output and run folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WITH_OUT = "To continue from the last checkpoint, repeat the command with the sa
 def add_command(
     commands: Commands, name: str, help: str, examples: str, more: str = "", *, imports: bool = False, **defaults: Any
 ) -> argparse.ArgumentParser:
-    """Add a command whose ``--help`` ends with examples.
+    """Add a command. Its ``--help`` ends with examples.
 
     Args:
         commands: The object to which the command is added.
@@ -45,7 +45,8 @@ def add_command(
         examples: The examples, one per line.
         more: Additional text of the help.
         imports: Whether the command may import code that a spec names, from installed packages or the working
-            directory. Commands that only inspect a spec or a result may do so only with ``--trust`` (``add_trust``).
+            directory. Commands that only inspect a spec or a result may import such code only with ``--trust``
+            (``add_trust``).
         defaults: Attributes of the parsed options, such as ``work``, the function that executes the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
@@ -98,7 +99,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def show_paragraphs(*paragraphs: Text) -> None:
-    """Print paragraphs that wrap between words; lines after a paragraph's first line are indented by two columns."""
+    """Print paragraphs that wrap between words. Lines after a paragraph's first line are indented by two columns."""
     from rich.text import Text
 
     console = _console()
@@ -116,7 +117,7 @@ def show_paragraphs(*paragraphs: Text) -> None:
 
 
 def show_link(word: str, path: Path) -> None:
-    """Print the URL of a file, which terminals open on a click."""
+    """Print the URL of a file, which a click in the terminal opens."""
     from rich.console import Console
     from rich.text import Text
 
@@ -125,7 +126,7 @@ def show_link(word: str, path: Path) -> None:
 
 
 def print_json(result: object) -> None:
-    """Print a result for programs, as JSON; NaN and infinity become null."""
+    """Print a result for programs as JSON. NaN and infinity become null."""
     text = json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
 
@@ -180,7 +181,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error; if its key is unknown, add to its message the sections that have this key."""
+    """Return the error. If its key is unknown, add the sections that have this key to its message."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")
@@ -193,10 +194,10 @@ def elsewhere(error: SpecError) -> SpecError:
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:
-    """Parse the seeds of ``--seeds``; return None if the option was not given.
+    """Parse the seeds of ``--seeds``. Return None if the option was not given.
 
     Raises:
-        SpecError: The seeds are not different whole numbers of at least 0.
+        SpecError: The seeds are not whole numbers of at least 0, or a seed occurs twice.
     """
     if options.seeds is None:
         return None
@@ -212,7 +213,7 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
 
 
 def jobs(options: argparse.Namespace) -> int | None:
-    """Return the number of ``--jobs``; return None if the option was not given.
+    """Return the number of ``--jobs``, or None if the option was not given.
 
     Raises:
         SpecError: The number is below 1.
@@ -279,5 +280,5 @@ def show_run(history: History, as_json: bool = False) -> int:
 
 
 def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
-    """Return the exit code of a command whose runs have ended: ``BROKE_DOWN`` if any run broke down, otherwise 0."""
+    """Return the exit code of a command after its runs: ``BROKE_DOWN`` if any run broke down, otherwise 0."""
     return BROKE_DOWN if any(history.warning for members in runs.values() for history in members) else 0

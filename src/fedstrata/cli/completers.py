@@ -1,4 +1,4 @@
-"""Functions that complete arguments for a shell's Tab key.
+"""Complete arguments for a shell's Tab key.
 
 The functions are attached to the parser only if a shell asks for completions.
 """
@@ -56,7 +56,7 @@ def engines(**_: Any) -> list[str]:
 
 
 def kinds(**_: Any) -> list[str]:
-    """Complete the argument of ``fedstrata new``: a kind of file that it can write."""
+    """Complete the argument of ``fedstrata new``: a kind of file that this command can write."""
     from fedstrata.cli.teach import KINDS
 
     return list(KINDS)

@@ -28,7 +28,7 @@ def of_run(options: argparse.Namespace) -> str:
 
 
 def of_compare(options: argparse.Namespace) -> str:
-    """Return the first line of ``fedstrata compare``; it is empty if there are no methods, which is an error."""
+    """Return the first line that ``fedstrata compare`` prints. It is empty without methods, which is an error."""
     table = _table(options)
     compared = table.get("compare")
     labels = options.methods.split(",") if options.methods else list(compared) if isinstance(compared, dict) else []

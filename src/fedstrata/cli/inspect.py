@@ -1,4 +1,4 @@
-"""Commands that inspect: ``methods``, ``datasets``, ``settings``, ``partition``, ``strata`` and ``report``."""
+"""Add the commands that inspect: ``methods``, ``datasets``, ``settings``, ``partition``, ``strata`` and ``report``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A table of all methods and settings, so that commands about them need not import PyTorch.
+"""Store a table of all methods and settings, so that commands about them need not import PyTorch.
 
 The table is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
-compares the file with the code. In a section such as ``partition``, a kind is one of the Python classes to choose from,
-such as ``dirichlet``. A section with only one class has one kind, whose name is empty.
+compares the file with the code. A section such as ``partition`` accepts several Python classes, such as ``dirichlet``,
+which are called its kinds. A section with only one class has one kind with an empty name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def known() -> dict[str, Any]:
     """Read the table from its file.
 
     Returns:
-        A dict with three keys. ``methods`` is a list with a row per method: its name, the first line of its docstring,
-        and its paper. ``experiment`` is a list with a row per key outside sections, such as ``seed``. ``settings`` maps
-        each section to its keys; see ``find_section``.
+        A dict with three keys. The key ``methods`` has a row per method: its name, the first line of its docstring, and
+        its paper. The key ``experiment`` has a row per key outside sections, such as ``seed``. The key ``settings``
+        maps each section to its keys; see ``find_section``.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return table
@@ -44,8 +44,8 @@ def known() -> dict[str, Any]:
 def find_section(name: str) -> dict[str, Any]:
     """Return a section's table.
 
-    In the table, ``common`` is a list with a row per key that all kinds have. ``kinds`` maps each name to the table of
-    a kind; see ``find_kind``. A row contains the key, the values that it takes, its default, and its meaning.
+    In the table, ``common`` is a list with a row per key that all kinds have. The key ``kinds`` maps each name to the
+    table of a kind; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -65,7 +65,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             and ``data.augment`` also accept ``"module:function"``.
 
     Raises:
-        SpecError: The section, or the kind in it, is unknown.
+        SpecError: The section is unknown, or the kind in this section is unknown.
     """
     if ":" in name and section in FUNCTIONS:
         from fedstrata.base.config import Setting
@@ -90,7 +90,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If only some kinds of a section have the key, their names are added in brackets.
+    If only some kinds of a section have the key, the names of these kinds are added in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.
@@ -128,7 +128,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Generate the table from the code; ``known`` describes its content."""
+    """Generate the table from the code. The docstring of ``known`` describes the table's content."""
     from fedstrata.methods.base import METHODS
     from fedstrata.spec.experiment import Experiment
     from fedstrata.spec.reference import SECTIONS, common, kinds, rows

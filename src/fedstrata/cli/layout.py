@@ -1,4 +1,4 @@
-"""The layout of help and messages in terminals of any width: text wraps between words, and commands stay whole."""
+"""Lay out help and messages in terminals of any width: text wraps between words, and commands stay whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(message: object) -> None:
-    """Print an error or a note on standard error: wrapped between words in a terminal, otherwise in one line."""
+    """Print an error or a note on standard error, wrapped between words in a terminal, and otherwise in one line."""
     text = printable(message)
     if sys.stderr.isatty():
         text = "\n".join(_wrap(text, min(shutil.get_terminal_size().columns, READABLE), rest="  "))
@@ -53,7 +53,7 @@ def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
     An indented line without a second column is a command to copy, which stays whole. A text in a second column wraps
-    within this column or, if the column would be narrow, stands below the name.
+    within this column. If the column would be narrow, the text is placed below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)
     ['  fedstrata new spec', '      write a spec']

@@ -1,4 +1,4 @@
-"""The program ``fedstrata COMMAND``: all commands, and the handling of their errors.
+"""Run the program ``fedstrata COMMAND``: parse and run a command, and handle its errors.
 
 PyTorch, scikit-learn and matplotlib take seconds to import, so a command imports them only when it needs them.
 """
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     The exit code is 0 for success, 1 for an expected failure, and 2 for invalid input. The exit code is 3 if a run
-    broke down: from some round to the end, the server could not use any client's reply. If the command was interrupted,
-    the exit code is 128 plus the number of the signal (130 for Ctrl-C).
+    broke down: from some round on, the server could not use any client's reply. If the command was interrupted, the
+    exit code is 128 plus the number of the signal (130 for Ctrl-C).
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # the stream was closed, for example by ``>&-``

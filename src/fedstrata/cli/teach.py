@@ -1,4 +1,4 @@
-"""Commands for beginners: ``fedstrata new``, ``explain`` and ``completion``."""
+"""Add the commands for beginners: ``fedstrata new``, ``explain`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -131,16 +131,17 @@ def explanations(word: str) -> list[dict[str, Any]]:
     """List the meanings that a word has in specs.
 
     Args:
-        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), a dotted
-            path that ends with one of these, or else a value that keys take (``constant``).
+        word: A key (``alpha``), a section (``training``), or the name of a class in a section (``dirichlet``). A dotted
+            path that ends with one of these, and a value of a key (``constant``), are accepted too.
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, its ``section``, its meaning ``about``, its
-        accepted values ``takes`` and its ``default``. ``kinds`` lists the classes in the section that have the key; it
-        is empty if all classes have it. For a section or a class, ``key`` is empty, and ``has`` lists its keys.
+        accepted values ``takes`` and its ``default``. The entry ``kinds`` lists the classes in the section that have
+        the key; it is empty if all classes have the key. For a section or a class, ``key`` is empty, and ``has`` lists
+        its keys.
 
     Raises:
-        SpecError: The word does not have a meaning; the message suggests a similar word.
+        SpecError: The word does not have a meaning. The message suggests a similar word.
     """
     from fedstrata.cli.known import known
 
@@ -205,7 +206,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def complete(whole: argparse.ArgumentParser) -> None:
-    """Answer a shell's request for completions and exit; do nothing if a shell has not requested any."""
+    """Answer a shell's request for completions and exit. Do nothing if a shell has not requested completions."""
     import argcomplete
 
     argcomplete.autocomplete(whole)

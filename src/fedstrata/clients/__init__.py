@@ -1,1 +1,1 @@
-"""The code that runs at the clients, where the data are: handlers of requests, local training, clients' states."""
+"""Code that runs at the clients, where the data are: handlers of requests, local training, and clients' states."""

@@ -1,4 +1,4 @@
-"""The client, which answers requests, and the context that all clients of one process share."""
+"""Define the client, which answers requests, and the context that all clients of one process share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def no_forms(config: FederationConfig) -> Forms:
-    """Return an empty mapping, because no reply is summed."""
+    """Return an empty mapping, because replies are not added up."""
     return {}
 
 
@@ -52,21 +52,20 @@ class ClientContext:
         assignment: The indices of each client's training samples.
         objective: The objective that clients minimise.
         handlers: The functions with which clients answer requests.
-        held: The samples that are held out of training, such as each client's own test samples.
+        held: The samples that are not used for training, such as each client's own test samples.
         evaluation: The settings of evaluation, such as the metrics.
         communication: The codecs of models and updates.
-        personal: The objective with which a client fine-tunes its copy of the global model before the copy is
-            evaluated.
-        tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. The answer
-            always contains sums, from which the server computes the metrics over all clients.
-        privacy: The privacy settings of the spec. The clients' site may raise the smallest number of samples that may
-            contribute to an answer.
-        forms: A function that returns the forms in which replies are summed with secure sums (``privacy.sums``).
-        prepared: The results of ``cached``: a mapping from each function to its result.
+        personal: The objective for fine-tuning a client's copy of the global model before the copy is evaluated.
+        tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. In every
+            case, the answer contains sums, from which the server computes the metrics over all clients.
+        privacy: The privacy settings of the spec. The clients' site may require more samples for an answer than the
+            spec does.
+        forms: A function that returns the forms in which secure sums (``privacy.sums``) add replies.
+        prepared: A mapping from each function that ``cached`` called to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
             server knows. Real sites need this for ``privacy.dp``.
-        member: The part of a real site in secure sums; None if the run has no secure sums, or is a simulation.
+        member: The real site as a party of secure sums; None if the run has no secure sums, or is a simulation.
     """
 
     config: FederationConfig
@@ -95,15 +94,15 @@ class ClientContext:
 
 
 class Client:
-    """A client that answers one request. Each request gets a new ``Client`` object.
+    """A client that answers one request. There is a new ``Client`` object for each request.
 
     Args:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
-            a value in place, so that the old state remains valid if the answer is refused.
-        group: The connection through which clients that answer at the same time add up tensors (``all_reduce_sum``);
-            None if the client runs alone.
+            a value in place. The old state therefore remains valid if the answer is refused.
+        group: The connection to other clients that answer at the same time. Through it, clients add up tensors
+            (``all_reduce_sum``). The value is None if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 
@@ -131,10 +130,10 @@ class Client:
 
         Every handler calls this method before it reads the samples.
 
-        If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to it.
+        If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to the answer.
 
         Args:
-            samples: Number of samples that contribute.
+            samples: Number of samples that contribute to the answer.
 
         Raises:
             WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not disclose the
@@ -148,8 +147,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, the number of samples is limited to the number that the batches of these steps
-        contain.
+        With ``training.local_steps``, the number of samples in the batches of these steps is the largest number that
+        counts.
 
         Args:
             samples: Number of samples that are available for training.
@@ -175,7 +174,8 @@ class Client:
         """Return the inputs (n, …) and the targets (n, …) of some of the client's samples.
 
         Args:
-            chosen: Positions of these samples among the client's own samples, from 0 to n_k − 1. Default: all samples.
+            chosen: Positions of the chosen samples among the client's own n_k samples, from 0 to n_k − 1. Default: all
+                samples.
         """
         indices = torch.from_numpy(self.indices[chosen])
         return self.context.data.inputs(indices), self.context.data.y_train[indices]

@@ -1,8 +1,8 @@
-"""Handlers: the functions with which clients answer requests.
+"""Mark and find handlers, which are the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` is a table of marked
-functions. ``fedstrata.runs.simulation.HANDLERS`` lists the handlers of fedstrata, and ``Method.handlers`` the handlers
-of a user's method.
+A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` is a table of
+marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
+contains the handlers of a user's method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HopHandler = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 class RelayHandler(Protocol):
     """An object that computes a whole relay, in which a model travels from client to client.
 
-    Each client's turn is called a hop. ``fedstrata.federation.engine.RelaySession`` has the same methods.
+    Each client's turn is called a hop. The class ``fedstrata.federation.engine.RelaySession`` has the same methods.
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
@@ -52,7 +52,7 @@ def handles(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[
 
 
 def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
-    """Mark a function that computes the sum of several clients' answers to requests of the Python class ``kind``."""
+    """Mark a function that computes the sum of several clients' answers to requests of the class ``kind``."""
     return _marking(kind, "sum")
 
 
@@ -65,7 +65,7 @@ def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory``, whose handler computes a whole relay with tasks of the Python class ``kind``."""
+    """Mark a ``RelayHandlerFactory`` that makes a handler for whole relays with tasks of the Python class ``kind``."""
     return _marking(kind, "relay")
 
 

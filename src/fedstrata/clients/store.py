@@ -1,4 +1,4 @@
-"""The store of the clients' states between requests."""
+"""Store the clients' states between requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class StateStore:
     When the memory is full, the least recently used states move to the disk.
 
     Args:
-        memory: Largest total size of the states in memory, in bytes.
-        folder: Folder for the states on disk. Default: a temporary folder, which is created when it is first needed.
+        memory: Largest total size in bytes of the states in memory.
+        folder: Folder for the states on the disk. Default: a temporary folder, which is created when it is first
+            needed.
     """
 
     def __init__(self, memory: int = DEFAULT_MEMORY, folder: Path | None = None) -> None:
@@ -36,7 +37,7 @@ class StateStore:
         """Clients whose state changed since this set was last cleared."""
 
     def get(self, client: ClientId) -> Mapping[str, Tree]:
-        """Return a client's state, or an empty state if none is stored."""
+        """Return a client's state, or an empty state if no state is stored."""
         if client not in self.clients:
             return {}
         if client not in self._held:

@@ -66,8 +66,8 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         key: The name of the inputs in error messages.
 
     Raises:
-        DataError: A name is not valid for a Python argument, an input is not numeric, a value is not finite, or lengths
-            differ.
+        DataError: The name of an input is not valid for a Python argument, an input is not numeric, a value is not
+            finite, or lengths differ.
     """
     tensors = {}
     for name, value in values.items():
@@ -104,7 +104,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
             become indistinguishable in float32. Set ``exact`` for test inputs if the training inputs are float64.
 
     Returns:
-        The inputs, (N, H, W, C) or (N, F), contiguous.
+        The inputs as a contiguous array of shape (N, H, W, C) or (N, F).
 
     Raises:
         DataError: The values are neither images nor a table, or some values are not finite.
@@ -177,7 +177,7 @@ SPLITS = ("train", "test")
 
 
 def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: str) -> Pair:
-    """Return the labels (or domains, or clients) of both splits as whole numbers or strings, one per sample.
+    """Return the labels (or domains, or clients) of both splits, with one whole number or string per sample.
 
     Args:
         first: The labels of the training samples.
@@ -232,9 +232,9 @@ def has_fractions(values: Array) -> bool:
 
 
 def too_many_values(values: Array) -> int | None:
-    """Return the number of distinct targets if there are so many that they may not be classes; otherwise, None.
+    """Return the number of distinct targets if it is so large that they may not be classes; otherwise None.
 
-    The limits are 100 distinct targets and a third of the number of samples; both must be exceeded.
+    The number of distinct targets must exceed both 100 and a third of the number of samples.
     """
     array = _numpy(values, "y_train")
     if array.dtype.kind not in "fiu" or array.ndim != 1:
@@ -244,12 +244,12 @@ def too_many_values(values: Array) -> int | None:
 
 
 def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]:
-    """Return numeric targets, one or several per sample, as float64 of shape (N, K).
+    """Return numeric targets (one or several per sample) as float64 of shape (N, K).
 
     Args:
-        values: The targets, (N,) or (N, K).
+        values: The targets, shape (N,) or (N, K).
         key: The name of the targets in error messages.
-        samples: N, the number of samples.
+        samples: The number N of samples.
 
     Raises:
         DataError: The targets are not finite numbers, or have the wrong shape.
@@ -273,9 +273,9 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
     """Return targets with one class for each token or pixel, as int64 of shape (N, …).
 
     Args:
-        values: The targets, (N, T) or (N, H, W).
+        values: The targets, shape (N, T) or (N, H, W).
         key: The name of the targets in error messages.
-        samples: N, the number of samples.
+        samples: The number N of samples.
 
     Raises:
         DataError: The targets are not whole numbers, or have the wrong shape.
@@ -290,7 +290,7 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
 
 
 def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
-    """Decode an array of bytes as UTF-8; return any other array unchanged.
+    """Decode an array of bytes as UTF-8. Return any other array unchanged.
 
     Raises:
         DataError: The bytes are not UTF-8.
@@ -306,12 +306,12 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Convert labels to numbers 0…C−1; return the numbers of both splits, and the name of each number.
+    """Convert labels to numbers 0…C−1. Return the numbers of both splits, and the name of each number.
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.
-        names: The name of each class. If given, each label is an index into ``names``, or an element of ``names``. By
-            default, the distinct labels are sorted and numbered.
+        names: The name of each class. If ``names`` is given, each label is an index into ``names``, or an element of
+            ``names``. By default, the distinct labels are sorted and numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:
@@ -344,7 +344,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 def encode_clients(
     first: Array | None, second: Array | None, sizes: tuple[int, int]
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
-    """Convert the clients of both splits to numbers 0…M−1; return the numbers, and the name of each number.
+    """Convert the clients of both splits to numbers 0…M−1. Return the numbers, and the name of each number.
 
     Args:
         first: The client of each training sample; None if the data set has no clients of its own.
@@ -367,7 +367,7 @@ def encode_clients(
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     """Warn about classes that occur only in the test set.
 
-    Models cannot learn these classes, so predictions for their samples count as errors.
+    Models cannot learn these classes, so predictions for samples of these classes count as errors.
 
     Raises:
         DataError: The splits have no class in common, for example because labels are spelt differently.

@@ -1,7 +1,7 @@
-"""Augmentation: random changes of the inputs on which clients train, chosen with ``data.augment``.
+"""Augment the inputs on which clients train with random changes, which ``data.augment`` chooses.
 
-Only the batches of local training are augmented. All other computations use the original samples: evaluations,
-predictions, gradients and losses for samplers, and an objective's computations over all samples.
+Only the batches of local training are augmented. All other computations use the original samples. Such computations are
+evaluations, predictions, gradients and losses for samplers, and an objective's computations over all samples.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """A random crop of each padded image, mirrored from left to right with probability 1/2.
 
-    The padding reflects the image at its edges. The padding therefore has the image's colours with every normalisation.
+    The padding reflects the image at its edges. With every normalisation, the padding therefore has the colours of the
+    image.
 
     Args:
         padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number.
@@ -95,12 +96,11 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 class OwnAugmentation(Augmentation):
-    """A user's own function ``function(x, generator)``; ``Augmentation.__call__`` describes the two arguments.
+    """A user's own function ``function(x, generator)``. ``Augmentation.__call__`` describes the two arguments.
 
     Args:
-        path: The function, as ``"module:function"``.
-        arguments: Further arguments of the function. In a spec, the arguments are all keys of the table except
-            ``name``.
+        path: The path of the function, as ``"module:function"``.
+        arguments: Further arguments of the function. In a spec, all keys of the table except ``name`` are arguments.
     """
 
     path: str
@@ -108,7 +108,7 @@ class OwnAugmentation(Augmentation):
 
     @property
     def implementation(self) -> Any:
-        """The function that ``path`` refers to."""
+        """The function to which ``path`` refers."""
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A data set in memory that all clients share; each client is a list of sample indices.
+"""Store a data set that all clients share. Each client is a list of sample indices.
 
 Batches are normalised when they are read.
 """
@@ -39,31 +39,32 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored as N,H,W,C and tables as N,F, in the type in which they are given. For example, 8-bit images stay
-    8-bit. ``inputs`` converts a batch to float32 for the model. If a sample has several inputs, each input is a tensor
-    with a type and shape of its own. ``from_arrays`` and ``Data(…).load()`` build data sets.
+    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep the type in
+    which they are given. For example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for
+    the model. If a sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays``
+    and ``Data(…).load()`` build data sets.
 
     Args:
         name: The name of the data set in reports.
-        x_train: Training inputs, (N, H, W, C) or (N, F), contiguous; or a mapping from the name of each of several
-            inputs to a tensor (N, …).
-        y_train: Training targets; for classification, labels (N,) int64 in 0…C−1.
+        x_train: Training inputs, as a contiguous tensor of shape (N, H, W, C) or (N, F). With several inputs per
+            sample, this is a mapping from the name of each input to a tensor (N, …).
+        y_train: Training targets. For classification, the targets are labels in 0…C−1, int64, shape (N,).
         x_test: Test inputs, in the form of ``x_train``.
         y_test: Test targets, in the form of ``y_train``.
         class_names: The name of each output of a model, such as the name of a class; empty if outputs have no names.
         domain_train: The domain of each training sample, shape (N,), int64; None if there are no domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64. For several inputs, a
-            mapping from the name of each normalised input to its shift.
-        scale: The number by which each channel or feature is multiplied after ``shift`` is subtracted.
-        client_train: The client that each training sample comes from, shape (N,), int64; None if unknown.
-        client_test: The client that each test sample comes from, if known.
+        shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
+            inputs, this is a mapping from the name of each normalised input to its shift.
+        scale: The factor of each channel or feature. It is applied after ``shift`` is subtracted.
+        client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
+        client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
         unfitted: The raw samples. When the clients' training samples are known, features are computed again from the
-            raw samples. None if the features stay the same.
+            raw samples. The value is None if the features stay the same.
         features: The rule that computes the features of a table from its rows; None for arrays.
-        task: The task, which says what the targets mean.
+        task: The task, which defines the meaning of the targets.
         n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
             ``class_names``.
         keep: Whether inputs are whole numbers, such as token ids, that are passed to the model unchanged.
@@ -98,9 +99,9 @@ class Dataset:
 
     @cached_property
     def strata(self) -> Ints | None:
-        """The stratum of each training sample, (N,): its class, range of targets or domain.
+        """The stratum of each training sample, which is its class, range of targets or domain.
 
-        None if samples have no strata.
+        The value has the shape (N,), and is None if samples have no strata.
         """
         strata = self.task.strata(self.y_train, self.class_names)
         if strata is None and self.domain_train is not None:
@@ -139,7 +140,7 @@ class Dataset:
 
     @property
     def shape(self) -> Shape:
-        """The shape of one sample as a model sees it: (C, H, W) or (F,); for several inputs, the shape of each."""
+        """The shape of one sample as the model's input: (C, H, W) or (F,), or a mapping with one shape per input."""
         if isinstance(self.x_train, Mapping):
             return {name: tuple(tensor.shape[1:]) for name, tensor in self.x_train.items()}
         size = tuple(self.x_train.shape[1:])
@@ -149,7 +150,7 @@ class Dataset:
 
     @cached_property
     def sample_bytes(self) -> int:
-        """The size in bytes of one sample as a model sees it."""
+        """The size in bytes of one sample as the model's input."""
         if not isinstance(self.x_train, Tensor):
             return sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in self.x_train.values())
         return 4 * self.x_train.shape[1:].numel()
@@ -167,8 +168,8 @@ class Dataset:
             split: ``"train"`` or ``"test"``.
 
         Returns:
-            A copy of the inputs, float32, (B, F) or (B, C, H, W) in channels-last memory format; with ``keep``, int64.
-            For several inputs, a mapping from each input's name to a tensor (B, …).
+            A copy of the inputs in float32, shape (B, F) or (B, C, H, W) in channels-last memory format. With ``keep``,
+            the type is int64. For several inputs, the result is a mapping from each input's name to a tensor (B, …).
 
         Raises:
             IndexError: An index is negative or too large.
@@ -206,7 +207,7 @@ class Dataset:
         return self.shift.repeat(repeats), self.scale.repeat(repeats)
 
     def targets(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Return the targets of some samples, shape (B, …); for classification, labels (B,) int64."""
+        """Return the targets of B samples, shape (B, …). For classification, these are labels, int64, shape (B,)."""
         return _take(self.y_train if split == "train" else self.y_test, indices)
 
     def to(self, device: torch.device | str) -> Dataset:
@@ -245,32 +246,35 @@ def from_arrays(
 ) -> Dataset:
     """Build a data set from arrays or tensors.
 
-    Do not change the arrays afterwards: the data set may share their memory.
+    Do not change the arrays afterwards, because the data set may share their memory.
 
-    Inputs that were opened with ``numpy.load(…, mmap_mode="r")`` stay in their files and may be larger than the memory.
+    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay in their files, and may be larger than the memory.
 
     Args:
-        x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
-            read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a model with several
-            inputs: a mapping from the names of its arguments to arrays (N, …) of any shape. Whole numbers and booleans,
-            such as token ids and masks, stay unchanged. Floats are normalised along their last axis.
-        y_train: Training targets. Classification: one label per sample, any whole numbers or strings. Regression: one
-            or several numbers per sample, (N,) or (N, K). Several labels: 0 or 1 for each label, shape (N, K). Next
-            token: ids, shape (N, T). Segmentation: classes, shape (N, H, W).
+        x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
+            Four axes are read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a
+            model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
+            Whole numbers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
+            last axis.
+        y_train: Training targets. For classification, give one label per sample, as a whole number or a string. For
+            regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
+            give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
+            segmentation, give classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.
         name: The name of the data set in reports.
-        domain_train: The domain of each training sample: any whole numbers or strings.
+        domain_train: The domain of each training sample, as a whole number or a string.
         domain_test: The domain of each test sample.
         class_names: The name of each class. Labels must then be indices into this list, or elements of this list.
             Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
-        clients: The client of each training sample, for the partition ``natural``: any whole numbers or strings.
+        clients: The client of each training sample, as a whole number or a string, for the partition ``natural``.
         clients_test: The client of each test sample. A client without training samples never trains.
-        normalize: ``"standard"``: each channel or feature is shifted and scaled to mean 0 and standard deviation 1 on
-            the training set. Constant values are only shifted. ``"unit"``: each channel or feature is scaled to [0, 1]
-            on the training set. Bytes are divided by 255. ``"none"``: values do not change. ``"keep"``: inputs are
-            whole numbers of any shape, such as token ids (N, T), and are passed to the model unchanged.
+        normalize: The normalisation of inputs. ``"standard"``: each channel or feature is shifted and scaled to mean 0
+            and standard deviation 1 on the training set. Constant values are only shifted. ``"unit"``: each channel or
+            feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``: values do not
+            change. ``"keep"``: inputs are whole numbers of any shape, such as token ids (N, T), and are passed to the
+            model unchanged.
         task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
     Raises:
@@ -347,8 +351,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
     """Compute the shift and scale that normalise inputs, from the training inputs; see ``shift_and_scale``.
 
     Returns:
-        The shift and the scale; for several inputs, mappings from the name of each float input to its shift and scale.
-        None if inputs are not normalised.
+        The shift and the scale. For several inputs, these are mappings from the name of each float input to its shift
+        and scale. Both are None if inputs are not normalised.
     """
     if normalize in ("keep", "none"):
         return None, None
@@ -362,17 +366,17 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
 
 def task_of(task: Task | str | None, y_train: Array) -> Task:
-    """Return the task with a given name, or the given task itself. If ``task`` is None, choose it by the targets.
+    """Return the task with a given name, or the given task itself. If ``task`` is None, choose a task by the targets.
 
-    Targets with fractions mean regression; all other targets mean classification. Whole numbers with very many distinct
-    values could be classes or quantities, and are refused.
+    Targets with fractions mean regression, and all other targets mean classification. Whole numbers with very many
+    distinct values are refused, because they could be classes or quantities.
 
     Args:
         task: The task, its name, or None.
         y_train: The targets of the training samples.
 
     Raises:
-        SpecError: There is no task of that name, or the targets could be either classes or quantities.
+        SpecError: No task has this name, or the targets could be either classes or quantities.
     """
     if isinstance(task, str):
         return TASKS.make(task, {})

@@ -1,6 +1,6 @@
 """Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
 
-The clients' statistics can be added up. The server therefore gets the statistics of all samples without seeing any
+The clients' statistics can be added up. The server therefore gets the statistics of all samples without seeing a
 sample. Real sites and a simulation of these sites compute the same numbers. Statistics exclude samples that are held
 out of training, for example for validation. Held-out samples are known only after the samples have been divided among
 clients.
@@ -44,15 +44,14 @@ class Statistics(Message):
 
     Args:
         samples: The number of samples.
-        count: The number of values that are not missing in each of K table columns or image channels, shape (K,),
-            float64.
-        mean: The mean of the values that are not missing, shape (K,), float64.
-        squares: The sum of the squared distances of these values from the mean, shape (K,), float64.
+        count: The number of non-missing values in each of K table columns or image channels, shape (K,), float64.
+        mean: The mean of the non-missing values, shape (K,), float64.
+        squares: The sum of the squared distances of the non-missing values from the mean, shape (K,), float64.
         low: The smallest value, shape (K,), float64; an empty tensor if the normalisation does not need it.
         high: The largest value, in the same form as ``low``.
         counts: A mapping from column name to the column's distinct values and their frequencies, shape (V, 2), float64,
-            sorted by value. The mapping contains only category columns, and columns whose ``impute`` is ``median`` or
-            ``most-frequent``.
+            sorted by value. The mapping contains only category columns, and columns with ``impute`` set to ``median``
+            or ``most-frequent``.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -83,7 +82,7 @@ class Statistics(Message):
         )
 
     def beside(self, targets: Statistics) -> Statistics:
-        """Append the statistics of the targets to these statistics of the features."""
+        """Append the statistics of the targets to the statistics of the features."""
         tensors = {
             key: torch.cat([getattr(self, key), getattr(targets, key)])
             for key in ("count", "mean", "squares", "low", "high")
@@ -152,7 +151,7 @@ class Statistics(Message):
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The rule that computes features from the rows of a table. Predictions for new rows need the same rule.
+    """The rule that computes features from the rows of a table. Predictions for new rows use the same rule.
 
     Args:
         schema: The completed schema of the table.
@@ -182,7 +181,7 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class RawTargets:
-    """Training targets of a task that needs their statistics, such as the mean.
+    """The training targets of a task that needs statistics of the targets, such as the mean.
 
     Args:
         task: The task.
@@ -195,7 +194,7 @@ class RawTargets:
     name: str = TARGET
 
     def moments(self, rows: Tensor) -> Statistics:
-        """Return the count, mean and sum of squares of some targets.
+        """Return the count, the mean and the sum of squared distances from the mean of some targets.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -203,7 +202,7 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return how often each target value occurs, under the key ``name``; empty if the task needs no frequencies.
+        """Return a mapping from ``name`` to the number of times that each target value occurs, if the task needs it.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -218,11 +217,11 @@ class Unfitted:
 
     Args:
         normalize: See ``from_arrays``.
-        train: Training samples: the cells of a table as numbers, shape (N, K), float64, with NaN for missing values; or
-            arrays in the form in which a ``Dataset`` stores them.
+        train: Training samples. For a table, these are the cells as numbers, shape (N, K), float64, with NaN for
+            missing values. Arrays have the form in which a ``Dataset`` stores them.
         test: Test samples, in the form of ``train``.
         schema: The completed schema of a table; None for arrays.
-        given: The shift and scale that the spec sets; None if they are computed.
+        given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
         targets: The training targets, if sites also send statistics of the targets. The targets are then the last
             columns of the statistics.
     """
@@ -245,15 +244,15 @@ class Unfitted:
         return normalised or any(column.learnt for _, column in self._columns())
 
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
-        """Compute the statistics of each client's training samples, and add them up client by client.
+        """Compute the statistics of each client's training samples, and add up the statistics client by client.
 
-        A server adds up the sites' statistics in the same order, so that both results are equal to the last bit.
+        A server adds up the sites' statistics in the same order. The result is therefore the same to the last bit.
 
         Args:
-            groups: For each client, the indices of its training samples. The indices are not read if neither features
-                nor task depend on statistics.
-            least: The number of values that a client must have in a column. With fewer values, the client's statistics
-                of the column are treated as empty.
+            groups: The indices of each client's training samples. The indices are not read if neither features nor task
+                depend on statistics.
+            least: The smallest number of values that a client must have in a column. With fewer values, the client's
+                statistics of the column count as empty.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -296,7 +295,7 @@ class Unfitted:
         """Check the form and plausibility of statistics that another party computed from its own data.
 
         Raises:
-            DataError: The statistics describe other columns, are impossible, or lack required values.
+            DataError: The statistics are about other columns, are impossible, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)
@@ -348,7 +347,7 @@ class Unfitted:
         return [] if self.schema is None else list(self.schema.inputs.items())
 
     def fitted(self, known: Statistics) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the training samples, the test samples, and their shift and scale, as a ``Dataset`` stores them.
+        """Return the training samples, the test samples, and their shift and scale, in the form of a ``Dataset``.
 
         Args:
             known: The statistics of the clients' training samples.
@@ -458,7 +457,7 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
     Args:
         data: The data set.
-        groups: For each client, the indices of its training samples.
+        groups: The indices of each client's training samples.
     """
     targets, rows = RawTargets(data.task, data.y_train.double()), [torch.tensor(each) for each in groups]
     known = sum((targets.moments(each) for each in rows), start=targets.moments(torch.empty(0, dtype=torch.int64)))

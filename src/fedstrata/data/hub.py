@@ -25,7 +25,7 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
         seed: The seed for drawing test samples, if the data set has only a training split.
-        client: The column that contains the client of each sample, such as ``writer_id``.
+        client: The column with the client of each sample, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: The package ``datasets`` is not installed.
@@ -53,14 +53,14 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     validation split. Without both splits, a random fifth of each class of ``train`` becomes the test samples.
 
     Args:
-        splits: A mapping from the name of each split to its ``datasets.Dataset``, all with the same columns.
-        seed: The seed for drawing this fifth of the samples.
-        client: The column that contains the client of each sample; None without such a column.
+        splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
+        seed: The seed for drawing test samples from ``train``.
+        client: The column with the client of each sample; None without such a column.
 
     Returns:
-        The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``; ``classes``, if the labels have names; and
-        ``client_train`` and ``client_test``, if ``client`` is set. The arrays have the same meaning as in a ``.npz``
-        file.
+        The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If labels have names, the result contains
+        ``classes``. If ``client`` is set, it contains ``client_train`` and ``client_test``. The arrays have the same
+        meaning as in a ``.npz`` file.
 
     Raises:
         DataError: There is no split ``train``, or it is not clear which columns contain the inputs and the labels.
@@ -101,14 +101,14 @@ def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
     If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
-    or a single column of lists. If no single column can be the input, all columns of numbers together are the inputs,
-    as a table.
+    or a single column of lists. If no single column can be the input, all columns of numbers form the inputs, as a
+    table.
 
     Args:
         features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: No column can be the input; or several columns could be the input, and none of them has a usual name.
+        DataError: No column can be the input, or several columns could be the input and none of them has a usual name.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     label = label_column(features)
@@ -129,13 +129,13 @@ def input_columns(features: Any) -> list[str]:
 
 
 def label_column(features: Any) -> str:
-    """Return the name of the label column: the column of type ``ClassLabel``, or else a column with a usual name.
+    """Return the name of the label column: the column of type ``ClassLabel``, or a column with a usual name for labels.
 
     Args:
         features: The ``datasets.Features`` of a split.
 
     Raises:
-        DataError: No column can be the label; or several columns could be the label, and none of them has a usual name.
+        DataError: No column can be the label, or several columns could be the label and none of them has a usual name.
     """
     labels = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
     usual = [name for name in LABEL_NAMES if name in (labels or features)]
@@ -154,8 +154,8 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         columns: The columns that contain the inputs; see ``input_columns``.
 
     Returns:
-        The inputs. Images are uint8, except for integer and float images with more bits, which keep their type. Columns
-        of other types also keep their type.
+        The inputs. Images are uint8, but integer and float images with more bits keep their type. Columns of other
+        types also keep their type.
 
     Raises:
         DataError: Images or lists have different sizes.

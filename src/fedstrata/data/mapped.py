@@ -1,4 +1,4 @@
-"""Memory-mapped inputs: arrays in ``.npy`` files that may be larger than the memory."""
+"""Read memory-mapped inputs, which are arrays in ``.npy`` files that may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class MappedFile:
 
     @classmethod
     def of(cls, values: object) -> MappedFile | None:
-        """Return the file of a complete ``numpy.memmap``; None for any other array, and for a part of a memmap."""
+        """Return the file of a complete ``numpy.memmap``; None for a part of a memmap, and for any other array."""
         if not isinstance(values, np.memmap) or not isinstance(values.base, mmap.mmap) or not values.flags.c_contiguous:
             return None
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return the same file with another shape of the array."""
+        """Return the same file, but with another shape of the array."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:

@@ -14,7 +14,7 @@ def shift_and_scale(train: Tensor, normalize: Normalize) -> tuple[Tensor | None,
     """Compute the shift and scale that normalise inputs, from the training inputs.
 
     Args:
-        train: Training inputs as stored, (N, H, W, C) or (N, F).
+        train: The training inputs in the stored form, shape (N, H, W, C) or (N, F).
         normalize: See ``from_arrays``.
 
     Returns:
@@ -50,11 +50,11 @@ def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tupl
     """Return shift and scale as float32, or as float64 if inputs would lose too much precision in float32.
 
     Args:
-        train: The training inputs as stored.
+        train: The training inputs in the stored form.
         shift: The shift of each channel or feature, float64.
         scale: The scale of each channel or feature, float64.
-        spread: The deviation or range of each channel or feature. The rounding errors of float32 must be small compared
-            with ``spread``.
+        spread: The standard deviation or the range of each channel or feature. The rounding errors of float32 must be
+            small compared with ``spread``.
     """
     too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
     if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):

@@ -1,4 +1,4 @@
-"""The schema of a table, which converts cells to numbers. ``fitting`` computes features from these numbers."""
+"""Convert the cells of a table to numbers with a schema. ``fitting`` computes features from these numbers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether statistics of the column include how often each value occurs."""
+        """Whether the statistics of the column contain the number of times that each value occurs."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
@@ -150,10 +150,10 @@ class Column(Setting):
         return f"numbers{span}{f' {self.unit}' if self.unit else ''}"
 
     def number(self, cell: Any) -> float:
-        """Return a cell as a number; for a category, return its index in ``categories``.
+        """Return a cell as a number. For a category, return its index in ``categories``.
 
         Raises:
-            ValueError: The cell is not a value of this column; the message says what is accepted.
+            ValueError: The cell is not a value of this column. The message says which values are accepted.
         """
         if self.type == "category":
             assert self.categories is not None
@@ -272,7 +272,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return the schema, completed with columns and categories of the table that the schema does not give.
+        """Return the schema, completed with the table's columns and categories that the schema does not contain.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -322,10 +322,10 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for real sites, where only columns in the spec are read, and no type is guessed.
+        """Return the schema for real sites. Real sites read only columns that the spec names, and do not guess types.
 
         Args:
-            classes: Whether labels are classes; otherwise they are numbers.
+            classes: Whether labels are classes. If not, labels are numbers.
 
         Raises:
             SpecError: The classes, a feature or the categories of a feature are not given.
@@ -378,7 +378,7 @@ class Schema(Setting):
             raise SpecError(f"data.schema.columns.{self.label}", problem)
 
     def names(self) -> list[str]:
-        """Return the name of every feature; the schema must be complete."""
+        """Return the name of every feature. The schema must be complete."""
         names = []
         for name, column in self.inputs.items():
             names += [f"{name}={each}" for each in column.categories or ()] if column.type == "category" else [name]
@@ -392,7 +392,8 @@ class Table:
 
     Args:
         source: The name of the file or data frame, for error messages.
-        columns: A mapping from column name to cells: texts, numbers or booleans, and None for missing values.
+        columns: A mapping from column names to cells, which are texts, numbers or booleans, and None for missing
+            values.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """
 
@@ -441,8 +442,8 @@ class Table:
         Args:
             row: The row of the cell, counted from 0.
             column: The column of the cell.
-            problem: The problem; the text may quote the cell.
-            public: The problem, in words for other parties that do not disclose the cell.
+            problem: The problem. The text may quote the cell.
+            public: The problem for other parties, in words that do not disclose the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -460,7 +461,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
     Raises:
         DataError: A cell does not match the schema, or a value is missing and the column has no rule for missing
-            values. The message contains file, line and column.
+            values. The error message contains file, line and column.
         SpecError: The table lacks a column.
     """
     for name in schema.inputs:
@@ -494,8 +495,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The rows.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index, in the whole federation, of the table's first client. With this index, a site with only some
-            of the clients selects the same rows as a simulation of all clients.
+        first: The index of the table's first client in the whole federation. With this index, a site with only some of
+            the clients selects the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
@@ -546,13 +547,13 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
 
 
 def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
-    """Return the labels as numbers, shape (N,), float64.
+    """Return the labels as float64 numbers, shape (N,).
 
     Args:
         table: The rows.
         schema: The schema.
-        strict: Whether to raise an error for a cell that is not a finite number in its range. If False, the range is
-            not checked, and the result is None if a cell is not a finite number.
+        strict: Whether to raise an error for a cell that is not a finite number in its range. If not, the range is not
+            checked, and the result is None if a cell is not a finite number.
 
     Raises:
         DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
@@ -587,7 +588,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
-    """Return a hint for a number that is out of range, if 1,000 times or 1/1,000 of this number would be in range."""
+    """Return a hint if a number is out of range, but would be in range after multiplication or division by 1,000."""
     for factor, what in ((1e-3, "a thousandth of the number"), (1e3, "a thousand times the number")):
         if number and span[0] <= number * factor <= span[1]:
             return f" Check the unit, because {what} is in range."

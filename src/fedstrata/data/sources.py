@@ -302,14 +302,14 @@ def _joined(arrays: Arrays) -> Arrays:
 
 
 def read_npz(path: Path) -> Arrays:
-    """Read the arrays of a data set from a ``.npz`` file.
+    """Read the arrays of a data set from an ``.npz`` file.
 
     Args:
         path: The file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has
-            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may contain
-            ``domain_train`` and ``domain_test``, ``classes`` (the name of each label 0…C−1), ``domains``, and the
-            client of each sample in ``client_train`` and ``client_test``. ``client`` is another name of
-            ``client_train``.
+            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may also
+            contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1). The
+            arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
+            ``client_train`` is ``client``.
 
     Raises:
         DataError: The file is missing or damaged, contains Python objects or lacks an array.
@@ -318,12 +318,12 @@ def read_npz(path: Path) -> Arrays:
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
-    """Read some arrays of a ``.npz`` file.
+    """Read some arrays of an ``.npz`` file.
 
     Args:
         path: The file.
-        needed: The names of arrays that the file must contain. Instead of ``x_train``, it may contain ``x_train.NAME``
-            for several inputs, which are returned as a mapping.
+        needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
+            ``x_train.NAME`` for each of several inputs. Such inputs are returned as a mapping.
         optional: The names of arrays that the file may contain, which are also read.
 
     Raises:

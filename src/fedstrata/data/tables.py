@@ -1,7 +1,7 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-CSV files are read with Python's module ``csv``, which needs no extra package, does not convert cells and knows line
-numbers. Parquet files are read with pyarrow.
+CSV files are read with Python's module ``csv``. It does not need an extra package, does not convert cells, and provides
+line numbers. Parquet files are read with pyarrow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_table(path: Path, schema: Schema) -> Table:
 
     Args:
         path: The file.
-        schema: The schema; only its delimiter is used.
+        schema: The schema. Only its delimiter is used.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -67,12 +67,11 @@ def from_dataframe(
     """Build a data set from a data frame of pandas or polars.
 
     Args:
-        frame: Any object with an attribute ``columns``, whose columns have a method ``to_list``; or a mapping from
-            column names to lists.
+        frame: A mapping from column names to lists, or any object with columns that have a method ``to_list``.
         label: The name of the label column.
-        client: The name of the column that contains the client of each row.
-        test: The fraction of rows that become test samples, the name of a column that marks test rows, or a second data
-            frame with the test samples.
+        client: The name of the column with the client of each row.
+        test: The fraction of rows that become test samples. Alternatively, the name of a column that marks test rows,
+            or a second data frame with the test samples.
         normalize: See ``from_arrays``.
         seed: The seed for drawing test samples, if ``test`` is a fraction.
         name: The name of the data set in reports.
@@ -80,7 +79,7 @@ def from_dataframe(
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
-        DataError: A cell does not match the schema; the message contains row and column.
+        DataError: A cell does not match the schema. The error message contains row and column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
     table, task = table_of(frame, name), TASKS.make(task, {}) if isinstance(task, str) else task
@@ -108,9 +107,9 @@ def dataset_of(
     given: tuple[Tensor, Tensor] | None = None,
     task: Task | None = None,
 ) -> Dataset:
-    """Build a data set whose features are imputed and normalised with statistics of all training rows.
+    """Build a data set with features that are imputed and normalised with statistics of all training rows.
 
-    When a run begins, the features are computed again, with statistics of only the rows that clients train on.
+    When a run begins, the features are computed again with statistics of only the rows on which clients train.
 
     Args:
         table: The rows.
@@ -118,7 +117,7 @@ def dataset_of(
         held: Which rows are test samples, shape (N,).
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
-        given: The shift and scale that the spec sets; None if they are computed.
+        given: The shift and scale that the spec sets; None if shift and scale are computed from the training rows.
         task: The task. If None, the task follows from the labels.
 
     Raises:
@@ -163,7 +162,7 @@ def task_of_table(table: Table, schema: Schema) -> Task | None:
 
 
 def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.generic]:
-    """Return the labels of a table's N rows, (N,): numbers if the task needs them, otherwise the names of classes.
+    """Return the labels of a table's N rows, shape (N,): numbers if the task needs numbers, otherwise class names.
 
     Raises:
         DataError: A label is missing, is not a number or a class, or is out of range.
@@ -177,7 +176,7 @@ def targets_of(table: Table, schema: Schema, task: Task | None) -> NDArray[np.ge
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Table:
-    """Read a CSV file in UTF-8 whose first line contains the column names.
+    """Read a CSV file in UTF-8. The file's first line contains the column names.
 
     Raises:
         DataError: The file has no rows, two columns of the same name, or a line with too many or too few cells.
@@ -230,8 +229,8 @@ def table_of(rows: Any, name: str) -> Table:
     """Return a data frame, or a mapping from column names to cells, as a ``Table``.
 
     Args:
-        rows: Any object with an attribute ``columns``, whose columns have a method ``to_list``; or a mapping from
-            column names to lists, arrays or tensors.
+        rows: A mapping from column names to lists, arrays or tensors, or any object with columns that have a method
+            ``to_list``.
         name: The name of the table, for error messages.
 
     Raises:

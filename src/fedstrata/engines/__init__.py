@@ -1,4 +1,4 @@
-"""The engines, which run the clients: on this machine, on a Ray cluster, or in a simulator of sites."""
+"""Engines, which run the clients on this machine, on a Ray cluster, or in a simulator of sites."""
 
 from __future__ import annotations
 

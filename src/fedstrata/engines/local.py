@@ -1,4 +1,4 @@
-"""The local engine: it runs all clients on this machine, in this process and in worker processes."""
+"""The local engine, which runs all clients on this machine, in this process and in worker processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GRACE = 5.0
 class LocalEngine(Engine):
     """An engine that creates a client object for each request, and afterwards stores only the client's state.
 
-    If a request causes enough work, worker processes compute some of the replies. The result does not depend on which
+    If a request requires enough work, worker processes compute some of the replies. The result does not depend on which
     process computes a reply, because clients are independent of each other and replies are sorted.
 
     Args:
@@ -70,12 +70,12 @@ class LocalEngine(Engine):
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
     ) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies; with ``together``, each client runs in a thread of its own.
+        """Return the clients' replies. With ``together``, each client runs in its own thread.
 
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group for ``all_reduce_sum``; its members 0, 1, … are the clients in ascending order. Default: a
+            group: The group for ``all_reduce_sum``. Its members 0, 1, … are the clients in ascending order. Default: a
                 new group.
         """
         if together:
@@ -118,9 +118,9 @@ class LocalEngine(Engine):
         return {number: outcomes[number] for number in sorted(outcomes)}
 
     def n_contributing(self, number: ClientId) -> int:
-        """Return how many samples contributed to a client's latest reply; 0 if the number is unknown.
+        """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        The number is known from the reply until ``commit``, if the handler called ``authorize_release`` in this
+        The number is known between the reply and ``commit``, if the handler called ``authorize_release`` in this
         process.
         """
         client = self._pending.get(number)
@@ -170,7 +170,7 @@ class LocalEngine(Engine):
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of the replies if a handler computes it for all clients at once; otherwise None."""
+        """Return the sum of the replies if a handler computes the sum for all clients at once; otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -288,7 +288,7 @@ class LocalRelaySession:
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """End the relay, and store the new states of the clients whose hops were all successful."""
+        """End the relay, and store the new states of the clients without failed hops."""
         weights, outcomes = self._handler.finish()
         failed = {
             client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)
@@ -300,7 +300,7 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers, before clients run at the same time in threads.
+    """Refuse a model that draws random numbers, because clients are about to run in threads at the same time.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.
@@ -352,7 +352,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
 
 
 def failure(error: BaseException) -> Failure:
-    """Return the ``Failure`` for a client's exception; its reason names the line of code that raised it."""
+    """Return the ``Failure`` for a client's exception. Its reason names the line of code that raised the exception."""
     if isinstance(error, WithheldError):
         return Failure(str(error), refused=True)
     frames = traceback.extract_tb(error.__traceback__)

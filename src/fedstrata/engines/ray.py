@@ -1,8 +1,8 @@
-"""The Ray engine: it runs clients in processes on all cores of this machine or of a cluster.
+"""The Ray engine, which runs clients in processes on all cores of this machine or of a cluster.
 
 The method and the clients' states stay in the process that runs the experiment. A client's state is sent with its
-request, and the new state comes back with the reply, so that any worker can answer for any client. If a worker dies,
-nothing is lost: other workers compute the same answers again.
+request, and the new state comes back with the reply. Any worker can therefore answer for any client. If a worker dies,
+other workers compute the same answers again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CALL_PAYS = 0.005
 
 
 class ClientError(FedstrataError):
-    """An exception that a client raised in another process; its note contains the traceback."""
+    """An exception that a client raised in another process. The exception's note contains the traceback."""
 
 
 class RayEngine(Engine):
@@ -71,14 +71,14 @@ class RayEngine(Engine):
         store: The store of the clients' states.
         address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS`` or, if it is not set, a new
             cluster on this machine.
-        workers: Number of workers, which is reduced to the number of clients if it is larger. Default:
-            ``training.workers`` or, if it is not set, one worker per core of the cluster.
+        workers: Number of workers, but at most the number of clients. Default: ``training.workers`` or, if it is not
+            set, one worker per core of the cluster.
         pool: Running workers to use instead of new workers. The engine does not stop these workers when it is closed.
 
     Raises:
         ExtraMissingError: Ray is not installed.
-        SpecError: No cluster can be joined at the address.
-        FedstrataError: A worker cannot start, or its version of fedstrata or PyTorch differs.
+        SpecError: The engine cannot join a cluster at the address.
+        FedstrataError: A worker cannot start, or has another version of fedstrata or PyTorch.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class RayEngine(Engine):
             self._pool, self._closing = pool, closing.pop_all()
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies; with ``together``, one worker runs all clients, each in a thread.
+        """Return the clients' replies. With ``together``, one worker runs all clients, each in its own thread.
 
-        One worker is faster than several workers here, because sending a sum of tensors between processes takes longer
-        than computing a client's part of a batch.
+        One worker is then faster than several workers. Sending a sum of tensors between processes takes longer than
+        computing a client's part of a batch.
         """
         self._states = {}
         self._exchange += 1
@@ -130,7 +130,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay; its worker keeps the model for the next hop."""
+        """Let one client change the model of a relay. The client's worker keeps the model for the next hop."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -160,7 +160,7 @@ class RayEngine(Engine):
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers and remove the states on disk; if this engine started the cluster, stop the cluster too."""
+        """Stop the workers, and remove the states on the disk. Stop the cluster if this engine started it."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
@@ -224,7 +224,7 @@ class Call:
 
     Args:
         clients: The clients for which the worker answers.
-        work: The expected work of the call, for comparison with other calls; the unit does not matter.
+        work: The expected work of the call, in any unit, for comparison with other calls.
         send: A function that sends the call to a worker and returns Ray's reference to the result.
         deaths: Number of workers that died during this call so far.
     """
@@ -241,9 +241,11 @@ class WorkerHandle:
 
     Args:
         actor: Ray's handle of the worker.
-        hello: Ray's reference to the result of ``Worker.enter``; None once the result has come and the worker is ready.
+        hello: Ray's reference to the result of ``Worker.enter``; None after the result has arrived and the worker is
+            ready.
         name: The worker's process and machine, for error messages.
-        running: A mapping from Ray's reference of each unfinished call to the call, in the order of sending.
+        running: A mapping from Ray's reference of each unfinished call to the call, in the order in which the calls
+            were sent.
         weights: The current model of a relay, if this worker computed its last hop; otherwise None.
     """
 
@@ -260,7 +262,7 @@ class WorkerHandle:
 
 
 class WorkerPool:
-    """A pool of Ray workers; a worker that dies is replaced by a new worker.
+    """A pool of Ray workers. If a worker dies, a new worker replaces it.
 
     Args:
         count: Number of workers.
@@ -305,7 +307,7 @@ class WorkerPool:
         """Run calls, each as soon as a worker can accept another call.
 
         Yields:
-            Each finished call with its result, which is a ``Failure`` if ``DEATHS`` workers died during the call.
+            Each finished call with its result. The result is a ``Failure`` if ``DEATHS`` workers died during the call.
         """
         retries: deque[Call] = deque()
         try:

@@ -1,4 +1,4 @@
-"""A worker process of Ray: it runs a local engine, and receives and returns messages and states as bytes."""
+"""A worker process of Ray, which runs a local engine, and receives and returns messages and states as bytes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 class WorkerPayload:
     """A client context in the form in which it is sent to workers.
 
-    Ray copies it once to each machine, and all workers of the machine read the arrays there without a copy.
+    Ray copies the payload once to each machine. All workers of the machine read the arrays from this copy.
 
     Args:
-        context: The context, whose data set has empty tensors.
-        arrays: The data set's tensors, without the test set's tensors: a mapping from field names, such as ``y_train``
-            or ``x_train.ids``, to arrays, or to files that are memory-mapped.
+        context: The context, but with empty tensors in its data set.
+        arrays: The data set's tensors, without the test set's tensors. This is a mapping from field names, such as
+            ``y_train`` or ``x_train.ids``, to arrays or memory-mapped files.
         declared: The records that other packages or notebooks declare: a mapping from wire names to Python classes.
     """
 
@@ -76,7 +76,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Return the context, whose data set uses the arrays without a copy."""
+        """Return the context with a data set that uses the arrays without a copy."""
         records.register(self.declared)
         tensors: dict[str, Any] = {}
         for name, array in self.arrays.items():
@@ -116,14 +116,14 @@ class Worker:
     """A Ray actor, which can answer for any client.
 
     Args:
-        paths: Folders to import modules from, such as the folder of a user's own method.
+        paths: Folders from which to import modules, such as the folder of a user's own method.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
 
     def enter(self, worker_payload: WorkerPayload) -> tuple[str, str]:
-        """Begin to work with a context; return the versions and the name of this process."""
+        """Begin to work with a context. Return the versions and the name of this process."""
         # PyTorch warns that arrays in the object store are read-only, but nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         context = worker_payload.unpack()
@@ -140,11 +140,11 @@ class Worker:
         together: bool,
         *payloads: Payload,
     ) -> tuple[list[EncodedAnswer], float]:
-        """Return the answers of some clients, in the order of ``calls``, and the seconds that the answers took.
+        """Return the answers of some clients, in the order of ``calls``, and the seconds that the computation took.
 
         Args:
-            exchange: Id of the exchange. A request that occurs in several calls of an exchange is decoded once.
-            calls: For each client, its id, the index of its request in the exchange, and its encoded state (``b""``
+            exchange: Id of the exchange. A request that occurs in several calls of an exchange is decoded only once.
+            calls: The id of each client, the index of its request in the exchange, and its encoded state (``b""``
                 without a state).
             together: Whether the clients run at the same time, as a group.
             payloads: The encoded requests, one for each index in ``calls``, in the order of first occurrence.

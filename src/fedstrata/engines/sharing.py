@@ -1,7 +1,7 @@
-"""Exchange of tensors in nested containers (trees) between a process and its own forks, through shared memory.
+"""Exchange tensors in nested containers (trees) between a process and its own forks, through shared memory.
 
 Tensors and arrays are written to shared memory, and read there without a copy. All other values are pickled, as
-``multiprocessing`` does. Pickling is safe here, because both processes run the same program on the same machine.
+``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedMemory:
 
     @property
     def reach(self) -> int:
-        """The end in bytes of the last block in use: everything after it is free."""
+        """The end (in bytes) of the last block in use. All memory after this block is free."""
         return self._gaps[-1][0]
 
     def reuse(self, blocks: Iterable[tuple[int, int]]) -> None:
@@ -80,7 +80,7 @@ class SharedMemory:
             self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
-        """Write the tensors of a tree to the memory; return the bytes from which ``read`` restores the tree.
+        """Write the tensors of a tree to the memory. Return the bytes from which ``read`` restores the tree.
 
         Raises:
             MemoryError: No free range is large enough.
@@ -101,7 +101,7 @@ class SharedMemory:
 
         Args:
             data: The result of ``write``.
-            copy: Whether to copy the tensors. By default, the tensors lie in the shared memory.
+            copy: Whether to copy the tensors. By default, the tensors use the shared memory.
         """
         stream = io.BytesIO(data)
         offset, size = pickle.load(stream)
@@ -114,7 +114,7 @@ class SharedMemory:
         return _Unpacker(stream, block, copy).load()
 
     def done(self, data: bytes) -> None:
-        """Mark the block of a tree as free, after the reader has read it with ``copy``.
+        """Mark the block of a tree as free after the reader has read the tree with ``copy``.
 
         Args:
             data: The result of ``write``.

@@ -1,9 +1,9 @@
-"""Worker processes that compute the answers of clients in parallel with the process of the experiment.
+"""Compute the answers of clients in worker processes, in parallel with the process of the experiment.
 
-Workers are forks of this process, and therefore have the data, the model and the settings without a copy. Each worker
-uses one thread. Any free worker may compute any client's answer, because the result is the same.
+Workers are forks of this process. They can therefore use the data, the model and the settings without a copy. Each
+worker uses one thread. Any free worker may compute any client's answer, because the result is the same.
 
-Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times on an MLP
+Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times as fast on an MLP
 (``benchmarks/fast_paths.py``).
 """
 
@@ -30,7 +30,7 @@ State = Mapping[str, Tree]
 
 
 class Answer(NamedTuple):
-    """A client's reply and its new state, which is None if the state did not change."""
+    """A client's reply and the client's new state, which is None if the state did not change."""
 
     reply: Reply
     state: State | None
@@ -75,9 +75,9 @@ class LocalWorkerPool:
         """Compute the answers of clients, in all workers and in this process at the same time.
 
         Args:
-            order: The clients, in the order in which their answers are begun.
+            order: The clients, in the order in which the workers begin to compute their answers.
             requests: The request of each client.
-            states: The state of each client that has a state.
+            states: A mapping from each client with a state to this state.
             run_locally: A function that computes a client's answer in this process, and stores it.
 
         Returns:
@@ -128,10 +128,10 @@ class LocalWorkerPool:
 
 
 def next_index(counter: int) -> int:
-    """Return the next index 0, 1, …; no two processes get the same index.
+    """Return the next index 0, 1, …, which no other process gets.
 
     The index is the position in an empty file that all processes share. The system increments the position atomically.
-    A lock, which a killed worker would never release, is therefore not needed.
+    A lock is therefore not needed. A killed worker would never release a lock.
 
     Args:
         counter: The file descriptor.
@@ -166,7 +166,7 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
 
 
 def cores() -> int:
-    """Return how many cores this process may use for itself and its workers.
+    """Return the number of cores that this process may use for itself and its workers.
 
     The result is 1 if this process is itself a worker of another process, or cannot be forked.
     """

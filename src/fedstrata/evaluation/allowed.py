@@ -1,4 +1,4 @@
-"""The requests by which an evaluation may ask clients to evaluate a model on their own samples."""
+"""List the requests of an evaluation, which ask clients to evaluate a model on their own samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedstrata.federation.allowed import Allowed
 
 
 def request_of(task: Task | None) -> type[Evaluate]:
-    """Return the Python class of the requests that evaluate a task's model; None is plain classification."""
+    """Return the Python class of the requests that evaluate a task's model. None stands for plain classification."""
     return Evaluate if task is None or task.has_classes else EvaluateTask
 
 
@@ -23,9 +23,9 @@ def allowed_in_evaluation(
 
     Args:
         evaluation: The settings of the evaluations.
-        rounds: The number of rounds of the run; the last round is always evaluated.
+        rounds: The number of rounds of the run. The last round is always evaluated.
         request: The Python class of the requests, which depends on the task.
-        elsewhere: Whether the samples are at real sites, which then do all evaluations.
+        elsewhere: Whether the samples are at real sites. The sites then do all evaluations.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}

@@ -1,4 +1,4 @@
-"""Evaluation of a model on all sets of test and validation samples, for the round's record."""
+"""Evaluate a model on all sets of test and validation samples, for the round's record."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Score:
         loss: Mean cross-entropy on the test set, in nats.
         accuracy: Fraction of test samples for which the label has the largest logit (top-1), in [0, 1].
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
-        confusion: The number of test samples of each class (row) that were predicted as each class (column), an array
-            of shape (C, C).
+        confusion: The confusion matrix, an array of shape (C, C). Rows are true classes, and columns are predicted
+            classes.
         more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
         table: A table of the results of each client: a mapping from each column to a list with one entry per client.
-            Empty if clients have no test samples of their own.
+            The table is empty if clients have no test samples of their own.
     """
 
     loss: float | None
@@ -51,14 +51,14 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Evaluates the models of a run.
+    """An evaluator of the models of a run.
 
     Args:
         settings: The settings of the evaluations.
-        model: The architecture, on the device that computes.
+        model: The architecture, on the device that computes evaluations.
         data: The data set, on the same device. The data set has no test samples if only real sites have test samples.
-        held: The samples that are held out of training.
-        clients: N, the number of clients.
+        held: The samples that are not used for training.
+        clients: The number N of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of running statistics.
         remote: Whether the clients' samples are at real sites.
     """
@@ -78,7 +78,7 @@ class Evaluator:
             weights: The global model.
             round: The round after which the model is evaluated.
             ask: The function that sends requests to clients.
-            unheard: Clients whose replies the server has not used recently; see ``evaluation.unheard``.
+            unheard: Clients without a recent reply that the server used; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -292,16 +292,17 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise the distribution of metrics over clients.
 
     Args:
-        values: The M metrics of each client, shape (N, M). The summary of a metric leaves out clients for which the
-            metric is NaN.
-        sizes: The number of test samples of each client, shape (N,), which is the client's weight in ``weighted_mean``.
+        values: The values of M metrics for each of N clients, shape (N, M). The summary of a metric leaves out clients
+            for which the metric is NaN.
+        sizes: The number of test samples of each client, shape (N,). This number is the client's weight in
+            ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
         A summary for each metric with the keys ``clients`` (the number of clients with a value), ``mean``,
         ``weighted_mean`` and ``sd`` (population standard deviation). The key ``worst`` contains the value of the worst
-        client, and ``worst_10`` the mean over the worst tenth of the clients (their number is rounded up). If no client
-        has a value, ``clients`` is 0 and all other entries are None.
+        client. The key ``worst_10`` contains the mean over the worst tenth of the clients, with their number rounded
+        up. If no client has a value, ``clients`` is 0 and all other entries are None.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625

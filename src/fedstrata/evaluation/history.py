@@ -1,4 +1,4 @@
-"""The results of a run: the records of its rounds, its summary, and the files that contain these."""
+"""Store the results of a run: the records of its rounds, and its summary, in memory and in files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Confusion:
 
     Args:
         round: The round after which the model was evaluated.
-        counts: The number of test samples of each class (row) that were predicted as each class (column), shape (C, C).
+        counts: The numbers of test samples, shape (C, C). Rows are true classes, and columns are predicted classes.
     """
 
     round: int
@@ -65,18 +65,17 @@ class Confusion:
 
 
 class History(Sequence[Record]):
-    """The records of a run: a sequence of dicts in the order of the rounds.
+    """The records of a run, as a sequence of dicts in the order of the rounds.
 
     Args:
-        records: One record per round, with ``round`` counted from 1.
+        records: One record per round. In the records, ``round`` is counted from 1.
         method: The method's name.
         seed: The experiment's seed.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
-            target. To set targets of other metrics, use a table with a list of values for each metric, such as ``{
-            macro-f1 = [0.5] }``.
+            target.
         metric_targets: A mapping from the names of other metrics to their targets.
-        lower: The names of the metrics for which lower is better.
-        primary: The metric that decides which round is best.
+        lower: The names of the metrics for which lower values are better.
+        primary: The metric that determines the best round.
         path: The run folder; None if the run was not written to a folder.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
@@ -159,7 +158,7 @@ class History(Sequence[Record]):
         self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a round's record; as in ``metrics.jsonl``, arrays become lists, and NaN and infinity become None."""
+        """Append a round's record. As in ``metrics.jsonl``, arrays become lists, and NaN and infinity become None."""
         self._records.append(jsonable(record))
 
     def __len__(self) -> int:
@@ -204,8 +203,7 @@ class History(Sequence[Record]):
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in this column, and the column is neither a standard column nor the primary
-                metric.
+            SpecError: No round has a number in this column, and it is neither a standard column nor the primary metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
@@ -213,19 +211,19 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column, and their rounds, as in ``column``; two empty arrays without numbers."""
+        """Return the numbers in a column and their rounds, as ``column`` does, or two empty arrays without numbers."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
 
     @property
     def columns(self) -> list[str]:
-        """The columns that contain numbers, in order of appearance; ``"table.key"`` for a key of a nested table."""
+        """The columns that contain numbers, in order of appearance. A key of a nested table is ``"table.key"``."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
     @property
     def saved(self) -> Record | None:
-        """The record of the round whose model was saved; None if the last round's model was saved."""
+        """The record of the round from which the model was saved; None if this is the last round."""
         of_round = next((record for record in self if record["round"] == self.model_round), {})
         return of_round | self.kept or None
 
@@ -245,12 +243,12 @@ class History(Sequence[Record]):
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the saved model, by default of the last evaluated model; None without evaluations."""
+        """Test accuracy of the saved model, which by default is the last evaluated model; None without evaluations."""
         return self.final("accuracy")
 
     @property
     def best_on(self) -> str:
-        """The samples that decide which round is best, ``"validation"`` or (without validation samples) ``"test"``."""
+        """The samples that determine the best round: ``"validation"`` or, without validation samples, ``"test"``."""
         keys = ("validation.accuracy", "validation.loss")
         validated = any(number_in(record, key) is not None for record in self for key in keys)
         return "validation" if validated else "test"
@@ -264,8 +262,8 @@ class History(Sequence[Record]):
     def best_round(self) -> int | None:
         """The first round with the best primary metric on the validation samples; None if no round has this metric.
 
-        Without validation samples, the test set decides which round is best. The test results of the best round are
-        then too optimistic.
+        Without validation samples, the test set determines the best round. The test results of the best round are then
+        too optimistic.
         """
         validated = self.best_on == "validation"
         rounds, values = self.points(f"validation.{self.primary}" if validated else column_of(self.primary))
@@ -273,10 +271,10 @@ class History(Sequence[Record]):
         return int(rounds[best()]) if len(values) else None
 
     def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
-        """Return the first evaluated round that reaches ``target`` on the test set; None if no round does.
+        """Return the first evaluated round that reaches ``target`` on the test set; None if no round reaches it.
 
         Args:
-            target: A value of the metric.
+            target: The value of the metric to reach.
             metric: ``accuracy``, ``loss`` or a name in ``evaluation.metrics``.
         """
         column, lower = column_of(metric), metric in self.lower
@@ -287,27 +285,32 @@ class History(Sequence[Record]):
         return None
 
     def total(self, name: str) -> float:
-        """Return the sum of a column over all rounds; a round without a number counts as 0."""
+        """Return the sum of a column over all rounds. A round without a number counts as 0."""
         return math.fsum(self.column(name)[1])
 
     @property
     def summary(self) -> Record:
-        """The content of ``summary.json``, computed from the records.
+        """The content of ``summary.json``, which is computed from the records.
 
-        Accuracies are fractions on the test set, and None if no round was evaluated. The keys:
+        Accuracies are fractions on the test set, and None if no round was evaluated. The keys are:
 
         - ``method``, ``seed`` and ``rounds`` are the method's name, the seed and the number of rounds.
+
         - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY`` are the primary metric's name,
           direction and values. These keys are missing if the primary metric is the accuracy.
+
         - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
-        - ``best_round`` and ``best_accuracy`` describe the best round. ``best_on`` names the samples that decide which
-          round is best.
+
+        - ``best_round`` and ``best_accuracy`` describe the best round, which the samples ``best_on`` determine.
+
         - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
-        - ``rounds_to_target`` maps each target, as text, to the first round that reached it, or None. For a task
-          without accuracy, ``rounds_to_target`` contains only targets of other metrics.
+
+        - ``rounds_to_target`` maps each target, as text, to the first round that reached the target, or to None. For a
+          task without accuracy, ``rounds_to_target`` contains only targets of other metrics.
+
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
-        - ``stopped``, ``model_round``, ``warning`` and ``privacy`` are present if they are set, and ``model`` is the
-          content of ``kept``.
+
+        - ``stopped``, ``model_round``, ``model``, ``warning`` and ``privacy`` are present if they are set.
         """
         accuracy = self.column("accuracy")[1][-20:]
         name, column = self.primary, column_of(self.primary)
@@ -336,13 +339,13 @@ class History(Sequence[Record]):
 
     @property
     def row(self) -> Record:
-        """The run's row in a data frame of runs: the summary, and the final values of the loss and of all metrics."""
+        """The run's row in a data frame of runs: the summary, and the final values of the loss and all metrics."""
         names = [name for name in self.columns if name == "loss" or name.startswith("test.")]
         finals = {f"final_{name.removeprefix('test.')}": self.final(name) for name in names}
         return self.summary | finals
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per round; missing values are NaN. See ``frame``.
+        """Return a pandas data frame with a row per round. Missing values are NaN. See ``frame``.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -364,7 +367,7 @@ class History(Sequence[Record]):
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    """Return rows as a pandas data frame; a key in a nested table becomes a column ``table.key``.
+    """Return rows as a pandas data frame. A key in a nested table becomes a column ``table.key``.
 
     Raises:
         ExtraMissingError: The extra ``tables`` is not installed.
@@ -433,7 +436,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def column_of(metric: str) -> str:
-    """Return the column of a metric on the test set.
+    """Return the name of a metric's column for the test set.
 
     >>> column_of("accuracy"), column_of("auroc")
     ('accuracy', 'test.auroc')
@@ -442,7 +445,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the key of a target in ``rounds_to_target``: the shortest text that parses to the target.
+    """Return the key of a target in ``rounds_to_target``, which is the shortest text that parses to the target.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')
@@ -451,7 +454,7 @@ def target_text(target: float) -> str:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their columns; a number in a nested table has the column ``table.key``.
+    """Return the numbers of a record by their columns. A number in a nested table has the column ``table.key``.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}
@@ -469,7 +472,7 @@ def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
-    """Return the number in a column of a record, or None; ``"table.key"`` is the column for a key of a nested table."""
+    """Return the number in a column of a record, or None. The column of a key in a nested table is ``"table.key"``."""
     value: Any = record.get(name)
     if value is None and "." in name:
         table, _, rest = name.partition(".")

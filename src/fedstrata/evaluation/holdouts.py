@@ -1,7 +1,7 @@
-"""Samples that are held out of training for validation, for clients' own tests, and for clients that never train.
+"""Hold samples out of training for validation, for clients' own tests, and for clients that never train.
 
-From each client, the same fraction of the samples of each label is held out. The choice depends only on the seed, the
-client and the sample. An additional client therefore does not change which samples of other clients are held out.
+The same fraction of each client's samples of each label is held out. The choice depends only on the seed, the client
+and the sample. An additional client therefore does not change which samples of other clients are held out.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class HeldOut:
     Args:
         validation: The indices of the training samples for validation; None if there are no such samples.
         own_validation: The validation samples of each client; None if validation samples are held out before the
-            partition, or if there are no validation samples.
+            partition, or not at all.
         own_test: The test samples of each client; None if clients do not have their own test samples.
         own_test_split: The split of the data set to which the indices in ``own_test`` refer. ``"train"`` means that
-            test samples were held out of the training samples, and ``"test"`` that a real site or the data set provides
-            them.
+            test samples were held out of the training samples. ``"test"`` means that a real site or the data set
+            provides the test samples.
         test_clients: All samples of each client that never trains; None if all clients train.
-        numbers: The clients' ids in the partition. Clients that train come first, and get new ids from 0; clients that
-            never train follow. None if all clients train.
+        numbers: The clients' ids in the partition. Clients that train come first, and get new ids from 0. Clients that
+            never train follow. The value is None if all clients train.
     """
 
     validation: Ints | None = None
@@ -68,7 +68,7 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """Choose the validation samples to hold out before the partition: sorted indices of a fraction of each class.
+    """Choose a fraction of each class for validation, before the partition, and return the sorted indices.
 
     Raises:
         SpecError: A class has too few samples for both validation and training.
@@ -93,7 +93,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
     """Return the data set without the training samples ``held``, and the indices of the remaining samples.
 
-    If the inputs are memory-mapped, the result has no inputs, because a copy of them may be larger than the memory.
+    If the inputs are memory-mapped, the result has no inputs, because a copy of the inputs may not fit into memory.
     """
     left = np.setdiff1d(np.arange(data.train_size), held)
     kept: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def hold_out(
     brought: Assignment | None = None,
     everybody: bool = True,
 ) -> tuple[Assignment, HeldOut]:
-    """Choose the samples that the settings hold out of training.
+    """Choose the samples to hold out of training, according to the settings.
 
     Args:
         settings: The settings of the evaluation.
@@ -129,10 +129,10 @@ def hold_out(
             only samples of the site's clients.
 
     Returns:
-        The samples of each client to train on, and the samples that are held out.
+        The training samples of each client, and the samples that are held out.
 
     Raises:
-        SpecError: No samples would be left for training or for a test, or ``test_clients`` is set at a real site.
+        SpecError: No samples would be left for training or for tests, or ``test_clients`` is set at a real site.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
@@ -158,8 +158,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    Return None if the partition does not use the data set's clients. Also return None if the data set does not name the
-    client of each test sample.
+    The result is None if the partition does not use the data set's clients. It is also None if the clients of test
+    samples are unknown.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -179,12 +179,12 @@ def split_each(
         data: The data set.
         share: The fraction to take.
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers; other purposes give independent random numbers.
-        least: The smallest number of samples to take from a client with at least two samples. At least one sample stays
-            with the client.
+        purpose: A name for this use of random numbers. Other names give independent random numbers.
+        least: The smallest number of samples to take from a client with at least two samples. The client always keeps
+            at least one sample.
 
     Returns:
-        The samples that each client keeps, and the samples that are taken from it.
+        The samples that each client keeps, and the samples that are taken from the client.
     """
     sizes, owners = assignment.sizes, assignment.owners
     wanted = np.minimum(np.maximum(np.round(share * sizes).astype(np.int64), least), np.maximum(sizes - 1, 0))
@@ -194,22 +194,22 @@ def split_each(
 
 
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
-    """Choose samples of each client at random, in proportion to its labels.
+    """Choose samples of each client at random, with the same fraction of each label.
 
     The choice is a systematic sample. To choose m of a client's n samples, the samples are sorted by label and shuffled
-    within each label. From a random start, every (n / m)-th sample is then chosen. So a fraction m / n of each label's
-    samples is chosen, rounded up or down. The random numbers depend only on the client and on a sample's position among
-    the client's samples. Therefore, a real site makes the same choice as a simulation.
+    within each label. Beginning at a random sample, every (n / m)-th sample is then chosen. The result contains a
+    fraction m / n of each label's samples, rounded up or down. The random numbers depend only on the client and on a
+    sample's position among the client's samples. Therefore, a real site makes the same choice as a simulation.
 
     Args:
         owners: The client of each sample, ascending, one entry per sample.
         labels: The label of each sample, one entry per sample.
-        wanted: m, the number of samples to choose from each client, shape (N,).
+        wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers; other purposes give independent random numbers.
+        purpose: A name for this use of random numbers. Other names give independent random numbers.
 
     Returns:
-        A mask with one entry per sample, which is True for the chosen samples.
+        A mask with one entry per sample. An entry is True if the sample was chosen.
 
     >>> held_by_label(np.zeros(6, int), np.array([0, 0, 0, 0, 1, 1]), np.array([3]), 0, "doc").sum()
     np.int64(3)
@@ -261,7 +261,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return only the samples of the ``chosen`` clients, which get new ids from 0 in the same order."""
+    """Return only the samples of the ``chosen`` clients. These clients get new ids from 0 in the same order."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

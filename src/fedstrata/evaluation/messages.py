@@ -21,7 +21,7 @@ class Evaluated(Reply):
 
     Args:
         sums: The sums over the client's samples, from which metrics can be computed.
-        values: A mapping from the name of each metric to its value for the client, without undefined values. None if
+        values: A mapping from the name of each metric to its value for the client, without undefined values; None if
             the site withholds the values.
     """
 
@@ -40,14 +40,14 @@ class Evaluated(Reply):
 
 @record("Evaluate")
 class Evaluate(Request):
-    """A request to evaluate a model on the client's own samples that are held out of training.
+    """A request to evaluate a model on the client's own test or validation samples.
 
     Args:
         round: The round after which the model is evaluated.
         weights: The global model.
         part: The samples for the evaluation, either ``"test"`` or ``"validation"``.
-        personal: Whether the client first personalises the model with its own BatchNorm statistics and by fine-tuning.
-        epochs: Epochs of fine-tuning on the client's training samples.
+        personal: Whether the client first personalises the model, with its own BatchNorm statistics and by fine-tuning.
+        epochs: Number of epochs of fine-tuning on the client's training samples.
         score_bins: The number of bins of each class's histogram of scores; see ``EvaluationSums``.
         confidence_bins: The number of bins of the histogram of confidence.
     """

@@ -1,4 +1,4 @@
-"""The metrics that ``evaluation.metrics`` of a spec may name.
+"""Define the metrics that ``evaluation.metrics`` of a spec may name.
 
 Most metrics are computed from counts. The same code therefore works for a test set, for a thousand clients at once, and
 for sums from real sites. Users can add a metric as a function, or as a class with a single method.
@@ -54,7 +54,7 @@ class Metric(Setting):
 
     @property
     def label(self) -> str:
-        """The metric's name in records: its name in the spec, without the part before the last colon."""
+        """The metric's name in records, which is its name in the spec without the part before the last colon."""
         return self.name.rpartition(":")[2]
 
     @abstractmethod
@@ -86,18 +86,18 @@ class Metric(Setting):
         raise NotImplementedError
 
     def error_of_sums(self, sums: EvaluationSums) -> float | None:
-        """Return an upper bound of the error of ``of_sums``; None if the value has no error."""
+        """Return an upper bound on the error of ``of_sums``; None if the value is exact."""
         return None
 
     def by_class(self, predictions: Predictions) -> list[float | None] | None:
-        """Return the metric's value for each class; None if the metric is not defined for single classes."""
+        """Return the metric's value for each class; None if the metric is not defined for individual classes."""
         return None
 
     def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
         """Return the metric's value on each of M sets of samples, for a task other than plain classification.
 
         Args:
-            tables: A mapping from each entry of ``Task.tables`` to its sums over each set, each of shape (M, …).
+            tables: A mapping from each entry of ``Task.tables`` to the sums of this entry over each set, shape (M, …).
             loss: The sum of the losses of each set, shape (M,).
             weight: The sum of the weights of each set, shape (M,).
 
@@ -209,7 +209,7 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes: by default, the mean over the classes. For the arguments, see ``each``."""
+        """Return the value over all classes, by default the mean over the classes. For the arguments, see ``each``."""
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -284,7 +284,7 @@ class _OfErrors(Metric):
             n: The number of samples.
             absolute: The sum of the absolute errors, in the unit of the target.
             square: The sum of the squared errors.
-            total: The sum over the targets of the difference between a target and the mean of the training targets.
+            total: The sum of the differences between the targets and the mean of the training targets.
             squares: The sum of the squares of these differences.
         """
 
@@ -323,9 +323,9 @@ class R2(_OfErrors):
 class AUROC(_ByClient):
     """Area under the ROC curve: with two classes, of the second class; with more classes, the mean over all classes.
 
-    The curve of a class separates its samples from all other samples. The mean leaves out classes that have no samples
-    or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the record also
-    contains an upper bound of its error.
+    The curve of a class separates samples of this class from all other samples. The mean leaves out a class if it has
+    no samples or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the
+    record also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in each class's histogram. Real sites send these histograms instead of scores.
@@ -431,7 +431,7 @@ class ECE(_ByClient):
 
     Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
     error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,
-    weighted by their numbers of samples.
+    weighted by the bins' numbers of samples.
 
     Args:
         bins: Number of bins of equal width.
@@ -552,10 +552,11 @@ class TorchMetric(_Named):
 
 
 class FunctionMetric(_Named):
-    """A metric that is a user's function ``fn(labels, probabilities)``.
+    """A metric that a user defines as a function ``fn(labels, probabilities)``.
 
-    The function gets arrays of shapes (N,) and (N, C). For other tasks, the function gets the targets and the
-    predictions, such as (N, K) numbers. The function returns a number, or None if the value is undefined.
+    For classification, the function gets arrays of shapes (N,) and (N, C). For other tasks, the function gets the
+    targets and the predictions, for example with shape (N, K). The function returns a number, or None if the value is
+    undefined.
 
     Args:
         lower_is_better: Whether a lower value is better.

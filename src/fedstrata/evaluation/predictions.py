@@ -1,4 +1,4 @@
-"""The predictions of a model, computed in batches."""
+"""Compute the predictions of a model in batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Predictions:
         labels: True labels, shape (N,).
         logits: The model's outputs, shape (N, C), float32.
         predicted: The class with the largest logit for each sample, shape (N,).
-        total_loss: Sum of the samples' cross-entropies, in nats; ``predict`` computes it in float32, batch by batch.
+        total_loss: Sum of the samples' cross-entropies, in nats. The function ``predict`` computes the sum in float32,
+            batch by batch.
 
     >>> Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [0.0, 0.0]])).probabilities[1].tolist()
     [0.5, 0.5]
@@ -66,7 +67,7 @@ class Predictions:
 
     @property
     def classes(self) -> int:
-        """The number of classes, C."""
+        """The number C of classes."""
         return int(self.logits.shape[1])
 
     @cached_property
@@ -115,7 +116,7 @@ class Rows:
         """Return the sum of an entry over the samples of each client.
 
         Args:
-            name: The entry.
+            name: The name of the entry.
             owners: The client of each sample, shape (N,).
             clients: The number of clients.
 
@@ -139,9 +140,9 @@ def collect(
     batch_size: int = 1000,
     batch_statistics: bool = False,
 ) -> Rows:
-    """Compute the values that an evaluation stores for each sample; for arguments, see ``predict``.
+    """Compute the values that an evaluation stores for each sample. For the arguments, see ``predict``.
 
-    Outputs are not stored. Batches are smaller if their outputs would take more than ``OUTPUT_BYTES``.
+    Outputs are not stored. Batches are smaller than usual if their outputs would take more than ``OUTPUT_BYTES``.
 
     Raises:
         SpecError: The values of all samples would take more than ``KEPT_BYTES``.

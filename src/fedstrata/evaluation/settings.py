@@ -1,4 +1,4 @@
-"""The settings in the section ``[evaluation]`` of a spec."""
+"""Define the settings in the section ``[evaluation]`` of a spec."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Evaluation(Setting):
 
     @property
     def measured(self) -> list[str]:
-        """The names of all results of an evaluation: the accuracy, the loss and the metrics."""
+        """The names of all results of an evaluation: accuracy, loss and metrics."""
         return list(dict.fromkeys(["accuracy", "loss", *self.labels]))
 
     @property
@@ -141,7 +141,7 @@ class Evaluation(Setting):
 
     @property
     def lower(self) -> frozenset[str]:
-        """The labels of the metrics for which lower is better, including ``loss``."""
+        """The labels of the metrics for which lower values are better, including ``loss``."""
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
@@ -161,9 +161,10 @@ class Evaluation(Setting):
         return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table, in which a metric without settings is replaced with its name.
+        """Return the settings as a table. In this table, a name stands for a metric without settings.
 
-        ``primary`` is left out if it has its default value, so that specs stay equal to specs of earlier versions.
+        The table leaves out ``primary`` if it has its default value, so that specs stay equal to specs of earlier
+        versions.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

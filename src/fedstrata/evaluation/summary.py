@@ -1,4 +1,4 @@
-"""Summaries of a run in lines of text, for the terminal, the HTML report, notebooks and the status page."""
+"""Summarise a run in lines of text, for the terminal, the HTML report, notebooks and the status page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums that real sites send instead of predictions, and from which metrics can be computed."""
+"""Compute the sums that real sites send instead of predictions. Metrics can be computed from these sums."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ this range."""
 
 @record("EvaluationSums")
 class EvaluationSums(Message):
-    """Sums over a set of samples, from which metrics can be computed; the sums of two sets can be added.
+    """Sums over a set of samples, from which metrics can be computed. The sums of two sets can be added.
 
     Args:
         samples: The number of samples.
         loss: Sum of the samples' cross-entropies, in nats.
-        confusion: The number of samples of each class (row) that were predicted as each class (column), an int64 array
-            of shape (C, C).
-        scores: Two histograms for each class c, int64, shape (C, 2, B): first, the scores of samples of other classes;
-            second, the scores of samples of class c. A sample's score for c is the log-odds of its predicted
-            probability of c. B is 0 if no metric uses the scores.
-        calibration: For each of E bins of confidence, the sum of the confidences and the number of correct predictions,
-            (E, 2) float64. The confidence is the largest predicted probability of a sample.
+        confusion: The numbers of samples, an int64 array of shape (C, C). Rows are true classes, and columns are
+            predicted classes.
+        scores: Two histograms for each of C classes, int64, shape (C, 2, B) for B bins. The first histogram of class c
+            counts the scores of samples of other classes. The second histogram counts the scores of samples of class c.
+            A sample's score for c is the log-odds of its predicted probability of c. B is 0 if no metric uses the
+            scores.
+        calibration: The sum of the confidences and the number of correct predictions in each of E bins of confidence,
+            float64, shape (E, 2). The confidence is the largest predicted probability of a sample.
 
     >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
     >>> (one + one).confusion.tolist()
@@ -53,7 +54,7 @@ class EvaluationSums(Message):
 
 @record("TaskSums")
 class TaskSums(Message):
-    """Sums over samples of a task other than plain classification; the sums of two sets of samples can be added.
+    """Sums over samples of a task other than plain classification. The sums of two sets of samples can be added.
 
     Args:
         samples: The number of samples.
@@ -84,12 +85,12 @@ def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
-    """Return the sums that the metrics of plain classification need, from the predictions of samples.
+    """From the predictions of samples, compute the sums that the metrics of plain classification need.
 
     Args:
         predictions: The predictions of N samples.
-        score_bins: B, the number of bins of each class's histogram of scores; 0 for no histograms.
-        confidence_bins: E, the number of bins of confidence; 0 for no bins.
+        score_bins: The number B of bins of each class's histogram of scores; 0 for no histograms.
+        confidence_bins: The number E of bins of confidence; 0 for no bins.
     """
     n, classes = len(predictions), predictions.classes
     labels = predictions.labels
@@ -113,7 +114,7 @@ def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int 
 
 
 def confusion_of(predictions: Predictions) -> Ints:
-    """Return the number of samples of each class (row) that were predicted as each class (column), shape (C, C)."""
+    """Return the confusion matrix, shape (C, C). Rows are true classes, and columns are predicted classes."""
     classes = predictions.classes
     cells = predictions.labels * classes + predictions.predicted
     return np.bincount(cells, minlength=classes * classes).reshape(classes, classes).astype(np.int64)
@@ -128,7 +129,7 @@ def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int)
         predictions: The predictions of N samples.
         owners: The client of each sample, shape (N,).
         clients: The number of clients.
-        bins: E, the number of bins.
+        bins: The number E of bins.
 
     Returns:
         The sum of the confidences and the number of correct predictions in each bin, shape (clients, E, 2).

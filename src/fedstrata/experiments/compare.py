@@ -1,4 +1,4 @@
-"""Comparisons of several experiments, each with several seeds."""
+"""Compare several experiments, each with several seeds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Watcher = Callable[[str, int, int], None]
 
 
 class Comparison(dict[str, list[History]]):
-    """The result of a comparison: a mapping from each experiment's label to the histories of its runs, one per seed.
+    """The result of a comparison, which maps each experiment's label to the histories of its runs, one per seed.
 
     Notebooks show a comparison as a table.
     """
@@ -89,24 +89,24 @@ def compare(
         data: Your own data for all experiments; see ``prepare``.
         model: Your own model for all experiments, preferably a Python class; see ``prepare``.
         engine: The engine that runs the clients of each run.
-        references: References to add to the comparison. In ``"local"``, each client trains alone, and results are means
-            over the clients. In ``"centralised"``, one client trains on all samples. See
+        references: The references to add to the comparison. In ``"local"``, each client trains alone, and results are
+            means over the clients. In ``"centralised"``, one client trains on all samples. See
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
             engine is not ``local``. Results do not depend on this number. If you pass data, a model or classes that
             only this program defines, the processes are forks of this process. If this process cannot be forked, it
             executes one run after another.
         watch: A function that is called with the progress of each run; see ``Watcher``.
-        progress: Whether to show the progress: bars in a terminal and in a notebook, otherwise a line from time to
-            time.
-        report: Whether to write a report into ``out``: tables, figures and an HTML page about all runs.
+        progress: Whether to show the progress, as bars in a terminal and in a notebook, and otherwise as a line from
+            time to time.
+        report: Whether to write a report into ``out``, with tables, figures and an HTML page about all runs.
 
     Returns:
         A mapping from each label to the histories of its runs, in the order of ``seeds``.
 
     Raises:
-        SpecError: A setting is wrong; every experiment is checked before the first experiment starts.
-        FedstrataError: The process of a run was killed; all other runs have ended.
+        SpecError: A setting is wrong. All experiments are checked before the first experiment starts.
+        FedstrataError: The process of a run was killed. All other runs have ended.
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
@@ -171,11 +171,11 @@ def plan(
 ) -> dict[Key, Experiment]:
     """Return a mapping from the label and seed of each run of a comparison to its experiment.
 
-    A reference may have several runs, whose labels are ``NAME/RUN``, such as ``local/client-0``.
+    A reference may have several runs with labels ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
-        SpecError: ``seeds`` is None and the experiments' seeds differ; or a reference is unknown, or does not fit the
-            experiments.
+        SpecError: A reference is unknown or does not fit the experiments. The error is also raised if ``seeds`` is None
+            and the experiments' seeds differ.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})
@@ -214,13 +214,13 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
-    """Return the last value of a run's primary metric as text; the text is empty before the first evaluation.
+    """Return the last value of a run's primary metric as text. The text is empty before the first evaluation.
 
     Args:
         out: The folder of the comparison.
         planned: The experiment of each run.
         label: The label of the run.
-        seed: Its seed.
+        seed: The seed of the run.
     """
     metric = planned[label, seed].evaluation.primary
     value = last_number(folder_of(out, (label, seed)), column_of(metric))
@@ -279,7 +279,7 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
     """Raise ``FedstrataError`` if the process of any run was killed.
 
     Args:
-        failures: A mapping from the folder of each run whose process was killed to the reason.
+        failures: A mapping from the folder of each killed run to the reason.
         runs: The number of all runs.
     """
     if failures:
@@ -299,8 +299,8 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        False to use new processes, and True to use forks of this process. None if forks are needed but not possible;
-        this process must then execute one run after another.
+        False to use new processes, and True to use forks of this process. None means that forks are needed but not
+        possible, so that this process must execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
@@ -313,7 +313,7 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in its folder, and run it to its end; pass ``given`` to ``carry_out``."""
+    """Start or resume an experiment in its folder, and run it to its end. Pass ``given`` to ``carry_out``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 

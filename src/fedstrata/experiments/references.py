@@ -1,9 +1,9 @@
-"""References for federated methods: local training of each client, and centralised training on all samples.
+"""Compute references for federated methods: local training of each client, and centralised training on all samples.
 
 A reference shows how much better or worse federated training is than training without federated learning. The runs of a
 reference use the data, the model and the training settings of an experiment. Each run has only one client (the
 partition ``SingleClient``). In ``centralised``, this client has the samples of all clients. In ``local``, each client
-has a run with only its own samples. ``fold`` combines the runs of a reference into one run folder.
+has a run with only its own samples. The function ``fold`` combines the runs of a reference into one run folder.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def reference_runs(
 ) -> dict[str, Experiment]:
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
-    The name of a run is also the name of its folder. ``centralised`` has one run, ``everything``. In each round, this
-    run computes as many sample-gradients as all invited clients of an average federated round together.
-    ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All other settings,
-    such as the learning rate, come from the first experiment.
+    The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
+    round, this run computes as many sample-gradients as all invited clients of an average federated round together. The
+    reference ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All other
+    settings, such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.
@@ -120,7 +120,8 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     """Combine the runs of a reference into one run folder, as if the reference were a method.
 
     Most numbers are averaged over the runs. Samples, seconds and counts of clients are summed, and communication is 0.
-    ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the minimum over the clients.
+    The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the minimum of the
+    accuracy over the clients.
 
     Args:
         name: The name of the reference.

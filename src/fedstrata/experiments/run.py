@@ -1,4 +1,4 @@
-"""Run one experiment: turn a spec into a history and a run folder."""
+"""Run one experiment, which makes a history and a run folder from a spec."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(
     """Run an experiment.
 
     Args:
-        spec: An experiment, a path to a TOML file, or nested tables.
+        spec: An experiment, the path of a TOML file, or nested tables.
         out: The run folder. Default: no files are written.
         data: Your own data; see ``prepare``.
         model: Your own model, preferably a Python class; see ``prepare``.
@@ -41,12 +41,13 @@ def run(
         resume: Whether to continue the run in ``out`` from its last checkpoint.
         callbacks: Additional callbacks. Each callback is a ``fedstrata.Callback``, or a function that is called with
             the record of every round.
-        progress: Whether to show the progress: a bar in a terminal and in a notebook, otherwise a line from time to
-            time.
+        progress: Whether to show the progress, as a bar in a terminal and in a notebook, and otherwise as a line from
+            time to time.
 
     Returns:
-        The records of the rounds. ``params`` contains the final model's parameters and buffers. ``warning`` is empty,
-        except after a breakdown. In a breakdown, the server cannot use any reply from some round to the end.
+        The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
+        attribute ``warning`` is empty, except after a breakdown: from some round on, the server could not use any
+        reply.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

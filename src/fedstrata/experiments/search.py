@@ -1,4 +1,4 @@
-"""A search for good settings: Optuna proposes settings, and validation samples decide which settings are best."""
+"""Search for good settings: Optuna proposes settings, and validation samples determine which settings are best."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ class Range:
     """The values that a search may try for a setting.
 
     Args:
-        kind: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or ``choice``.
-        low: The smallest value; not used by ``choice``.
-        high: The largest value; not used by ``choice``.
-        choices: The values of ``choice``, written as in a spec.
+        kind: The kind of range: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or
+            ``choice``.
+        low: The smallest value. The kind ``choice`` does not use it.
+        high: The largest value. The kind ``choice`` does not use it.
+        choices: The values of ``choice``, in the notation of a spec.
     """
 
     kind: Literal["uniform", "log", "int", "choice"]
@@ -120,11 +121,11 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """Both ends of a range, or all choices; a search checks these values before it begins."""
+        """Both ends of a range, or all choices. A search checks these values before it begins."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
-        """Convert Optuna's proposal to the value of the setting; numbers are rounded to four significant digits."""
+        """Convert Optuna's proposal to the value of the setting. Numbers are rounded to four significant digits."""
         if self.kind == "choice":
             return parse_value(proposed)
         if self.kind == "int":
@@ -134,7 +135,7 @@ class Range:
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
         """Return the value that Optuna proposes for a trial's key.
 
-        Later calls for the trial return the same value.
+        Later calls for the same trial return the same value.
         """
         if self.kind == "choice":
             return self.value(trial.suggest_categorical(key, self.choices))
@@ -160,12 +161,12 @@ def search(
     A trial is one proposal, which runs with every seed. The result of a trial is the mean over its seeds of the metric
     ``evaluation.primary``. The metric is measured on the validation samples, with the model that each run saves. A
     trial is pruned (stopped early) if its first run is worse than the median of the earlier trials in the same round.
-    If the process is killed, the same call continues the search: finished trials are not repeated, and an interrupted
+    If the process is killed, the same call continues the search. Finished trials are not repeated, and an interrupted
     trial continues from its last checkpoint. With ``jobs=1``, a search that was killed and continued has the same
     result as an uninterrupted search. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
-        table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
+        table: The spec as nested tables, such as ``tomllib`` returns. The spec must set ``evaluation.validation``.
         space: A mapping from each ``section.key`` to its range, such as ``"log:0.001..0.5"``, ``"uniform:0..1"``,
             ``"int:1..8"`` or ``"choice:16,32"``.
         out: The folder of the search. The files of a run are in ``trial-N/seed-S/``.
@@ -220,7 +221,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must not change when a search continues: a mapping from options to values as texts."""
+        """The arguments that must not change when a search continues, as a mapping from options to texts."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
@@ -242,7 +243,8 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    Both ends of each range are checked. For a check, all other settings of the space have the first end of their range.
+    Both ends of each range are checked. During each check, all other settings of the space have the first value of
+    their range.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -332,7 +334,7 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
         watch: A function that is called with the progress of each run.
 
     Raises:
-        FedstrataError: The process of a trial was killed; the same call continues the trial.
+        FedstrataError: The process of a trial was killed. The same call continues the trial.
     """
     from optuna.trial import TrialState
 
@@ -407,12 +409,12 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
 
 
 def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
-    """Run a trial with every seed; if the run with the first seed is pruned, omit the other seeds.
+    """Run a trial with every seed. If the run with the first seed is pruned, omit the other seeds.
 
     Args:
         setup: The settings of the search.
-        number: The number of the trial.
-        text: The experiment as TOML; its seed is replaced.
+        number: The trial's number.
+        text: The experiment as TOML. The trial's seeds replace its seed.
         watch: A function that is called with the progress of each run.
     """
     spec = Experiment.from_table(tomllib.loads(text))
@@ -433,7 +435,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Report to the study the mean of a finished trial's primary metric, or that the trial was pruned or failed."""
+    """Tell the study the mean of a finished trial's primary metric, or that the trial was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
@@ -477,11 +479,11 @@ def results(setup: Setup, study: optuna.Study) -> Sweep:
 
 
 class Pruning(Callback):
-    """Stops the run of a trial if its result is worse than the median of earlier trials in the same round.
+    """A callback that stops a trial's run if its result is worse than the median of earlier trials in the same round.
 
     Args:
         study: The path of the study's file.
-        number: The number of the trial.
+        number: The trial's number.
     """
 
     study: str

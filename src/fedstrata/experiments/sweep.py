@@ -63,12 +63,12 @@ class Sweep:
     Args:
         cells: A mapping from each label to its cell, in the order of the grid or of the trials.
         histories: A mapping from each label to the histories of its runs, one per seed.
-        values: A mapping from each label to its primary metric on the validation samples: mean and spread over the
+        values: A mapping from each label to its primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
         notes: A mapping from the labels of cells that cannot be the best to the reason, such as pruning.
-        primary: The primary metric, ``evaluation.primary`` of the first cell.
-        best_of_methods: A mapping from each method to the label of its best cell, if the method has a best cell.
+        primary: The primary metric, which is ``evaluation.primary`` of the first cell.
+        best_of_methods: A mapping from each method with a best cell to the label of this cell.
     """
 
     cells: dict[str, Cell]
@@ -81,7 +81,7 @@ class Sweep:
 
     @property
     def tuned(self) -> dict[str, Experiment]:
-        """A mapping from each method to the experiment with the method's best settings; ``compare`` can run it."""
+        """A mapping from each method to the experiment with the method's best settings, which ``compare`` can run."""
         return {method: self.cells[label].spec for method, label in self.best_of_methods.items()}
 
 
@@ -97,13 +97,13 @@ def sweep(
 ) -> Sweep:
     """Run every cell of a grid with every seed, and write a table of results and the best spec.
 
-    Cells run as in ``compare``: finished runs in ``out`` are not repeated, and interrupted runs continue from their
-    last checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
+    As in ``compare``, finished runs in ``out`` are not repeated, and interrupted runs continue from their last
+    checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
     several cells have the best mean, the first of them is chosen. If the grid has several methods, a best cell is found
-    for each method. ``compare`` can then run the experiments in the attribute ``tuned`` of the result.
+    for each method. The function ``compare`` can then run the experiments in the attribute ``tuned`` of the result.
 
     Args:
-        table: The spec as nested tables, such as ``tomllib`` returns. It must set ``evaluation.validation``.
+        table: The spec as nested tables, such as ``tomllib`` returns. The spec must set ``evaluation.validation``.
         grid: A mapping from each ``section.key`` to the values to try.
         out: The folder of the sweep. The files of a run are in ``KEY=VALUE,…/seed-S/``.
         seeds: Each cell runs once with each seed. Default: the spec's seed.
@@ -125,7 +125,7 @@ def sweep(
 
 
 def write(result: Sweep, out: Path) -> None:
-    """Write the files of a sweep: the table, its numbers as JSON, the best spec, and the comparison of methods."""
+    """Write the files of a sweep: the table (also as JSON), the best spec, and the comparison of methods."""
     write_json(out / FIGURES, figures(result))
     replace_file(out / TABLE, to_markdown(result).encode())
     specs = {
@@ -140,7 +140,7 @@ def write(result: Sweep, out: Path) -> None:
 
 
 def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[str, Cell]:
-    """Return the cells of a grid by their labels, such as ``lr=0.1,mu=1``; the last key changes fastest.
+    """Return the cells of a grid by their labels, such as ``lr=0.1,mu=1``. The last key changes fastest.
 
     Raises:
         SpecError: The grid is empty, a setting is wrong, or no samples are held out for validation.
@@ -210,7 +210,7 @@ def judge(
 
 
 def measure(primary: str) -> str:
-    """Return the name of the column by which cells are compared: the primary metric on the validation samples."""
+    """Return the column for the comparison of cells, which contains the primary metric on validation samples."""
     return f"validation.{primary}"
 
 
@@ -250,7 +250,7 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal; with ``every``, a narrow terminal also shows all columns."""
+    """Return the tables of ``to_markdown`` for a terminal. With ``every``, even a narrow terminal shows all columns."""
     from rich.text import Text
 
     headings, lines = _lines(result)
@@ -301,7 +301,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec that compares experiments; its tables ``[compare.LABEL]`` contain the sections that differ."""
+    """Return a spec that compares experiments. Its tables ``[compare.LABEL]`` contain the sections that differ."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

@@ -1,7 +1,7 @@
 """The list of requests that a job may send to its clients.
 
 Each method, sampler and evaluation declares its requests next to the code that sends them. A site answers only the
-requests on the list (``fedstrata.sites.guard``). ``fedstrata asks`` prints the list.
+requests on the list (``fedstrata.sites.guard``). The command ``fedstrata asks`` prints the list.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bound:
 
     Args:
         description: The accepted values in words, such as ``"from 0 to 1"``.
-        holds: A function of the value and the round, which returns True if the value is accepted.
+        holds: A function that gets a value and the round, and returns True if the value is accepted.
     """
 
     description: str
@@ -69,7 +69,7 @@ class SampleLimit:
 
     Args:
         samples: The largest number of samples.
-        reason: The reason for the limit: a verb phrase whose subject is the reply.
+        reason: The reason for the limit, as a verb phrase that continues a sentence about the reply.
     """
 
     samples: int
@@ -82,11 +82,11 @@ class Allowed:
 
     Args:
         request: The Python class of the request; subclasses are not included.
-        where: A mapping from names of the request's fields to the accepted value, or to a ``Bound`` for several values.
-            Other fields may have any value.
-        times: How often the request may come. None means no fixed number: the order of requests (see ``Order``) or the
-            client's data then limit how often the request comes.
-        per: Whether ``times`` counts the requests of one phase of one round, or of the whole run.
+        where: A mapping from names of the request's fields to accepted values. If a field has several accepted values,
+            they are described by a ``Bound``. Other fields may have any value.
+        times: How often the request may come. With None, the number is not fixed. The order of requests (see ``Order``)
+            or the client's data then limit how often the request comes.
+        per: Whether ``times`` counts the requests in one phase of a round, or in the whole run.
         rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
             Default: every round.
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
@@ -120,11 +120,11 @@ class Allowed:
 
     @property
     def innermost(self) -> Allowed:
-        """The entry of the innermost request: the entry itself if the request is not an envelope."""
+        """The entry of the innermost request, which is this entry if its request does not contain another request."""
         return self if self.inside is None else self.inside.innermost
 
     def wrong(self, request: Request, round: int) -> str:
-        """Return a description of the first field whose value is not accepted; an empty string if all are accepted."""
+        """Return a description of the first field with a wrong value; an empty string if all values are accepted."""
         for name, accepted in self.where.items():
             value = getattr(request, name)
             if not (accepted.holds(value, round) if isinstance(accepted, Bound) else value == accepted):
@@ -136,8 +136,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``. Requests that let clients use the samples of
-        a too small batch in a later batch are an exception.
+        No client may answer if the limit is below ``privacy.min_samples``. This does not hold for requests that let
+        clients use the samples of a too small batch in a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
@@ -149,7 +149,7 @@ class Allowed:
         return round in self.rounds if isinstance(self.rounds, range) else self.rounds(round)
 
     def includes(self, request: Request) -> bool:
-        """Return True if a request, and its inner request if there is one, are of the Python classes in this entry."""
+        """Return True if a request and its inner request (if any) have the Python classes in this entry."""
         if type(request) is not self.request:
             return False
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ class Allowed:
 
 
 def step_limit(agreed: Agreed) -> SampleLimit | None:
-    """Return the largest number of samples that the local steps of one update use; None if clients train for epochs."""
+    """Return the largest number of samples that one update's local steps use; None if clients train for epochs."""
     training = agreed.training
     if training.local_steps is None:
         return None

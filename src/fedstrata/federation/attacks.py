@@ -1,8 +1,8 @@
-"""Attacks by clients, for simulations: some clients train on false labels, or send false updates.
+"""Simulate attacks: some clients train on false labels, or send false updates.
 
-An attack on updates is simulated at the server: it changes replies before the method gets them. The attack is therefore
-the same on every engine. The attack can use the honest updates of the round, because the strongest attackers are
-assumed to know these updates.
+An attack on updates is simulated at the server, where it changes replies before the method gets them. The attack is
+therefore the same on every engine. The attack can use the honest updates of the round, because we assume that the
+strongest attackers know these updates.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Attack(Setting):
             seed: The experiment's seed.
 
         Raises:
-            SpecError: A client does not exist, or ``share`` of the clients rounds to zero.
+            SpecError: A client does not exist, or the fraction ``share`` of the clients rounds to zero clients.
 
         >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
         ((1, 5, 9), (2, 7))
@@ -101,7 +101,7 @@ class Attack(Setting):
         requests: Mapping[ClientId, Request],
         replies: Mapping[ClientId, Any],
     ) -> dict[ClientId, FitReply]:
-        """Return the false replies of the attackers; replies without an update are not altered.
+        """Return the replies after the attack: updates from attackers are false, and other replies do not change.
 
         Args:
             round: The round, counted from 1.
@@ -158,7 +158,7 @@ class SignFlip(Attack):
     scale: PositiveFloat = 1.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return −scale · update."""
+        """Return the update times −``scale``."""
         return -self.scale * update
 
 
@@ -190,7 +190,7 @@ class LittleIsEnough(Attack):
     deviations: PositiveFloat = 1.5
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return mean + z · standard deviation of the honest updates; without honest updates, ``update``."""
+        """Return the honest updates' mean plus z standard deviations; without honest updates, return ``update``."""
         if len(honest) < 2:
             return honest[0] if len(honest) else update
         return honest.mean(dim=0) + self.deviations * honest.std(dim=0)
@@ -207,7 +207,7 @@ class InnerProduct(Attack):
     scale: PositiveFloat = 2.0
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return −ε · mean of the honest updates; without honest updates, −ε · the attacker's own update."""
+        """Return −ε times the mean of the honest updates; without honest updates, −ε times ``update``."""
         return -self.scale * (honest.mean(dim=0) if len(honest) else update)
 
 

@@ -1,8 +1,8 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
 Whether a client is online in a round depends only on the settings, the seed, the round and the client. The number of
-other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. Resuming a run therefore
-requires no state of these models.
+other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. These models therefore
+need no stored state to resume a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Population:
     Args:
         clients: Number of clients, N.
         classes: Number of classes C, or of other strata.
-        assignment: The training samples of each client; None for real sites, whose samples the server does not know.
+        assignment: The training samples of each client; None for real sites, because the server does not know their
+            samples.
         y: The label of every training sample; None for real sites.
         seed: The seed of random numbers that do not depend on the round.
     """
@@ -58,7 +59,7 @@ class Population:
 
 
 class Availability(Setting):
-    """A model of which clients are online, and of the time that they need to answer.
+    """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
         announced: Whether the server knows which clients are online, and then invites only these clients.
@@ -88,11 +89,11 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether the settings need simulated time, because a deadline, different speeds or a network is set."""
+        """Whether the settings need simulated time, because they set a deadline, different speeds or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
-        """Return the simulated seconds that it takes to transfer a message.
+        """Return the simulated number of seconds for the transfer of a message.
 
         Args:
             size: Size of the message in bytes.
@@ -107,7 +108,7 @@ class Availability(Setting):
         """Raise ``SpecError`` if these settings do not fit the federation.
 
         This method is called once before the first round, on a copy of the settings that only this run uses. The method
-        may therefore store values that ``online`` needs later in a ``pydantic.PrivateAttr``.
+        may therefore store values for later calls of ``online`` in a ``pydantic.PrivateAttr``.
 
         Args:
             population: The clients.
@@ -208,7 +209,7 @@ class Grouped(Availability):
     groups: list[AvailabilityGroup] = Field(min_length=1)
 
     def check(self, population: Population) -> None:
-        """Refuse groups whose sizes do not add up to the number of clients."""
+        """Refuse groups if their sizes do not add up to the number of clients."""
         total = sum(group.clients for group in self.groups)
         if total != population.clients:
             raise SpecError(

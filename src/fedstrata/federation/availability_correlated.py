@@ -16,7 +16,7 @@ from fedstrata.federation.availability_patterns import Floats, in_cycles, in_spe
 
 
 class Correlated(Availability):
-    """Base class of models in which a client's probability of being online depends on its samples.
+    """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
         mean: Mean of all clients' probabilities of being online in a round. Each probability is then limited to the
@@ -100,7 +100,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return n^``exponent`` for each client with n samples, divided by the mean over clients, shape (N,)."""
+        """Return n to the power of ``exponent`` for each client with n samples, divided by the mean over clients."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which real sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

@@ -1,4 +1,4 @@
-"""Availability over time: spells, cycles and the time of day."""
+"""Availability over time: random periods online and offline, cycles, and the time of day."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Diurnal(Availability):
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
     """Return whether each client is online: the state of a Markov chain that is stationary from round 1.
 
-    A chain goes online with probability 1 / ``offline_rounds``. With this probability, the mean spell online can be
-    shorter than one round. In this case, the chain goes online with a smaller probability, and goes offline after each
-    round online (FedAU, arXiv:2306.03401).
+    A chain goes online with probability 1 / ``offline_rounds``. With this probability, the mean time online can be
+    shorter than one round. The chain then goes online with a smaller probability, and goes offline after each round
+    online (FedAU, arXiv:2306.03401).
 
-    In each round, a uniform random number either sets the state regardless of the previous state, or keeps or flips the
+    In each round, a uniform random number sets, keeps or flips the state. A state that is set does not depend on the
     previous state. The function therefore goes back only to the latest round that set the state, and stores nothing.
 
     Args:

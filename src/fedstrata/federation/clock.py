@@ -29,7 +29,7 @@ class Clock:
         """For each client of the current exchange, the seconds that it has taken so far; empty between exchanges."""
 
     def start(self, work: Mapping[ClientId, float], sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Begin an exchange; return the clients that receive the request and finish its work before the deadline.
+        """Begin an exchange; return the clients that receive the request and finish their work before the deadline.
 
         Args:
             work: Number of sample-gradients (gradients of one sample) that each client computes.
@@ -52,7 +52,7 @@ class Clock:
         return in_time
 
     def arrive(self, sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Add the time that the answers need to reach the server; return the clients whose answers come too late.
+        """Add the time that the answers need to reach the server; return the clients that answer too late.
 
         Args:
             sizes: Size of each client's answer in bytes.

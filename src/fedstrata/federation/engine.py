@@ -30,13 +30,13 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The model's architecture; parameters are passed to it.
+        model: The model's architecture, to which parameters are passed.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
-        sizes: Number of samples n_k of every client, shape (N,); None at real sites. A method uses the sizes only for
+        sizes: Number of samples n_k of every client, shape (N,); None at real sites. Methods use the sizes only for
             warnings and for simulated time, never for training.
-        most_samples: The largest number of samples that the server accepts in a reply of each client, shape (N,); None
-            if it accepts any number.
+        most_samples: The largest number of samples that the server accepts in each client's reply, shape (N,); None if
+            the server accepts any number.
         server_data: Training samples at the server, for methods that need such samples; None at clients.
         weight_diversity: Whether methods that combine clients' models record the distances between these models.
         random: Whether the model's forward pass draws random numbers during training, as dropout does.
@@ -66,7 +66,7 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a request that got no usable answer from a client.
+    """The outcome of a request without a usable answer.
 
     Args:
         reason: The reason in words.
@@ -87,7 +87,7 @@ EngineEvent = tuple[str, list[ClientId], str]
 
 
 class RelaySession(Protocol):
-    """A relay that is in progress: a model travels from client to client, and each client works on it in one *hop*."""
+    """A relay in progress: a model travels from client to client, and each client works on the model in one *hop*."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Let one client work on the model.
@@ -112,14 +112,19 @@ class SecureSums(Protocol):
 
 
 class Engine(ABC):
-    """An engine runs the clients: in this process, in other processes or at sites.
+    """Base class of engines, which run the clients in this process, in other processes or at sites.
 
-    - ``ask`` lets clients answer requests, each alone or all *together*. Together, they can add up tensors with each
-      other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute it in one pass.
+    - ``ask`` lets clients answer requests, each alone or all *together*. Together, clients can add up tensors with each
+      other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute the sum in one
+      pass.
+
     - ``relay`` sends a model from client to client.
+
     - ``commit`` makes the new states of clients permanent, after their answers were accepted.
+
     - ``save`` and ``restore`` are for clients that store their states themselves (``keeps_states``). ``save`` lets the
       clients write their states to disk. ``restore`` resets the clients to their states after a given round.
+
     - ``events`` returns events that do not belong to an answer, such as the loss of a site.
     """
 
@@ -133,7 +138,7 @@ class Engine(ABC):
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Return the answers of the clients, in any order.
+        """Ask the clients, and return their answers in any order.
 
         Args:
             requests: The request of each client.
@@ -142,7 +147,7 @@ class Engine(ABC):
         """
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of all replies if the engine can compute it in one pass; otherwise None."""
+        """Return the sum of all replies if the engine can compute the sum in one pass; otherwise None."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Exchanges of requests and replies: which clients are reached, which replies are used, and what is logged."""
+"""Decide which clients an exchange of requests and replies reaches, and which replies are used. Log both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Replies(dict[ClientId, Any]):
 
 @dataclass(eq=False)
 class RoundLog:
-    """The log of a round: its bytes and simulated seconds, the clients that took part, and the events.
+    """The log of a round: bytes, simulated seconds, the clients that took part, and events.
 
     Args:
         round: The round, counted from 1; 0 while clients enrol.
@@ -68,13 +68,13 @@ class RoundLog:
         self.events.append(event)
 
     def drop(self, clients: Iterable[ClientId]) -> None:
-        """Record clients that are offline; each client is recorded once per round."""
+        """Record clients that are offline, each client only once per round."""
         if new := [client for client in clients if client not in self.dropped]:
             self.dropped.update(new)
             self.note("dropped", new)
 
     def miss_deadline(self, clients: Iterable[ClientId]) -> None:
-        """Record clients that are too late; each client is recorded once per round."""
+        """Record clients that are too late, each client only once per round."""
         if new := [client for client in clients if client not in self.late]:
             self.late.update(new)
             self.note("late", new)
@@ -90,7 +90,7 @@ class RoundLog:
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
-        """Return the round's metrics: counts of distinct clients, of exchanges, hops and bytes, and simulated time."""
+        """Return the round's metrics: numbers of distinct clients, exchanges, hops and bytes, and simulated time."""
         taking_part: Mapping[str, Collection[ClientId]] = {
             "clients_invited": self.invited,
             "clients_returned": self.returned,
@@ -109,11 +109,11 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for all exchanges of a run: which clients are reached, which replies are used, and what is logged.
+    """The rules for all exchanges in a run: which clients are reached, which replies are used, and what is logged.
 
     Args:
         config: The settings that server and clients share.
-        availability: The model of which clients are online in a round, and of how fast they are.
+        availability: The model that simulates which clients are online in a round, and how fast they are.
         method: The method's name, for error messages.
     """
 
@@ -135,7 +135,7 @@ class Exchanges:
         self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Return True if a task reaches the next client of a relay, in which a model travels from client to client.
+        """Return True if a task reaches the next client of a relay, in which a model travels between clients.
 
         The result is logged. The method is faster for a client that was already reached in this round.
 
@@ -152,7 +152,7 @@ class Exchanges:
         return bool(self.reach(Requests([task], {client: 0}), partial(work, task), model))
 
     def reach(self, requests: Requests, work: Work | None, model: int | None = None) -> Requests:
-        """Return the requests that reach their clients and will be answered in time; log all requests that are sent.
+        """Return the requests that reach their clients and will be answered in time. Log all requests that are sent.
 
         Args:
             requests: The requests.
@@ -272,7 +272,7 @@ class Exchanges:
 
         A fault in the program is assumed if two conditions hold. All clients with a request raised an exception, and no
         client has ever answered a request of these Python classes. If the federation has at least two clients, at least
-        two clients must have got a request.
+        two of them must have received a request.
 
         Args:
             asked: The clients that got a request.
@@ -294,16 +294,16 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
     """Return metrics of communication, such as the mean number of bytes that a client has sent so far.
 
     Args:
-        weights: The model or gradient that is transferred; its size is C.
-        transfers: Number of transfers in this round, over all clients. In one transfer, a client gets a model and
-            returns a gradient, or gets the travelling model and passes it on.
+        weights: The model or gradient that is transferred. Its size in bytes is C.
+        transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model and
+            returns a gradient, or receives the travelling model and passes it on.
         clients: Number of clients, N.
         round: Number of rounds so far, R.
 
     Returns:
-        ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all clients),
-        ``update_bytes`` (C) and ``client_bytes``. ``client_bytes`` is R × C × f: the mean number of bytes that a client
-        has sent. The formula assumes that all rounds so far had as many transfers as this round.
+        The metrics ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all
+        clients), ``update_bytes`` (C) and ``client_bytes``. The value of ``client_bytes`` is R × C × f: the mean number
+        of bytes that a client has sent. The formula assumes that all rounds so far had as many transfers as this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

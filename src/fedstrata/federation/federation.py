@@ -1,7 +1,7 @@
 """The interface through which a method on the server communicates with clients, wherever the clients run.
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, and ``relay`` sends the model from
-client to client. The federation decides which clients can be reached, counts bytes, refuses unusable replies, and
+client to client. The federation determines which clients can be reached, counts bytes, refuses unusable replies, and
 records why a client is absent. An ``Engine`` runs the clients. While several clients answer a request, they can add up
 tensors with each other (``all_reduce_sum``).
 """
@@ -48,7 +48,7 @@ class Summed:
     Args:
         reply: The sum.
         clients: The clients.
-        scaled: In a secure sum, the number of vectors that were out of range.
+        scaled: The number of vectors in a secure sum that were out of range.
     """
 
     reply: Any
@@ -88,12 +88,11 @@ class Federation:
     Args:
         engine: The engine that runs the clients.
         config: The settings that server and clients share.
-        availability: The model of which clients are online in a round, and of how fast they are.
+        availability: The model that simulates which clients are online in a round, and how fast they are.
         method: The method's name, for error messages.
         listener: A function that is called after every ``ask`` with the round and the accepted replies.
-        legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. The
-            alternative is ``Compression.legs`` (``fedstrata.federation.communication``), which encodes models and
-            updates.
+        legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. Use
+            ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
         attack: The attack that some clients make; None if all clients are honest.
     """
 
@@ -129,7 +128,7 @@ class Federation:
         self.round, self.log = round, self.exchanges.log
 
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
-        """Return a new random generator, whose seed depends on purpose, round and client (default: the server)."""
+        """Return a new random generator with a seed that depends on purpose, round and client (default: the server)."""
         return rng(self.config.seed, purpose, self.round, client)
 
     def candidates(self) -> NDArray[np.int64]:
@@ -162,17 +161,17 @@ class Federation:
         Args:
             clients: The clients that get the request.
             request: One request for all clients, or a mapping from each client to its request.
-            quorum: Smallest number of replies with which the round can go on.
+            quorum: Smallest number of replies with which the round can continue.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
                 If one of these clients fails, the sums are invalid and no reply is used.
-            work: Number of sample-gradients (gradients of one sample) that an answer takes: a function of the client's
-                number of samples, or a mapping from clients. The work determines simulated time and the order of work.
-                Default: zero.
+            work: Number of sample-gradients (gradients of one sample) that an answer takes. Give a function of the
+                client's number of samples, or a mapping from clients to numbers. This number determines the simulated
+                time and the order in which clients work. Default: zero.
             check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
                 knowledge.
 
         Returns:
-            The replies, sorted by client, without clients that dropped out, failed, were late or were refused.
+            The replies, sorted by client. Clients that dropped out, failed, were late or were refused are missing;
             ``events`` contains the reasons.
 
         Raises:
@@ -192,10 +191,10 @@ class Federation:
         work: Work | None = None,
         check: Check | None = None,
     ) -> Summed | None:
-        """Send a request and return only the sum of the replies; the arguments are those of ``ask``.
+        """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        An engine may compute the sum in one pass. The log nevertheless counts the full size of each client's request
-        and reply.
+        An engine may compute the sum in one pass. Even then, the log counts the full size of each client's request and
+        reply.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -278,15 +277,15 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Send all clients a request that measures a model.
 
-        The request changes no client's state, and the round's log does not count its bytes. All clients are reached,
-        because availability and simulated time apply to training only.
+        The request does not change the states of clients, and the round's log does not count the request's bytes. All
+        clients are reached, because availability and simulated time apply to training only.
 
         Args:
             request: The request.
             check: See ``ask``.
 
         Returns:
-            The usable replies, sorted by client, and the bytes of all requests and of these replies. ``events`` says
+            The usable replies, sorted by client, and the bytes of all requests and of these replies. The events say
             which clients are missing, and why.
         """
         requests = Requests.of(range(self.config.clients), request)
@@ -311,18 +310,18 @@ class Federation:
         on_reply: Callable[[int, Any], None] = lambda position, reply: None,
         work: Callable[[Any, int], float] = lambda task, samples: 0.0,
     ) -> Relayed:
-        """Send the model from client to client; each client works on it and passes it on.
+        """Send the model from client to client. Each client works on the model and passes it on.
 
-        One client's work is a *hop*. A hop that fails, or whose client is offline, is skipped: the next client gets the
-        model of the last successful hop.
+        One client's work is a *hop*. A hop is skipped if it fails, or if its client is offline. The next client then
+        gets the model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same Python class. A generator can use earlier
-                replies to choose the next pair, because the pair is requested only after the previous hop.
+            tasks: Pairs of a client and its task; all tasks have the same Python class. With a generator, earlier
+                replies can determine the next pair. Each pair is requested only after the previous hop.
             weights: The model that the first client gets.
-            on_reply: Called after each hop with the position of its task in ``tasks`` and the reply, which is None if
-                the hop was skipped. If the engine computes the relay in one pass, the engine may notice a failure only
-                at the end. ``on_reply`` is then called a second time for this hop, with None.
+            on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
+                The reply is None if the hop was skipped. If the engine computes the relay in one pass, the engine may
+                notice a failure only at the end. The function is then called a second time for this hop, with None.
             work: A function of a task and the client's number of samples, which returns the number of sample-gradients.
         """
         replies: dict[int, Any] = {}

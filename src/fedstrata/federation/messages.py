@@ -1,4 +1,4 @@
-"""Messages between server and clients: frozen records of tensors and plain values.
+"""Messages between server and clients, which are frozen records of tensors and plain values.
 
 All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
 ``Reply``, and a handler. A handler is the function with which a client answers (``fedstrata.clients.handling``).
@@ -38,9 +38,9 @@ Fact = Literal["labels", "sizes"]
 
 
 class Order:
-    """A check of the sequence of requests: earlier requests decide whether a client may answer the next request.
+    """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one instance per phase. All Python classes of requests with this order share the instance.
+    Each client has one instance per phase. All Python classes of requests with this order share this instance.
     """
 
     def refusal(self, request: Any) -> str:
@@ -59,20 +59,21 @@ class RequestRule:
     """The properties that all requests of one Python class have in every job.
 
     Args:
-        description: The contents of the reply, as the rest of a sentence that begins with "It sends".
+        description: A phrase that says what the reply contains. The phrase completes a sentence that begins with "It
+            sends".
         phase: The phase in which the request comes.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
-            ``after`` has no effect in jobs that do not send this enrolment request.
+            This rule has no effect in jobs that do not send the enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the same request may come again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
-        merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses them in a later batch,
-            if ``privacy.below`` is "hold-back".
+        merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a
+            later batch. This rule has an effect only if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
-        epsilon: The ε of local differential privacy that each reply spends; None for replies without such noise.
+        epsilon: The ε of local differential privacy that each reply spends; None for replies without this privacy.
     """
 
     description: str
@@ -99,7 +100,7 @@ class Reply(Message):
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """Put an update back into the reply: the inverse of ``split_update``.
+        """Put an update back into the reply. This is the inverse of ``split_update``.
 
         Args:
             sent: The model of the request.
@@ -123,9 +124,9 @@ class Request(Message):
     sites need a rule."""
 
     def check(self, reply: Any) -> None:
-        """Refuse a reply of the right type whose values are wrong.
+        """Refuse a reply that has the right type but wrong values.
 
-        NaN and infinity need no check here, because they are always refused.
+        The method need not check for NaN and infinity, because they are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -144,12 +145,12 @@ class Request(Message):
 
 
 class Requests(dict[ClientId, Request]):
-    """A mapping from clients to their requests; a request to several clients is stored only once.
+    """A mapping from clients to their requests, which stores a request to several clients only once.
 
     Args:
-        distinct: The different requests.
-        which: For each client, the index of its request in ``distinct``.
-        work: For each client, the number of sample-gradients that its answer takes. Default: zero.
+        distinct: The requests without duplicates.
+        which: The index of each client's request in ``distinct``.
+        work: The number of sample-gradients that each client's answer takes. Default: zero.
     """
 
     def __init__(
@@ -196,10 +197,10 @@ class Weights(Message):
     buffers: Params
 
     def require_like(self, like: Weights) -> None:
-        """Refuse tensors whose names, shapes or dtypes differ from the tensors in ``like``.
+        """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
         Raises:
-            ReplyRefusedError: There is a difference; the message describes the first difference.
+            ReplyRefusedError: There is a difference. The error message describes the first difference.
         """
         require_like(self.params, like.params, "params")
         if self.buffers or like.buffers:
@@ -207,10 +208,10 @@ class Weights(Message):
 
 
 def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors whose names, shapes or dtypes differ from the tensors in ``like``.
+    """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
     Raises:
-        ReplyRefusedError: There is a difference; the message describes the first difference.
+        ReplyRefusedError: There is a difference. The error message describes the first difference.
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:
@@ -228,7 +229,7 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
 class ModelRequest(Request):
     """A request that contains a model.
 
-    A codec may encode the model, and the update in the reply; see ``fedstrata.federation.communication``.
+    A codec may encode the model and the update in the reply; see ``fedstrata.federation.communication``.
     """
 
     weights: Weights
@@ -237,8 +238,8 @@ class ModelRequest(Request):
         """Return tensors with the names, shapes and dtypes of the reply's update; empty if the reply has no update.
 
         Args:
-            message: Tensors with the names, shapes and dtypes of the objective's message, which a client sends in
-                addition to the model.
+            message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message
+                in addition to the model.
         """
         return {}
 
@@ -267,7 +268,7 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """Return the floating-point tensors of the model's change and of ``message``, and the reply without them."""
+        """Return the floating-point tensors of the update and of ``message``, and the reply without these tensors."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
         others = {name: tensor for name, tensor in after.items() if name not in moved}
@@ -278,7 +279,7 @@ class FitReply(Reply):
         return change, replace(self, weights=Weights(others, self.weights.buffers), message=message)
 
     def merge_update(self, sent: Weights, change: Params) -> FitReply:
-        """Return the reply with the model ``sent`` plus the update, and with all tensors of the objective's message."""
+        """Return the reply with the model (``sent`` plus the update) and all tensors of the objective's message."""
         params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
         for name, tensor in change.items():
             kind, _, rest = name.partition("/")
@@ -295,17 +296,16 @@ class FitReply(Reply):
 
     @property
     def size(self) -> float:
-        """The client's averaging weight, before it is divided by the sum of all clients' averaging weights."""
+        """The client's averaging weight before normalisation."""
         return self.samples
 
 
 @record("WeightedFitReply")
 class WeightedFitReply(FitReply):
-    """A locally trained model, for tasks whose samples have different weights.
+    """A locally trained model, for tasks in which samples have different weights.
 
     Args:
-        weight: The sum of the weights of the samples that were used. The weight of a sample may be its number of
-            tokens.
+        weight: The sum of the weights of the used samples. The weight of a sample may be its number of tokens.
     """
 
     weight: float = 0.0
@@ -317,7 +317,7 @@ class WeightedFitReply(FitReply):
 
 
 def fit_changes(weights: Weights, message: Extra) -> Params:
-    """Return tensors that show the names, shapes and dtypes that the update in a ``FitReply`` must have.
+    """Return tensors with the names, shapes and dtypes that the update in a ``FitReply`` must have.
 
     Args:
         weights: The model that was sent.
@@ -329,16 +329,16 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
 
 class TrainingRequest(ModelRequest):
-    """A request to train locally from ``weights``; the reply is a ``FitReply``."""
+    """A request to train locally, starting at ``weights``; the reply is a ``FitReply``."""
 
     reply_type: ClassVar[type[Reply]] = FitReply
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors that show the names, shapes and dtypes that the update in a ``FitReply`` must have."""
+        """Return tensors with the names, shapes and dtypes that the update in a ``FitReply`` must have."""
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """Refuse negative counts, and a model whose names, shapes or dtypes differ from the model that was sent."""
+        """Refuse negative counts, and a model with other names, shapes or dtypes than the model that was sent."""
         reply.weights.require_like(self.weights)
         if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
@@ -368,7 +368,7 @@ class Fit(TrainingRequest):
 
 
 def check_message(reply: FitReply, expected: Extra) -> None:
-    """Refuse a reply whose message has other names, shapes or dtypes than ``expected``.
+    """Refuse a reply if its message has other names, shapes or dtypes than ``expected``.
 
     Raises:
         ReplyRefusedError: The message differs.

@@ -36,13 +36,13 @@ class LocalOptimizer(Setting):
 
     @abstractmethod
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return the class of PyTorch's optimiser, and its arguments other than those in ``ELSEWHERE``."""
+        """Return the class of PyTorch's optimiser, and all its arguments except those in ``ELSEWHERE``."""
 
     def make(self, params: Sequence[Tensor], lr: float, momentum: float, weight_decay: float) -> Optimizer:
         """Return a new optimiser of PyTorch.
 
         Args:
-            params: The parameters that its steps change in place.
+            params: The parameters that the optimiser's steps change in place.
             lr: The learning rate.
             momentum: ``training.momentum``.
             weight_decay: ``training.weight_decay``.
@@ -73,7 +73,7 @@ class SGD(LocalOptimizer):
     is_sgd = True
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return PyTorch's SGD, which takes the same steps."""
+        """Return PyTorch's class ``SGD``, which takes the same steps."""
         from torch import optim
 
         return optim.SGD, {}
@@ -82,7 +82,7 @@ class SGD(LocalOptimizer):
 class AdamW(LocalOptimizer):
     """AdamW (Loshchilov and Hutter 2019), whose weight decay is not part of the gradient.
 
-    The steps are those of ``torch.optim.AdamW``. ``training.momentum`` is refused.
+    The steps are the same as in ``torch.optim.AdamW``. The setting ``training.momentum`` is refused.
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and of the squared gradient.
@@ -93,7 +93,7 @@ class AdamW(LocalOptimizer):
     eps: PositiveFloat = 1e-8
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return PyTorch's AdamW and the settings."""
+        """Return PyTorch's class ``AdamW`` and its settings."""
         from torch import optim
 
         return optim.AdamW, {"betas": self.betas, "eps": self.eps}
@@ -104,7 +104,7 @@ class OwnOptimizer(LocalOptimizer):
 
     Args:
         path: The path ``"module:Class"`` of a subclass of ``torch.optim.Optimizer``, such as ``"torch.optim:RMSprop"``.
-        arguments: Further arguments of the class. In a spec, the arguments are all keys of the table except ``name``.
+        arguments: Further arguments of the class. In a spec, all keys of the table except ``name`` are arguments.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Checks of replies. If a reply fails a check, the server refuses the reply and records the reason."""
+"""Check replies. If a reply fails a check, the server refuses the reply and records the reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def finite(leaf: Any) -> bool:
 
 
 def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    """Refuse a tensor whose shape or dtype is not as expected.
+    """Refuse a tensor that does not have the expected shape and dtype.
 
     Args:
         got: The tensor.

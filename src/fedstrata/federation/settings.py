@@ -27,11 +27,12 @@ Threads = Annotated[PositiveInt, Field(le=1024)]
 
 
 def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float:
-    """Return the learning rate of a round, which follows a schedule.
+    """Return the learning rate of a round according to a schedule.
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: ``inverse`` or ``cosine`` (see ``Training``); with any other value, the rate is constant.
+        schedule: The schedule: ``inverse`` or ``cosine`` (see ``Training``). With any other value, the rate is
+            constant.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """
@@ -46,10 +47,10 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability. The client scales down the gradient of
-    each sample whose gradient norm is above ``clip``, and adds Gaussian noise to the sum of the gradients. Two data
-    sets are neighbours if they differ by one additional sample. The noise of a simulation follows from the seed, so
-    only the noise of real sites protects data.
+    In each step, a client draws each of its samples with the same probability. The client scales down each sample's
+    gradient to the norm ``clip`` if the gradient is longer. It then adds Gaussian noise to the sum of the gradients.
+    Two data sets are neighbours if they differ by one additional sample. The noise of a simulation follows from the
+    seed, so only the noise of real sites protects data.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
@@ -69,10 +70,10 @@ class DPSGD(Setting):
 class ClientDP(Setting):
     """Differential privacy of whole clients, with noise that the server adds (McMahan et al. 2018).
 
-    The server scales down each update whose norm is above ``clip``. It adds Gaussian noise to the sum of the updates,
-    and divides the sum by the expected number of clients per round. Two runs are neighbours if one client never answers
-    in one of them. ε limits what others learn from the models about one client. ε does not apply to the server, which
-    sees each update.
+    The server scales down each update with a norm above ``clip``. It adds Gaussian noise to the sum of the updates, and
+    divides the sum by the expected number of clients per round. Two runs are neighbours if they differ only in one
+    client, which never answers in one of the runs. The value ε limits what others learn from the models about one
+    client. It does not apply to the server, which sees each update.
 
     Args:
         clip: Largest L2 norm C of a client's update, over all parameters that clients train.
@@ -147,7 +148,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses them in another batch (``below`` is "hold-back")."""
+        """Whether a client with too few samples in a batch uses them in another batch. See ``below``."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -239,7 +240,7 @@ class Training(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec, without settings that have their default and that early versions do not know."""
+        """Return the table for a spec, without settings that early versions do not know and that have their default."""
         later = ("accumulate", "optimizer", "optimizer_state", "warmup")
         omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
         return {key: value for key, value in super().to_spec().items() if key not in omitted}
@@ -251,15 +252,15 @@ class Training(Setting):
 
     @property
     def epochs(self) -> int:
-        """Number of local epochs, E. If clients train for ``local_steps``, it is the default number, 5."""
+        """Number of local epochs, E. If clients train for ``local_steps``, the number is the default, 5."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
-        """Return how many sample-gradients (gradients of one sample) a client computes in a round of local training.
+        """Return the number of sample-gradients (gradients of one sample) that a client computes per round.
 
         Args:
             samples: The client's number of samples.
-            keep: The expected fraction of these samples that is used.
+            keep: The expected fraction of these samples that the client uses.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
         (60.0, 90.0)
@@ -269,13 +270,13 @@ class Training(Setting):
         return self.local_steps * min(self.samples_per_step, samples * keep)
 
     def poisson(self, samples: int) -> tuple[float, int]:
-        """Return a client's sampling probability and number of steps with differential privacy (``privacy.dp``).
+        """Return a client's probability of sampling and its number of steps with differential privacy (``privacy.dp``).
 
         Args:
             samples: The client's number of samples.
 
         Returns:
-            The probability with which each sample is in a step, and the number of steps of a round.
+            The probability that a sample is used in a step, and the number of steps per round.
 
         >>> Training(local_epochs=2, batch_size=20).poisson(50)
         (0.4, 6)
@@ -286,7 +287,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with a new number of local epochs, which replaces local steps; None changes nothing."""
+        """Return the settings with ``epochs`` local epochs instead of local steps. With None, change nothing."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
@@ -299,5 +300,5 @@ class Training(Setting):
         return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
-        """Return how many of ``clients`` clients the server invites per round."""
+        """Return the number of clients that the server invites per round, given the number of all clients."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

@@ -1,1 +1,1 @@
-"""The federated methods, one file each. Most are recipes: combinations of samplers, an objective and an aggregator."""
+"""Federated methods. Most methods are recipes, which are combinations of samplers, an objective and an aggregator."""

@@ -43,9 +43,9 @@ A subclass that overrides one of these methods must also declare ``needs_replies
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. The state, which changes from round to round, is a record with at least the
-    field ``weights``, the global model. ``init`` returns the first state. ``run_round`` takes a state and returns the
-    next state.
+    The fields are the method's settings. The state changes from round to round. It is a record with at least the field
+    ``weights``, which is the global model. The method ``init`` returns the first state. The method ``run_round`` takes
+    a state and returns the next state.
     """
 
     paper: ClassVar[str] = ""
@@ -62,18 +62,18 @@ class Method(Setting):
     """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
     def most_summed(self, config: FederationConfig) -> int:
-        """Return the largest number of clients whose replies are in one secure sum (``privacy.sums``)."""
+        """Return the largest number of clients that contribute to one secure sum (``privacy.sums``)."""
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms in which clients' replies are summed with secure sums (``privacy.sums``)."""
+        """Return the forms in which secure sums (``privacy.sums``) add the clients' replies."""
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions that answer the method's requests (in a recipe, also of its four choices)."""
+        """Return the client functions that answer the requests of the method and, in a recipe, of its four choices."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -88,24 +88,24 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if clients reply with updates of one model that all of them received; codecs compress these."""
+        """Return True if clients reply with updates of the same model. Codecs can compress such updates."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the method may send, and their bounds. Real sites refuse all other requests.
 
-        If the result is None, the method does not declare its requests, and runs only in simulations. A subclass that
-        overrides one of the methods in ``ASKING`` must override ``allowed`` as well.
+        If the result is None, the method does not declare its requests, and runs only in simulations. A subclass must
+        override ``allowed`` if it overrides one of the methods in ``ASKING``.
         """
         return None
 
     def declared(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the declared requests; None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
+        """Return the declared requests, or None if a subclass overrides a method in ``ASKING`` but not ``allowed``."""
         return self.allowed(agreed) if declares(type(self), "allowed", *ASKING["method"]) else None
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method keeps private; evaluations must not disclose them either."""
+        """The facts about clients that the method keeps private. Evaluations must not disclose these facts either."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
@@ -117,10 +117,10 @@ class Method(Setting):
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one round; return the new state and the method's metrics of the round."""
+        """Run one round. Return the new state and the method's metrics of the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model to evaluate, and to save at the end of a run. Default: ``state.weights``."""
+        """Return the model to evaluate, and to save at the end of a run. The default is ``state.weights``."""
         weights: Weights = state.weights
         return weights
 

@@ -36,11 +36,11 @@ class CCVRState(RecipeState):
 class CCVR(Recipe, HeadTuning):
     """FedAvg whose server calibrates the head after the last round, on virtual features of each class.
 
-    All clients send the moments of their features: for each class c, the number of samples n_k(c), Σ z and Σ z zᵀ. From
-    the sums of these moments over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
-    all samples of class c. The server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c),
-    and trains the head on these features. All other layers do not change, and later rounds start from the model without
-    calibration. Classes of which no client sent a sample have no virtual features.
+    All clients send the moments of their features z. For each class c, the moments are the number of samples n_k(c), Σ
+    z and Σ z zᵀ. The server adds up these moments over clients. It then computes the mean μ_c and the covariance Σ_c of
+    the features of all samples of class c. The server draws ``per_class`` virtual features from each normal
+    distribution N(μ_c, Σ_c), and trains the head on these features. All other layers do not change, and later rounds
+    start from the model without calibration. Classes without samples at any client have no virtual features.
 
     Args:
         per_class: Number of virtual features of each class.
@@ -71,7 +71,7 @@ class CCVR(Recipe, HeadTuning):
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Return True if the server calibrates the head after this round of ``rounds`` rounds; the first round is 1."""
+        """Return True if the server calibrates the head after a round (counted from 1) of ``rounds`` rounds."""
         return round == rounds or (self.every is not None and round % self.every == 0)
 
     @override
@@ -102,7 +102,7 @@ class CCVR(Recipe, HeadTuning):
         return Weights({**weights.params, **state.calibrated}, weights.buffers)
 
     def calibrated_head(self, federation: Federation, weights: Weights) -> tuple[Params, float | None]:
-        """Return the parameters of the calibrated head, and the last loss; without replies, ``{}`` and None."""
+        """Return the parameters of the calibrated head, and the last loss. Without replies, return ``{}`` and None."""
         config = federation.config
         classes, size = config.outputs, feature_size(config.model)
         replies = federation.ask(
@@ -126,14 +126,14 @@ class CCVR(Recipe, HeadTuning):
 def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the mean and the covariance of the features of each class that a client has.
 
-    With N = Σ_k n_k(c), the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). These are the
-    mean and the covariance of the samples of all clients together. With a single sample, the covariance is 0.
+    With N = Σ_k n_k(c), the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). These values are
+    the mean and the covariance of the samples of all clients together. With a single sample, the covariance is 0.
 
     Args:
         replies: The replies of the clients.
 
     Returns:
-        A mapping from classes to the mean, shape (d,), and the covariance, shape (d, d), float64.
+        A mapping from each class to its mean, shape (d,), and its covariance, shape (d, d), both float64.
     """
     normals: dict[int, tuple[Tensor, Tensor]] = {}
     for label in range(len(replies[0].samples)) if replies else ():
@@ -148,7 +148,7 @@ def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
 def drawn(mean: Tensor, covariance: Tensor, number: int, generator: np.random.Generator) -> Tensor:
     """Return draws from a normal distribution, shape (number, d), float32.
 
-    Negative eigenvalues of the covariance, which rounding can cause, count as 0.
+    Rounding can cause negative eigenvalues of the covariance, which count as 0.
     """
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     noise = torch.from_numpy(generator.standard_normal((number, len(mean))))

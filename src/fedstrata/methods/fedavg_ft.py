@@ -1,4 +1,4 @@
-"""FedAvg-FT: after each round, the server trains the head on a small class-balanced set (ReBaFL §3.3)."""
+"""FedAvg-FT: after each round, the server trains the head on a small class-balanced data set (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class FedAvgFT(Recipe, HeadTuning):
         self.require_samples(config, "method")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the recipe; the server trains the head without sending a request."""
+        """Return the requests of the recipe. The server trains the head without sending a request."""
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg; if a client trained, also train the head on the server."""
+        """Run a round of FedAvg. If a client trained, also train the head on the server."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

@@ -42,6 +42,6 @@ class FedBABU(Recipe):
             self.fine_tune.require_samples(config, "method.fine_tune")
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
-        """Return the global model; if ``fine_tune`` is set, the server trains its head first."""
+        """Return the global model. If ``fine_tune`` is set, the server first trains the model's head."""
         weights = super().evaluated(config, state)
         return self.fine_tune.tuned(config, weights)[0] if self.fine_tune else weights

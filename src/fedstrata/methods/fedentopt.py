@@ -15,8 +15,8 @@ class FedEntOpt(Recipe):
     """FedAvg that invites clients whose labels together are as even as possible.
 
     Clients are added one by one. Each time, the client k with the largest entropy H((L + l_k) / ‖L + l_k‖₁) is added.
-    Here, l_k are the label counts of client k, and L is their sum over the clients that were added before (Algorithm 1
-    of arXiv:2411.01240).
+    The vector l_k contains the label counts of client k. The vector L is the sum of l_k over the clients that were
+    added before (Algorithm 1 of arXiv:2411.01240).
     """
 
     paper = "Lutz et al. 2025, Optimizing Federated Learning by Entropy-Based Client Selection (arXiv:2411.01240)"

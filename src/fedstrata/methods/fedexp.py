@@ -12,9 +12,9 @@ from fedstrata.methods.recipe import Parts, Recipe
 class FedExP(Recipe):
     """FedAvg with a server step that is longer if the clients' updates point in different directions.
 
-    The new model is w ← w_t + η Δ̄ with the step size η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))). Δ_k is the update of
-    client k, and Δ̄ the mean of the m updates. As in the paper, the model to evaluate and to save is the average of the
-    last two iterates, because the iterates can oscillate. Training continues from the last iterate.
+    The new model is w ← w_t + η Δ̄ with the step size η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))). The update of client
+    k is Δ_k, and the mean of the m updates is Δ̄. As in the paper, the model to evaluate and to save is the average of
+    the last two iterates, because the iterates can oscillate. Training continues from the last iterate.
 
     Args:
         eps: Constant ε. See the aggregator ``fedexp``.

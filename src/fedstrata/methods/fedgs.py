@@ -14,8 +14,9 @@ from fedstrata.sampling.graph import Graph
 class FedGS(Recipe):
     """FedAvg that invites clients with different labels, and each client equally often.
 
-    The m clients S of a round maximise α d(S) − Var(v + s) (arXiv:2211.13975). The mean distance between clients in a
-    graph of label similarity is d(S). Earlier invitations are counted by v, and the invitations of the round by s.
+    The set S of the m clients of a round maximises α d(S) − Var(v + s) (arXiv:2211.13975). The value d(S) is the mean
+    distance between clients in a graph of label similarity. The vector v counts each client's earlier invitations, and
+    s counts the invitations of the round.
     """
 
     paper = "Wang et al. 2023, FedGS: Federated Graph-based Sampling with Arbitrary Client Availability (AAAI)"

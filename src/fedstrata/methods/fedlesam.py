@@ -14,8 +14,8 @@ class FedLESAM(Recipe):
 
     A step is w ← w − η ∇F_k(w + ρ d / ‖d‖).
 
-    The direction d = w_old − w_t is the difference between the global model that the client trained most recently and
-    the current global model (arXiv:2405.18890). Each client stores w_old.
+    The direction is d = w_old − w_t (arXiv:2405.18890). The model w_old is the global model that the client trained
+    most recently, and w_t is the current global model. Each client stores w_old.
     """
 
     paper = (

@@ -39,7 +39,8 @@ class FedAvgM(Recipe):
 class FedAdagrad(Recipe):
     """FedAvg with Adagrad on the server.
 
-    With the mean update Δ of the round, the server computes v ← v + Δ² and w ← w + η Δ / (√v + τ). v starts at τ².
+    With the mean update Δ of the round, the server computes v ← v + Δ² and w ← w + η Δ / (√v + τ). The initial value of
+    v is τ².
 
     Args:
         server_lr: Learning rate η of the server.
@@ -82,8 +83,8 @@ class AdaptiveMoments(Recipe):
 class FedAdam(AdaptiveMoments):
     """FedAvg with Adam on the server, without bias correction.
 
-    With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², and
-    w ← w + η m / (√v + τ). v starts at τ².
+    The mean update of the round is Δ. The server computes m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², and w ← w + η
+    m / (√v + τ). The initial value of v is τ².
     """
 
     optimizer = "adam"
@@ -92,8 +93,8 @@ class FedAdam(AdaptiveMoments):
 class FedYogi(AdaptiveMoments):
     """FedAvg with Yogi on the server: like FedAdam, but v changes by at most (1 − β₂) Δ² per round.
 
-    With the mean update Δ of the round, the server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²),
-    and w ← w + η m / (√v + τ). v starts at τ².
+    The mean update of the round is Δ. The server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²), and
+    w ← w + η m / (√v + τ). The initial value of v is τ².
     """
 
     optimizer = "yogi"

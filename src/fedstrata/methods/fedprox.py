@@ -12,7 +12,7 @@ from fedstrata.objectives.fedprox import Proximal
 class FedProx(Recipe):
     """FedAvg with a proximal term in the loss, which keeps each client's model near the global model.
 
-    Client k minimises F_k(w) + (μ/2) ‖w − w_t‖², where F_k is its loss, w its model and w_t the global model.
+    Client k minimises F_k(w) + (μ/2) ‖w − w_t‖², where F_k is its loss, w is its model, and w_t is the global model.
     """
 
     paper = "Li et al. 2020, Federated Optimization in Heterogeneous Networks (MLSys)"

@@ -21,11 +21,11 @@ from fedstrata.sampling.base import AllData
 class FedTAN(Recipe):
     """FedAvg with common BatchNorm statistics, computed by all clients of a round together in the first local step.
 
-    In this step, every BatchNorm layer normalises with the mean and the variance averaged over the round's clients. In
-    the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer therefore
-    needs one exchange with the server in each pass. Later local steps use these statistics unchanged, and so does the
-    global model. The clients of a round train at the same time. If a client fails in the first step, the round does not
-    change the model.
+    In this step, every BatchNorm layer normalises with the mean and the variance that are averaged over the round's
+    clients. In the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer
+    therefore needs one exchange with the server in each pass. Later local steps and the global model use these
+    statistics unchanged. The clients of a round train at the same time. If a client fails in the first step, the round
+    does not change the model.
 
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
@@ -56,7 +56,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove the key.")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the client sampler, and the request by which all clients train at the same time."""
+        """Return the requests of the client sampler, and the request to train at the same time as all other clients."""
         size = agreed.training.batch_size
         reason = f"uses a batch, which has at most training.batch_size = {size} samples"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

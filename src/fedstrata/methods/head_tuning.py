@@ -1,4 +1,4 @@
-"""Training of a model's head on the server, on a small set with equally many samples of each class (ReBaFL §3.3)."""
+"""Train a model's head on the server, on a small set with equally many samples of each class (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Trains only the model's head, by full-batch gradient descent on samples **that no client has**.
+    """Training of only the model's head, by full-batch gradient descent on samples **that no client has**.
 
     The server uses the same samples every time. Before the first step, the server computes the features (the input of
-    the head) once, in evaluation mode. The clients' optimiser, ``training.optimizer``, is not used.
+    the head) once, in evaluation mode. The clients' optimiser (``training.optimizer``) is not used.
 
     Args:
         per_class: Number of samples of each class on which the server trains the head.
@@ -36,7 +36,7 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_head(self, config: FederationConfig, section: str) -> None:
-        """Require a head, classes, and BatchNorm statistics that the server and clients share.
+        """Require a head, classes, and BatchNorm statistics that the server shares with the clients.
 
         Args:
             config: The federation's settings.
@@ -80,7 +80,7 @@ class HeadTuning(Setting):
             raise SpecError(key, problem, self.per_class)
 
     def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:
-        """Train the head on the server's samples; return the model, and the loss before the last step."""
+        """Train the head on the server's samples. Return the model, and the loss before the last step."""
         assert config.server_data is not None
         x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
         # Train the head inside ``loaded``, because a head may have buffers, which ``loaded`` sets and restores.
@@ -99,7 +99,7 @@ class HeadTuning(Setting):
 
         Args:
             config: The federation's settings.
-            weights: The model, with whose head the training starts.
+            weights: The model. Training starts with this model's head.
             features: The inputs of the head, shape (n, …).
             y: The labels, shape (n,).
         """

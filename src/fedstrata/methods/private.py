@@ -1,4 +1,4 @@
-"""A round in which the server clips the clients' updates and adds noise to their sum (``privacy.clients``)."""
+"""Run a round in which the server clips the clients' updates and adds noise to their sum (``privacy.clients``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def private_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
     """Select clients, train them, and add the noisy mean of their clipped updates to the model.
 
-    The server adds noise even if no client answered, because the absence of noise would reveal this. The server
-    optimiser gets only the noisy mean, so the optimiser does not affect ε.
+    The server adds noise even if no client answered, because missing noise would reveal that no client answered. The
+    server optimiser gets only the noisy mean, so the optimiser does not affect ε.
     """
     config, weights, dp = federation.config, state.weights, federation.config.privacy.clients
     assert dp is not None

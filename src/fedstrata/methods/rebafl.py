@@ -12,8 +12,8 @@ from fedstrata.objectives.rebafl import Rebalanced
 class ReBaFL(Recipe):
     """FedAvg whose clients train with relaxed balanced softmax and augmented features (Algorithm 1).
 
-    The paper has two ablations. ``mu = 0`` turns off the augmentation, so that only relaxed balanced softmax is left
-    (R-BSM). ``relaxed = false`` turns off relaxed balanced softmax, so that only the augmentation is left (F-Aug).
+    The paper has two ablations. With ``mu = 0``, only relaxed balanced softmax is used (R-BSM). With ``relaxed =
+    false``, only the augmentation is used (F-Aug).
     """
 
     paper = "Xu et al., Stabilizing and Improving FL with Non-IID Data and Client Dropout"

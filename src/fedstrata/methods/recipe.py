@@ -47,7 +47,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The samplers, objective and aggregator in which a recipe differs from FedAvg. Missing keys are as in FedAvg."""
+    """The choices in which a recipe differs from FedAvg: samplers, objective and aggregator."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -67,8 +67,8 @@ class Recipe(Method):
 
     In a spec, a name or a table of settings can replace each of these four choices.
 
-    A subclass overrides ``parts``, which returns the choices that differ from FedAvg, built from the subclass's
-    settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
+    A subclass overrides ``parts``. This method returns the choices that differ from FedAvg, and builds them from the
+    subclass's settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
 
     Args:
         client_sampler: How the clients of a round are chosen.
@@ -97,15 +97,15 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Return the samplers, objective and aggregator that differ from FedAvg's, built from the method's settings."""
+        """Build the samplers, objective and aggregator that differ from FedAvg's choices from the method's settings."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
         """Return the method's settings that ``parts`` passes on to a sampler, the objective or the aggregator.
 
         Returns:
-            A mapping from a setting's name in the method to a pair: the choice (such as ``objective``) that uses the
-            setting, and the setting's name there.
+            A mapping from a setting's name in the method to a pair. The pair contains the choice that uses the setting
+            (such as ``objective``), and the setting's name in this choice.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -155,7 +155,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the effective settings and the replaced choices; parsing the result gives an equal method."""
+        """Return the effective settings and the replaced choices. Parsing the result gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -174,7 +174,7 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True unless the aggregator lets clients start at different models."""
+        """Return True, except if the aggregator lets clients start at different models."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -190,7 +190,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if one declares no requests."""
+        """Return the samplers' requests and the request ``training``; None if a sampler declares no requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -200,7 +200,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (each client's number of samples) if the data sampler keeps sizes private; else empty."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private, or an empty set."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -312,7 +312,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters have their old values, because weight decay changes them."""
+        """Return a new model in which frozen parameters have their old values, which weight decay has changed."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -327,7 +327,7 @@ class Recipe(Method):
         request: Fit,
         starts: Mapping[int, Weights] | None = None,
     ) -> dict[int, FitReply]:
-        """Ask the invited clients to train; return the reply of each client that answered.
+        """Ask the invited clients to train, and return the reply of each client that answered.
 
         Args:
             federation: The federation.
@@ -344,11 +344,11 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function from a client's number of samples to the number of sample-gradients of its training.
+        """Return a function that computes a client's number of sample-gradients from the client's number of samples.
 
         Args:
             config: The settings that server and clients share.
-            keep: The fraction of the samples that is used.
+            keep: The fraction of the samples that the client uses.
         """
         objective, training = self.objective, config.training
         computes_more = objective.has_stages or objective.gradients_per_step > 1
@@ -369,7 +369,7 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 
     A sample-gradient is the gradient of the loss of one sample. A client's loss is the mean over its steps. The mean
     over clients is weighted by their numbers of sample-gradients. If clients keep their counts private, the counts are
-    0, and the loss is the plain mean over the clients that took a step.
+    0, and the loss is the unweighted mean over the clients that took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]

@@ -1,4 +1,4 @@
-"""A round of a recipe in which the server sees only sums over the clients (``privacy.sums``)."""
+"""Run a round of a recipe in which the server sees only sums over the clients (``privacy.sums``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
-    """Return the form in which the replies to a recipe's training requests are summed."""
+    """Return the form in which secure sums add the replies to a recipe's training requests."""
     objective, frozen = recipe.objective, recipe.frozen(config)
     params = {name: w for name, w in config.model.params().items() if name not in frozen}
     bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))

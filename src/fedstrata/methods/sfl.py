@@ -1,4 +1,4 @@
-"""SFL, sequential federated learning (Li and Lyu 2023), the baseline in the paper on Stratify."""
+"""SFL, which is sequential federated learning (Li and Lyu 2023) and the baseline in the paper on Stratify."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse local BatchNorm statistics, samplers that need the clients' models, and samplers that do not fit."""
+        """Refuse local BatchNorm statistics, and samplers that need the clients' models or do not fit."""
         if config.training.batch_norm == "local":
             problem = "SFL trains one model with one set of BatchNorm statistics. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")

@@ -1,1 +1,1 @@
-"""Models as pure functions of their parameters, the models that a spec can name, and BatchNorm across clients."""
+"""Models as pure functions of their parameters, the models that a spec can name, and BatchNorm over several clients."""

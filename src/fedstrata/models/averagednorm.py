@@ -1,9 +1,9 @@
-"""BatchNorm with statistics averaged over clients, as in FedTAN (Wang et al. 2023).
+"""BatchNorm with statistics that are averaged over clients, as in FedTAN (Wang et al. 2023).
 
-Each client computes mean and variance of its own batch, and the layer normalises with the averages over clients. In the
-backward pass, the gradients with respect to mean and variance are averaged too, and each client propagates the averages
-to its inputs. The average of the clients' variances ignores that the clients' means differ. ``models.batchnorm``
-computes the variance of all samples instead.
+Each client computes the mean and the variance of its own batch, and the layer normalises with the averages over
+clients. In the backward pass, the gradients with respect to mean and variance are averaged too, and each client
+propagates the averages to its inputs. The average of the clients' variances ignores that the clients' means differ. In
+contrast, ``models.batchnorm`` computes the variance of all samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedstrata.models.batchnorm import ReduceGroup, SharedNorm
 
 @contextmanager
 def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise with averaged statistics in the ``with`` block.
+    """Let every BatchNorm in ``module`` normalise with averaged statistics during the ``with`` block.
 
     The averages also replace the running statistics. Each member of the group must run the same module on its own
     batch, with one forward and one backward pass.
@@ -29,7 +29,7 @@ def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[N
     Args:
         module: This client's module.
         group: This client's connection to the other clients.
-        weight: This client's averaging weight; only the ratios of the clients' averaging weights matter.
+        weight: This client's averaging weight. Only the ratios of the clients' averaging weights matter.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:

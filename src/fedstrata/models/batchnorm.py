@@ -1,10 +1,10 @@
-"""BatchNorm with the statistics of a batch whose samples are at several clients (Stratify, section III-E).
+"""BatchNorm with the statistics of a batch that has samples at several clients (Stratify, section III-E).
 
-If several clients each have some samples of a batch, they normalise these samples as one machine with the whole batch
-would. In the forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer
-sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J the loss. The sums are divided by the total count
-m. ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over samples. The
-clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
+Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
+forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
+and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m. The
+class ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over samples.
+The clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
 batch.
 """
 
@@ -25,7 +25,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group: the ``size`` clients that normalise a batch together.
+    """The connection of one client to its group: to the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -38,8 +38,8 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        The call waits until all clients have made the call, so all clients must call this method equally often. The sum
-        has the same bits for all clients.
+        A call waits until all clients have made the call. All clients must therefore call this method equally often.
+        The sum has the same bits for all clients.
         """
         return self._group.add({self._number: tensor})
 
@@ -52,7 +52,7 @@ class _FederatedBatchNorm(_BatchNorm):
     _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch; inside ``federated``, over all clients of the group. The shape stays the same."""
+        """Normalise a batch. Inside ``federated``, normalise over all clients of the group. Keep the shape."""
         group = self._group
         if group is None or not self.training:
             out: Tensor = super().forward(x)
@@ -126,13 +126,13 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
 
 class SharedNorm(torch.autograd.Function):
-    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε), where μ and σ² are statistics over a group of clients.
+    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). The statistics μ and σ² are over a group of clients.
 
-    ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and ∂J/∂σ² by
-    ``share``. The products are summed over the group and divided by ``count``, and each client propagates the results
-    to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. If the statistics
-    are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients' statistics,
-    ``centre`` is the client's own mean.
+    The argument ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and
+    ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``, and each client propagates the
+    results to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. If the
+    statistics are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients'
+    statistics, ``centre`` is the client's own mean.
     """
 
     @staticmethod
@@ -159,9 +159,9 @@ class SharedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient ∂J/∂x of the loss J for the inputs x, by the formula of BatchNorm.
 
-        ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). Here g = ∂J/∂x̂ is the gradient for the
-        normalised inputs x̂. A is the sum of g, and B is the sum of x̂ g, both over the m values of a channel at all
-        clients of the group. The class describes ``centre``.
+        ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). The gradient for the normalised inputs x̂ is g
+        = ∂J/∂x̂. The sum of g is A, and the sum of x̂ g is B. Both sums are over the m values of a channel at all
+        clients of the group. The docstring of the class describes ``centre``.
         """
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)
@@ -223,13 +223,12 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the ``with`` block.
+    """Let every BatchNorm in ``module`` normalise over ``group`` while ``module`` trains in the ``with`` block.
 
-    All members must run the same module on their own batches, first one forward pass and then one backward pass, so
-    that their sums match. A client without samples in the batch may be in the group or not. In the group, a client
-    without samples passes an empty batch, shape (0, …), which adds zeros. The client gets the same running statistics
-    as the other clients. A client that fails must call ``LocalGroup.abort``. Without this call, the other clients wait
-    until their timeout.
+    All members must run the same module on their own batches, so that their sums match. Each member runs one forward
+    pass and then one backward pass. A client without samples in the batch may be in the group. It then passes an empty
+    batch, shape (0, …), which adds zeros, and gets the same running statistics as the other clients. A client that
+    fails must call ``LocalGroup.abort``. Without this call, the other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -258,15 +257,15 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
 
 class LocalGroup:
-    """A group whose members are threads of this process.
+    """A group of members that are threads of this process.
 
     Tensors are added in the order of the members, not in the order in which the tensors arrive. Repeated runs therefore
     give bitwise equal results.
 
     Args:
         size: The number of members.
-        timeout: Seconds that a member waits for the other members before it breaks the group. None means no limit.
-            Members that fail must then always call ``abort``.
+        timeout: The number of seconds for which a member waits for the other members before it breaks the group. None
+            means that the time is not limited. Members that fail must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -291,14 +290,14 @@ class LocalGroup:
         return ReduceGroup(self, number)
 
     def abort(self, reason: str = "a member gave up") -> None:
-        """Break the group: current and later calls of ``add`` raise ``GroupBrokenError`` with the reason."""
+        """Break the group. Current and later calls of ``add`` then raise ``GroupBrokenError`` with the reason."""
         with self._changed:
             if self._broken is None:
                 self._broken = reason
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended. The group breaks if other members wait, now or later, for their tensors."""
+        """Record that members have ended. The group breaks if other members wait for their tensors, now or later."""
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()
@@ -316,8 +315,8 @@ class LocalGroup:
             parts: A mapping from member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended or was too late; or a member added two tensors to one sum, or a
-                tensor of another shape.
+            GroupBrokenError: A member failed, ended or was too late, or added two tensors to one sum, or a tensor of
+                another shape.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

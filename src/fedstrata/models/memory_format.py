@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
 Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The choice
-depends only on the module, and not on measured times: times vary, and the format affects the last bits of results.
+depends only on the module, and not on measured times. Times vary, and the format affects the last bits of results.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fedstrata.models.untrained import twin_of
 
 
 def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Convert a module with convolutions to channels-last format, in place, if it works in that format.
+    """Convert a module with convolutions to channels-last format in place, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
-    convolution. (``x.flatten(1)`` works with both formats.) Such a module keeps the default format, and its inputs are
-    converted to the default format.
+    convolution. Use ``x.flatten(1)``, which works with both formats. Other modules keep the default format, and their
+    inputs are converted to the default format.
 
     Args:
         module: The module.

@@ -26,28 +26,28 @@ class Model:
 
     ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module.
     The call can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
-    parameters in the module for a ``with`` block. Calls with the dictionary that ``loaded`` yields are as fast as calls
-    of the module.
+    parameters in the module during a ``with`` block. Calls with the dictionary that ``loaded`` yields are as fast as
+    calls of the module.
 
-    Outside ``loaded``, the module has its initial values and is in evaluation mode. A model serves one thread at a
-    time; another thread uses a ``clone``.
+    Outside ``loaded``, the module has its initial values and is in evaluation mode. Only one thread at a time may use a
+    model. Another thread must use a ``clone``.
 
     **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
     several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
     attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits from
-    features, and the *features* are the input of the head. By default, the head is the submodule ``head`` if there is
-    one, and otherwise the last ``nn.Linear`` that is trained and not part of a LoRA adapter. ``forward`` must call the
-    head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
+    features, and the *features* are the input of the head. By default, the head is the submodule ``head`` or, without
+    it, the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``, call the head as a
+    module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
     Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates the
-    module itself, and its frozen parameters must be the same everywhere. Trainable parameters are float32.
+    module itself, and frozen parameters must be the same for all parties. Trainable parameters are float32.
 
     Args:
-        module: The module; do not use it elsewhere afterwards, because the model changes it.
-        head: The dotted name of the head, such as ``"classifier.2"``; the empty string is the module itself.
+        module: The module. Do not use it elsewhere afterwards, because the model changes it.
+        head: The dotted name of the head, such as ``"classifier.2"``. The empty string stands for the module itself.
 
     Raises:
-        SpecError: The module has no parameters to train, parameters that are not float32, or no head of this name.
+        SpecError: The module has no trainable parameters, has some that are not float32, or has no head of this name.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)
@@ -96,7 +96,7 @@ class Model:
         return _copies(self._initial_params)
 
     def laid_out(self, values: Mapping[str, Tensor]) -> Params:
-        """Return copies of values, on the module's device and in the module's memory format.
+        """Copy values to the module's device and memory format.
 
         Values from messages and files need this conversion.
 
@@ -109,17 +109,17 @@ class Model:
         return clones
 
     def buffers(self) -> Params:
-        """Return clones of the initial buffers that training changes, such as running statistics, in module order.
+        """Return clones of the initial buffers that training changes, such as running statistics, in their order.
 
         Constant buffers, and buffers that are not saved (``persistent=False``), are left out.
         """
         return _copies(self._initial_buffers)
 
     def keep_constant(self, names: Collection[str]) -> None:
-        """Treat buffers as frozen: they are neither sent nor saved, and must not change.
+        """Treat buffers as frozen: they are neither sent nor saved, and they must not change.
 
         Args:
-            names: The names of saved buffers, in addition to the names of earlier calls.
+            names: The names of saved buffers. Names from earlier calls stay in effect.
         """
         self._collect({*names, *self.untrained.constant})
 
@@ -199,22 +199,22 @@ class Model:
     def loaded(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None, train: bool = False
     ) -> Iterator[Params]:
-        """Install copies of ``params`` and ``buffers`` in the module for the ``with`` block.
+        """Install copies of ``params`` and ``buffers`` in the module during the ``with`` block.
 
-        In-place changes (under ``no_grad``) of the tensors in the yielded dictionary change the module. After the
+        If you change tensors of the yielded dictionary in place (under ``no_grad``), the module changes too. After the
         block, the module has its initial values again, and the dictionary is empty. Clone tensors that you need
         afterwards.
 
         Args:
             params: A mapping from the name of every parameter to its value.
-            buffers: A mapping from the names of buffers to their values; other buffers have their initial values.
+            buffers: A mapping from the names of buffers to their values. Other buffers have their initial values.
             train: Whether the module is in training mode in the block.
 
         Yields:
-            The module's own parameters: leaf tensors that require gradients.
+            The module's own parameters, which are leaf tensors that require gradients.
 
         Raises:
-            RuntimeError: The model is loaded already; use a ``clone``.
+            RuntimeError: The model is already loaded. Use a ``clone``.
             ValueError: A name is missing or unknown, or a shape differs.
         """
         if self._installed is not None:
@@ -248,16 +248,16 @@ class Model:
             self.train_mode(training)
 
     def load_for_good(self, train: bool = False) -> Params:
-        """Load the initial values without a ``with`` block, so that the model stays loaded; see ``share``.
+        """Load the initial values without a ``with`` block, so that the model stays loaded. See ``share``.
 
         Args:
             train: Whether the module is in training mode.
 
         Returns:
-            The module's own parameters, as ``loaded`` yields them.
+            The module's own parameters, which ``loaded`` also yields.
 
         Raises:
-            RuntimeError: The model is loaded already.
+            RuntimeError: The model is already loaded.
         """
         self._refuse_loaded("loaded")
         self._installed = dict(self._leaves)
@@ -268,8 +268,8 @@ class Model:
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
         """Let a loaded module use other parameters without copying them, and copy buffers. Shapes are not checked.
 
-        The module and ``params`` then share memory. Use this method only for passes that read parameters: ``params``
-        must not change until other parameters are loaded or shared.
+        The module and ``params`` then share memory. Use this method only for passes that read parameters. The tensors
+        ``params`` must not change until other parameters are loaded or shared.
 
         Raises:
             RuntimeError: The model is not loaded.
@@ -294,7 +294,7 @@ class Model:
             self.module.train(on)
 
     def to(self, device: torch.device | str) -> Model:
-        """Move the module, with its initial values, to ``device``; return the model itself.
+        """Move the module and its initial values to ``device``, and return the model itself.
 
         Raises:
             RuntimeError: The model is in use inside a ``with model.loaded(...)`` block.
@@ -324,12 +324,12 @@ class Model:
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:
-    """Return the logits that a module computes for a batch: a tensor, or a mapping of its arguments."""
+    """Return the logits that a module computes for a batch, which is a tensor or a mapping of arguments."""
     return unwrapped(module(x) if isinstance(x, Tensor) else module(**x))
 
 
 def require_trainable(module: nn.Module) -> None:
-    """Raise ``SpecError`` if a module has no trainable parameters, or trainable parameters that are not float32."""
+    """Raise ``SpecError`` if a module has no trainable parameters, or if its trainable parameters are not float32."""
     trained = {name: tensor.dtype for name, tensor in module.named_parameters() if tensor.requires_grad}
     if not trained:
         raise SpecError(

@@ -14,12 +14,12 @@ from fedstrata.models.model import Model
 
 
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
-    """Try a forward pass in training mode; return True if it draws random numbers, as a dropout layer does.
+    """Try a forward pass in training mode. Return True if it draws random numbers, as a dropout layer does.
 
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 
     Args:
-        model: The model, whose values do not change.
+        model: The model. Its values do not change.
         x: Some samples. A single sample is used twice. If there are no samples, two samples of zeros are used.
 
     Raises:

@@ -1,7 +1,8 @@
 """Residual networks for small images, with BatchNorm or GroupNorm.
 
-These networks cannot be trained under ``torch.func.vmap``: BatchNorm changes its buffers in place, and GroupNorm of
-PyTorch 2.13 does not support images there. A GroupNorm written for ``vmap`` takes 40 % longer in a plain loop.
+These networks cannot be trained under ``torch.func.vmap``. BatchNorm changes its buffers in place, and GroupNorm of
+PyTorch 2.13 does not support images under ``vmap``. A GroupNorm that is written for ``vmap`` takes 40 % longer in a
+plain loop.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Norm = Literal["bn", "gn"]
 class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
 
-    The layers are: convolutions with 64 and 128 channels; a residual connection around two convolutions with 128
-    channels; convolutions with 256 and 512 channels; a residual connection around two convolutions with 512 channels;
-    global max-pooling; and a linear layer. Max-pooling follows the three convolutions that double the number of
-    channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10 classes, the network has
-    6,573,130 parameters.
+    The first layers are convolutions with 64 and 128 channels, and a residual connection around two convolutions with
+    128 channels. Then follow convolutions with 256 and 512 channels, and a residual connection around two convolutions
+    with 512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the three
+    convolutions that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input
+    channels and 10 classes, the network has 6,573,130 parameters.
 
     Args:
         norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over
@@ -87,7 +88,7 @@ class Residual(nn.Module):
     """A residual connection, ``x + branch(x)``.
 
     Args:
-        branch: A module whose output has the shape of its input.
+        branch: A module with outputs of the same shape as its inputs.
     """
 
     def __init__(self, branch: nn.Module) -> None:
@@ -101,7 +102,7 @@ class Residual(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut around them, then ReLU (He et al. 2016, figure 2).
+    """Two 3x3 convolutions with a shortcut around them, followed by ReLU (He et al. 2016, figure 2).
 
     Args:
         channels: The number of input channels.

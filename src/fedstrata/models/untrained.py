@@ -1,4 +1,4 @@
-"""The tensors of a module that are not trained: frozen parameters, and buffers (which a training pass may change)."""
+"""Watch the tensors of a module that are not trained: frozen parameters, and buffers, which training may change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Untrained:
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return the name of each tensor and the number of its changes; -1 for a buffer that was replaced."""
+        """Return a mapping from the name of each tensor to its number of changes, or to -1 if a buffer was replaced."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places
@@ -104,7 +104,7 @@ class Untrained:
 
 
 def twin_of(module: nn.Module, constant: Iterable[Tensor] = ()) -> nn.Module:
-    """Return a copy of a module that shares the memory of frozen parameters, and of the given buffers."""
+    """Return a copy of a module. The copy shares the memory of frozen parameters and of the given buffers."""
     memo: dict[int, Tensor] = {id(tensor): tensor for tensor in constant}
     for tensor in module.parameters():
         if not tensor.requires_grad:

@@ -1,8 +1,8 @@
 """The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
 
-In all models, pooling comes *before* ReLU. Pooling and ReLU are monotone, so the result is the same as in the usual
-order, and ReLU processes only a quarter of the values. Convolutions are in channels-last memory format, as are the
-images of data sets.
+In all models, pooling precedes ReLU. Pooling and ReLU are monotone, so the result is the same as in the usual order.
+ReLU then processes only a quarter of the values. Convolutions and the images of data sets are in channels-last memory
+format.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fedstrata.models.model import Model, forward, require_trainable
 
 
 class ModelSpec(Setting):
-    """The settings of a model; ``build`` creates the module."""
+    """The settings of a model. The method ``build`` creates the module."""
 
     @abstractmethod
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Create a module, initialised with PyTorch's global random generator.
+        """Create a module that is initialised with PyTorch's global random generator.
 
         Args:
-            shape: The shape of one sample, (channels, height, width) or (features,).
+            shape: The shape of one sample: (channels, height, width) or (features,).
             classes: The number of classes.
 
         Returns:
             A module that maps (B, *shape) to logits (B, classes).
 
         Raises:
-            SpecError: The model cannot take samples of that shape.
+            SpecError: The model does not accept samples of this shape.
         """
 
 
@@ -131,12 +131,11 @@ class Custom(ModelSpec):
 
     Args:
         factory: The path of a function that returns an ``nn.Module``, or of a subclass of ``nn.Module``. In
-            ``"mymodels:make"``, ``mymodels`` is an importable Python module, and ``make`` is a function in it.
-            fedstrata calls ``make(shape, classes, **arguments)`` with the shape of one sample and the number of
-            classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
+            ``"mymodels:make"``, ``mymodels`` is an importable Python module, and ``make`` is a function in this module.
+            The function is called as ``make(shape, classes, **arguments)``, with the shape of one sample and the number
+            of classes. If samples have several inputs, ``shape`` is a mapping from the names of the inputs to their
             shapes. See ``Model`` about features and head.
-        arguments: Further arguments of the factory. In a spec, the arguments are all keys of ``[model]`` except
-            ``name``.
+        arguments: Further arguments of the factory. In a spec, all keys of ``[model]`` except ``name`` are arguments.
     """
 
     factory: str
@@ -205,17 +204,18 @@ must return logits of classes."""
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
-    """Create the model of ``spec``, initialised from ``seed``. Equal arguments give bitwise equal models.
+    """Create the model of ``spec``, and initialise it from ``seed``. Equal arguments give bitwise equal models.
 
     Args:
         spec: The model's settings.
-        shape: The shape of one sample, (channels, height, width) or (features,), or of each of its inputs.
+        shape: The shape of one sample, (channels, height, width) or (features,), or the shape of each input of a
+            sample.
         classes: The number of outputs, such as the number of classes.
         seed: The experiment's seed.
-        trial: A sample to try the model on; see ``Trial``.
+        trial: A sample on which to try the model; see ``Trial``.
 
     Raises:
-        SpecError: The model cannot take the shape, or does not return one logit per class.
+        SpecError: The model does not accept the shape, or does not return one logit per class.
     """
     name = spec.to_spec().get("name", type(spec).__name__)
     try:
@@ -240,10 +240,10 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
 
 
 def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
-    """Return a user's module, which is given as an object, as its Python class, or as a function that returns it.
+    """Return a user's module, given as an object, as its Python class, or as a function that returns the module.
 
     A class or a function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as
-    ``model()``. The seed decides the module's initial values, as for a class that a spec names.
+    ``model()``. The seed determines the module's initial values, as for a class that a spec names.
 
     Raises:
         SpecError: ``model`` is neither a module nor a class or function that returns a module.

@@ -1,1 +1,1 @@
-"""The objectives that clients minimise, one small file each."""
+"""Objectives, which clients minimise, with one small file for each objective."""

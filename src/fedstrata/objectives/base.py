@@ -1,4 +1,4 @@
-"""Objectives of local training: the base class, and plain cross-entropy.
+"""Define the base class of objectives for local training, and plain cross-entropy.
 
 An objective consists of hooks: methods that are called at certain points of a round. On a client, hooks compute the
 loss, a correction of the gradient, and a message to the server. On the server, hooks compute a message to the clients
@@ -34,7 +34,7 @@ class Batch:
     Args:
         x: Inputs, shape (B, …), float32. With several inputs, ``x`` maps the name of each input to a tensor of this
             kind.
-        y: Targets, shape (B, …); for classification, class labels of shape (B,), int64.
+        y: Targets, shape (B, …). For classification, the targets are class labels of shape (B,), int64.
     """
 
     x: Inputs
@@ -60,11 +60,11 @@ class Context:
 
     Args:
         start: The parameters w_t of the global model, with which local training starts.
-        counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32. Without
-            classes, the tensor is empty.
+        counts: The number n_k(c) of training samples of each class c at client k, shape (C,), float32. Without classes,
+            the tensor is empty.
         received: The server's message, together with the entries that ``client_prepare`` added.
-        kept: The client's state, which ``client_final`` returned in the client's previous round; None in its first
-            round.
+        kept: The client's state, which ``client_final`` returned in the client's previous round; None in the client's
+            first round.
         lr: The learning rate η of this round.
         derived: Values that ``client_init`` computed once, before the first step.
         task: The task, which defines the default loss.
@@ -89,7 +89,7 @@ class Trained:
 
     Args:
         params: The parameters after the last step.
-        steps: K, the number of steps that were taken.
+        steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
         least: The setting ``privacy.min_samples``. Values that are computed from fewer samples must not be sent.
@@ -107,7 +107,7 @@ class Stage:
     """A phase of local training in which a client uses another objective.
 
     Args:
-        objective: The objective of the stage, which has no state between rounds.
+        objective: The objective of the stage. It must not have a state between rounds.
         epochs: Number of epochs. Default: the number of epochs or steps in the spec's section ``training``.
     """
 
@@ -142,7 +142,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final`` for ``fedstrata asks``; empty without a message.
+        """A description of the message from ``client_final``, which ``fedstrata asks`` prints; empty without a message.
 
         A class that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.
@@ -173,7 +173,7 @@ class Objective(Setting):
         """Raise ``SpecError`` if the objective does not fit the model or the training settings."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if messages disclose a client's number of samples, which private data samplers forbid."""
+        """Return True if messages disclose a client's number of samples. Private data samplers forbid such messages."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -185,7 +185,7 @@ class Objective(Setting):
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return an example of a client's message: the server requires its names, shapes and dtypes."""
+        """Return an example of a client's message. The server requires messages with its names, shapes and dtypes."""
         return {}
 
     def server_update(
@@ -198,7 +198,7 @@ class Objective(Setting):
             before: The global model w_t before the round.
             after: The aggregated model.
             replies: The accepted replies, in client order.
-            clients: N, the number of clients in the federation.
+            clients: The number N of clients in the federation.
 
         Returns:
             The new state and the new global model.
@@ -212,7 +212,7 @@ class Objective(Setting):
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply whose sum the objective needs, in addition to the aggregator's parts."""
+        """Return the parts of a reply that the server sums for the objective, in addition to the aggregator's parts."""
         return {}
 
     def server_update_sums(
@@ -238,11 +238,11 @@ class Objective(Setting):
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage that comes before the training with this objective; None if this training comes first."""
+        """Return a stage that precedes the training with this objective, or None without such a stage."""
         return None
 
     def personal_stage(self) -> Stage | None:
-        """Return the stage in which each client trains and keeps a personal model; None without personal models.
+        """Return the stage in which each client trains and keeps a personal model, or None without such a stage.
 
         The stage comes after the training of the global model. Training starts with the client's last personal model.
         In this stage, ``Context.received["global"]`` contains the parameters of the global model.
@@ -256,12 +256,12 @@ class Objective(Setting):
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute values from the client's data before training; return them together with the server's message.
+        """Compute values from the client's data before training. Return them together with the server's message.
 
         Args:
-            model: The client's model; ``weights`` are not loaded into it yet.
+            model: The client's model, into which ``weights`` are not loaded yet.
             weights: The received parameters and buffers. With ``batch_norm = "local"``, the buffers are the client's
-                own.
+                own buffers.
             batches: A function that iterates over the local data.
             received: The server's message.
         """
@@ -272,7 +272,7 @@ class Objective(Setting):
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the mean loss over a batch, a scalar."""
+        """Return the mean loss over a batch as a scalar."""
         return context.task.mean_loss(model(params, batch.x), batch.y)
 
     def correction(self, params: Params, context: Context) -> Params | None:
@@ -280,7 +280,7 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return δ, where the gradient of a step is computed at w + δ, and the step starts at w; None for δ = 0.
+        """Return the displacement δ of a step from w. Its gradient is computed at w + δ. None stands for δ = 0.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
         ``gradient`` must override ``gradients_per_step``.
@@ -302,14 +302,14 @@ class Objective(Setting):
         return True
 
     def stays(self, name: str, model: Model) -> bool:
-        """Return True if the parameter ``name`` is personal: the client keeps its trained value for the next round.
+        """Return True if the parameter ``name`` is personal: each client keeps its trained value for the next round.
 
-        The client sends the server the value that it received, and the server does not change this value.
+        The client sends back the received value of a personal parameter, and the server does not change this value.
         """
         return False
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the message to the server after training, and the state that the client keeps for its next round."""
+        """Return the client's message to the server after training, and the state that it keeps for its next round."""
         return {}, context.kept
 
 
@@ -320,7 +320,7 @@ class CrossEntropy(Objective):
 
 
 class PerSample(Objective):
-    """An objective whose loss is a mean over samples; subclasses define only the loss of each sample, ``losses``."""
+    """An objective with a loss that is a mean over samples. Subclasses define only the losses of the samples."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean of ``losses``."""
@@ -332,7 +332,7 @@ class PerSample(Objective):
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:
-    """Return True if the class of an objective overrides none of the given hooks."""
+    """Return True if the class of an objective does not override any of the given hooks."""
     return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)
 
 

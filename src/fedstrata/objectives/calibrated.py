@@ -1,8 +1,8 @@
-"""Cross-entropy on calibrated logits, which compensates for label skew.
+"""Compute cross-entropy on calibrated logits, to compensate for label skew.
 
-The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale; FedLC (Zhang et al. 2022)
-and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL) set the shift. The loss is PyTorch's cross-entropy of
-the new logits. This loss equals the papers' formulas, and is numerically stable.
+The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale. FedLC (Zhang et al. 2022)
+and balanced softmax (Ren et al. 2020; Chen and Chao 2022) set the shift. The loss is PyTorch's cross-entropy of the new
+logits. This loss is equal to the papers' formulas, and is numerically stable.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ make gradients NaN.
 
 
 def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return the logarithm of each class's smoothed prior (ReBaFL, Eq. 10), or ``EXCLUDED`` where the prior is 0.
+    """Return the logarithm of each class's smoothed prior (ReBaFL, Eq. 10), or ``EXCLUDED`` if the prior is 0.
 
     The prior is p̂(c) = (1 − ε) n(c) / n + ε / C for C classes.
 
     Args:
-        counts: n(c), the number of samples of each class c, shape (C,). Their sum is n.
-        epsilon: ε in [0, 1]. With 0, the prior of a class is its share of the samples. With 1, the prior is uniform.
+        counts: The number n(c) of samples of each class c, shape (C,). The sum of these numbers is n.
+        epsilon: The smoothing ε in [0, 1]. With 0, the prior of a class is its share of the samples. With 1, the prior
+            is uniform.
 
     Returns:
         The logarithm of the prior of each class, shape (C,).
@@ -67,7 +68,7 @@ def _idle(reply: FitReply) -> bool:
 
 
 class CountsIdle(PerSample):
-    """An objective with which clients can learn nothing; see ``idle_clients``."""
+    """An objective with which some clients may learn nothing; see ``idle_clients``."""
 
     needs_replies = ""
 
@@ -93,14 +94,14 @@ Missing = Literal["excluded", "one"]
 
 
 class Calibrated(PerSample):
-    """Cross-entropy on the logits scale · z + shift; subclasses compute both values from the client's class counts."""
+    """Cross-entropy on the logits scale · z + shift. Subclasses compute scale and shift from class counts."""
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the scale and the shift of every class, each of shape (C,); None for scale 1 or shift 0.
 
         Args:
-            counts: n_k(c), the number of training samples of each class c at client k, shape (C,), float32.
+            counts: The number n_k(c) of training samples of each class c at client k, shape (C,), float32.
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -120,7 +121,7 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
 
-    Local training then changes the head's parameters for these classes less.
+    As a result, local training changes the head's parameters for these classes less.
 
     Args:
         alpha: Factor α of the logits of classes that the client lacks. With 1, training equals FedAvg. With 0, the
@@ -160,7 +161,7 @@ class Balanced(CountsIdle, Calibrated):
     """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
 
     The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax. A
-    client with only one class learns nothing; the metric ``idle_clients`` counts clients with one class.
+    client with only one class learns nothing. The metric ``idle_clients`` counts such clients.
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Distillation: objectives that compare a client's logits with the logits of the global model (the teacher)."""
+"""Define objectives that compare a client's logits with the logits of the global model, the teacher (distillation)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.objectives.prototypes import evaluating
 
 
 class Distilled(Objective):
-    """Base class of objectives with a teacher: the global model w_t, in evaluation mode and with its own buffers."""
+    """Base class of objectives with a teacher, which is the global model w_t in evaluation mode."""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add the received buffers for the teacher, because training changes the buffers in the model."""

@@ -1,4 +1,4 @@
-"""FedBABU's local objectives (Oh, Kim and Yun 2022): one trains only the body, the other only the head."""
+"""Define FedBABU's local objectives (Oh, Kim and Yun 2022): one trains only the body, and one only the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedstrata.objectives.base import CrossEntropy
 class BodyOnly(CrossEntropy):
     """Cross-entropy; clients train only the body (the layers before the head), and the head keeps its initial values.
 
-    Clients also send the unchanged head, and its bytes are counted.
+    Clients also send the unchanged head, and its bytes count as communication.
     """
 
     single_samples = True
@@ -28,7 +28,7 @@ class BodyOnly(CrossEntropy):
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy; each client trains only the head, which adapts the global model to the client's data."""
+    """Cross-entropy that trains only the head, which adapts the global model to the client's data."""
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters of the head."""

@@ -19,9 +19,9 @@ EPSILON = 1e-8
 
 
 def correlation(features: Tensor) -> Tensor:
-    """Return the mean squared correlation ‖K‖²_F / d² of d features over a batch, a scalar.
+    """Return the mean squared correlation ‖K‖²_F / d² of d features over a batch, as a scalar.
 
-    K = XᵀX / B is the correlation matrix, where X contains the standardised features. The result is computed from X Xᵀ,
+    The correlation matrix is K = XᵀX / B, where X contains the standardised features. The result is computed from X Xᵀ,
     which has the same norm as XᵀX and is the smaller matrix if B < d.
 
     Args:
@@ -40,10 +40,11 @@ def correlation(features: Tensor) -> Tensor:
 class Decorrelated(Objective):
     """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of the d features in a batch.
 
-    The features are the head's input. ‖K‖²_F / d² lies between 1/d for uncorrelated features and 1 for perfectly
+    The features are the head's input. The value ‖K‖²_F / d² is 1/d for uncorrelated features, and 1 for perfectly
     correlated features. The term keeps features from collapsing to a few dimensions. For a batch of one sample, the
-    term is left out. The authors' code multiplies the term by the batch size and leaves out the diagonal of K; the
-    paper's formula does neither. The code divides variances by B − 1, and this implementation by the batch size B.
+    term is left out. Unlike the paper's formula, the authors' code multiplies the term by the batch size and leaves out
+    the diagonal of K. The authors' code divides variances by B − 1, and this implementation divides variances by the
+    batch size B.
 
     Args:
         beta: Weight β of the decorrelation term. With 0, training equals FedAvg.
@@ -61,7 +62,7 @@ class Decorrelated(Objective):
         config.model.require_head()
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the mean loss of the task plus β times the mean squared correlation of the features, a scalar."""
+        """Return the mean loss of the task plus β times the mean squared correlation of the features, as a scalar."""
         if not self.beta or len(batch.y) < 2:
             return super().loss(model, params, batch, context)
         features, outputs = model.with_features(params, batch.x)

@@ -31,7 +31,7 @@ class NotTrue(PerSample, Distilled):
     temperature: PositiveFloat = 1.0
 
     def check(self, config: FederationConfig) -> None:
-        """Require three classes: with only two, the softmax over the class that is not the true class is always 1."""
+        """Require three classes. With only two classes, the softmax over the not-true class is always 1."""
         if config.outputs < 3:
             problem = f"needs at least 3 classes, but the data have {config.outputs}. Use "
             raise SpecError(
@@ -39,7 +39,7 @@ class NotTrue(PerSample, Distilled):
             )
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return, for every sample, the cross-entropy plus β τ² times the divergence, shape (B,)."""
+        """Return the cross-entropy plus β τ² times the divergence for every sample, shape (B,)."""
         logits = model(params, batch.x)
         plain = F.cross_entropy(logits, batch.y, reduction="none")
         if not self.beta:

@@ -15,16 +15,16 @@ from fedstrata.objectives.distillation import Distilled, divergence
 
 
 def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-    """Return the logit suppression of a batch, a scalar.
+    """Return the logit suppression of a batch as a scalar.
 
     The suppression is Σ_c p(c) log( mean of e^{z_c} over the samples of other classes ).
 
-    If all samples of the batch belong to class c, the summand of c is 0.
+    If all samples of the batch belong to class c, the term of class c is 0.
 
     Args:
         logits: The logits z, shape (B, C).
         labels: The labels, shape (B,).
-        shares: p(c), the share of each class among the client's samples, shape (C,).
+        shares: The share p(c) of each class c among the client's samples, shape (C,).
 
     >>> z = torch.tensor([[5.0, 1.0], [2.0, 7.0], [4.0, 9.0]])
     >>> suppression(z, torch.tensor([0, 1, 1]), torch.tensor([0.25, 0.75]))  # ¼ log((e² + e⁴) / 2) + ¾ · 1
@@ -42,15 +42,17 @@ class Vacant(Distilled):
 
     - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. L_cal
       is the loss of balanced softmax, which leaves out vacant classes.
+
     - L_sup = Σ_c p(c) log mean e^{z_c} is the logit suppression. The mean is over the samples of the batch that are not
       of class c. The suppression lowers a sample's logits of all classes except its label.
+
     - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over only the vacant
-      classes, p̂ of the global model's logits and q̂ of the client's logits.
+      classes: p̂ of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
-    learns nothing, because all three terms then have zero gradients at the global model. The authors' code includes a
-    sample of class c in the mean of L_sup as if its corrected logit were 0. This implementation leaves the sample out
-    of the mean. In L_cal of the authors' code, vacant classes have the prior 10⁻⁹ instead of being left out.
+    learns nothing. All three terms then have zero gradients at the global model. The authors' code includes a sample of
+    class c in the mean of L_sup as if its corrected logit were 0. This implementation leaves the sample out of the
+    mean. In L_cal of the authors' code, vacant classes have the prior 10⁻⁹ instead of being left out.
 
     Args:
         distillation: Weight λ of the vacant-class distillation.
@@ -74,7 +76,7 @@ class Vacant(Distilled):
         )
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return FedVLS's loss L_cal + β L_sup + λ L_dis of a batch, a scalar."""
+        """Return FedVLS's loss L_cal + β L_sup + λ L_dis of a batch as a scalar."""
         logits, derived = model(params, batch.x), context.derived
         loss = F.cross_entropy(logits + derived["log_prior"], batch.y)
         if self.suppression:

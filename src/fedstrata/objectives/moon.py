@@ -21,10 +21,10 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
     The loss is −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ), where sim is the cosine similarity.
 
     Args:
-        z: Features that the trained model computes for a batch, shape (B, …).
-        positive: z⁺, the features that the global model computes for the same batch, shape (B, …).
-        negative: z⁻, the features that the client's previous model computes for the same batch, shape (B, …).
-        temperature: The temperature τ, positive.
+        z: The features z that the trained model computes for a batch, shape (B, …).
+        positive: The features z⁺ that the global model computes for the same batch, shape (B, …).
+        negative: The features z⁻ that the client's previous model computes for the same batch, shape (B, …).
+        temperature: The temperature τ, which is positive.
 
     Returns:
         The loss of each sample, shape (B,).
@@ -78,7 +78,7 @@ class Contrastive(PerSample):
         return context.deriving(positive=received, negative=last)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return, for every sample, the cross-entropy plus μ times the contrastive loss, shape (B,)."""
+        """Return the cross-entropy plus μ times the contrastive loss for every sample, shape (B,)."""
         features, logits = model.with_features(params, batch.x)
         with torch.no_grad(), evaluating(model):
             positive, negative = (

@@ -15,7 +15,8 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 class PersonalLayers(CrossEntropy):
     """Cross-entropy for models with personal layers, which clients keep; the server averages all other layers.
 
-    For the personal layers, clients send back the values that they received, and these bytes are counted.
+    For the personal layers, clients send back the values that they received. The bytes of these values count as
+    communication.
 
     Args:
         layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. With an empty
@@ -49,7 +50,7 @@ class HeadThenBody(BodyOnly):
     """Cross-entropy; each client first trains its own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
-    its trained head. To the server, each client sends back the head that it received.
+    its trained head. Each client sends back the head that it received to the server.
 
     Args:
         head_epochs: Number of epochs for which the client trains its head. The spec's section ``training`` sets the
@@ -68,7 +69,7 @@ class HeadThenBody(BodyOnly):
 
 
 class TowardsGlobal(Objective):
-    """The loss of a personal model v: the task's loss F_k(v) plus (λ/2) ‖v − w_t‖², where w_t is the global model.
+    """The loss of a personal model v: F_k(v) + (λ/2) ‖v − w_t‖², with the task's loss F_k and the global model w_t.
 
     Args:
         strength: Strength λ of the second term.
@@ -85,10 +86,10 @@ class TowardsGlobal(Objective):
 class PersonalModel(CrossEntropy):
     """Cross-entropy for the global model; each client also trains a personal model, which stays near the global model.
 
-    The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t the global model.
-    The personal model is trained in the same round, for as many epochs or steps as the global model. The global model
-    does not depend on personal models. The authors' program alternates steps of the two models on the same batches. In
-    this implementation, a client first trains the global model, and then the personal model.
+    The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
+    model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global
+    model does not depend on personal models. The authors' program alternates steps of the two models on the same
+    batches. In this implementation, a client first trains the global model, and then the personal model.
 
     Args:
         strength: Strength λ with which personal models are pulled towards the global model.

@@ -1,9 +1,9 @@
-"""Tables of prototypes (ReBaFL §4.3, Eq. 18, 21 and 23).
+"""Compute and combine tables of prototypes (ReBaFL §4.3, Eq. 18, 21 and 23).
 
 A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. A table of
-prototypes contains two tensors. ``means``, shape (C, d), contains the prototypes. ``samples``, shape (C,), contains the
-number of samples from which each prototype was computed. A class without a prototype has 0 samples and a row of zeros
-in ``means``.
+prototypes contains two tensors. The tensor ``means``, shape (C, d), contains the prototypes. The tensor ``samples``,
+shape (C,), contains the number of samples from which each prototype was computed. A class without a prototype has 0
+samples and a row of zeros in ``means``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def feature_size(model: Model) -> int:
 
 
 def no_prototypes(classes: int, size: int) -> Table:
-    """Return a table of zeros, in which no class has a prototype; ``size`` is the length d of a prototype."""
+    """Return a table of zeros, in which no class has a prototype. A prototype has the length ``size``."""
     return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Put a model into evaluation mode inside a ``with`` block: no dropout, fixed BatchNorm statistics."""
+    """Put a model into evaluation mode during a ``with`` block, without dropout and with fixed BatchNorm statistics."""
     training = model.module.training
     model.train_mode(False)
     try:
@@ -55,13 +55,13 @@ def evaluating(model: Model) -> Iterator[None]:
 
 @torch.no_grad()
 def class_means(model: Model, params: Params, batches: Batches, classes: int) -> Table:
-    """Return a client's prototypes: the mean feature vector of each class, in evaluation mode (Eq. 21).
+    """Return a client's prototypes, which are the mean feature vectors of each class in evaluation mode (Eq. 21).
 
     Args:
         model: The model, with the buffers that belong to ``params``.
-        params: The parameters with which features are computed.
+        params: The parameters that compute features.
         batches: A function that iterates over the client's samples.
-        classes: C, the number of classes.
+        classes: The number C of classes.
     """
     device = next(iter(params.values())).device
     sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=device)
@@ -79,7 +79,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table, completed with the second table's prototypes of missing classes (Eq. 18)."""
+    """Return the first table. For classes without a prototype, use the second table's prototypes (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
@@ -102,7 +102,7 @@ def of_enough(table: Table, least: int) -> Table:
 
 
 def averaged(before: Table, tables: Iterable[Table]) -> Table:
-    """Return, for each class, the mean of the clients' prototypes, weighted by sample counts (Eq. 23).
+    """Return the mean of the clients' prototypes for each class, weighted by sample counts (Eq. 23).
 
     A class that no client reported keeps its prototype from ``before``.
 

@@ -1,16 +1,18 @@
-"""ReBaFL's local objective: relaxed balanced softmax and prototype feature augmentation (Xu et al., §4).
+"""Define ReBaFL's local objective: relaxed balanced softmax and prototype feature augmentation (Xu et al., §4).
 
 A prototype is the mean feature vector of a class. With augmentation (μ > 0), prototypes are stored and sent as tables
 ``{"means": (C, d), "samples": (C,)}`` (``fedstrata.objectives.prototypes``):
 
-- The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. ``samples`` is 0 for a
-  class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round in which a
-  client reported the class.
-- A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
-- With ``keep_prototypes``, a client's state under ``"objective"`` is the table that the client sent most recently.
-  Training never uses this table; the leakage audit reads it from a checkpoint.
+- The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
+  is 0 for a class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round
+  in which a client reported the class.
 
-With μ = 0, no prototype is computed or sent, and the states of the server and of the clients are None.
+- A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
+
+- With ``keep_prototypes``, a client's state under ``"objective"`` is the table that the client sent most recently.
+  Training never uses this table, but the leakage audit reads the table from a checkpoint.
+
+With μ = 0, prototypes are not computed, and the states of the server and of the clients are None.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ class Rebalanced(CountsIdle):
     / C (Eq. 10). For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
-    become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P[c] is the prototype of class c. P[c] is the client's own
-    prototype, computed with the received model. For a class that the client lacks, P[c] is the federation's prototype
-    (Eq. 18). The labels c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated
-    as needed. If a batch has fewer samples than there are classes with a prototype, the last classes get no augmented
-    features. Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or
-    dropout, the mean of h − P[y] is therefore not 0.
+    become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. The prototype of class c is P[c], which the client computes
+    with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18). The labels
+    c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed. If a batch
+    has fewer samples than the number of classes with a prototype, the last classes get no augmented features.
+    Prototypes are computed in evaluation mode (Eq. 21), but h is computed in training mode. With BatchNorm or dropout,
+    the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
@@ -116,7 +118,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether idle clients are counted: clients can learn nothing only if ε = 0."""
+        """Whether idle clients are counted. A client can be idle (learn nothing) only if ε = 0."""
         return self.relaxed and self.epsilon == 0
 
     @override
@@ -161,7 +163,7 @@ class Rebalanced(CountsIdle):
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return, for every sample, its loss plus μ times the loss of its augmented features, shape (B,)."""
+        """Return the loss of every sample plus μ times the loss of its augmented features, shape (B,)."""
         prior = context.derived["log_prior"]
         if not self.mu:
             return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none")
@@ -179,7 +181,7 @@ class Rebalanced(CountsIdle):
 
         Returns:
             The augmented features P[c_j] + λ (h_j − P[y_j]), shape (B, d), and their new labels c_j, shape (B,). The
-            symbols are defined in the docstring of the class.
+            docstring of the class defines the symbols.
         """
         P: Tensor = context.derived["prototypes"]
         positions = torch.arange(len(labels), device=labels.device)
@@ -187,7 +189,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the client's prototypes, computed with the trained model (Eq. 21), as the message and as the state."""
+        """Return the client's prototypes as the message and as the state. The trained model computes them (Eq. 21)."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts))

@@ -19,10 +19,10 @@ from fedstrata.objectives.base import Context, Objective, Trained
 class Scaffold(Objective):
     """SCAFFOLD's correction: client k adds c − c_k, the difference of two control variates, to each gradient.
 
-    The control variate c belongs to the server, and c_k to the client. A step with gradient g is w ← w − η (g − c_k +
-    c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k. The
-    server then sets c ← c + (1/N) Σ_{k∈S} Δc_k, where S is the set of clients that replied, and N is the number of all
-    clients. The formula for c_k⁺ holds only for plain SGD, so momentum, clipping and other optimisers are refused.
+    The control variate c belongs to the server, and c_k belongs to client k. A step with gradient g is w ← w − η (g −
+    c_k + c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k.
+    The server then sets c ← c + (1/N) Σ_{k∈S} Δc_k. The set S contains the clients that replied, and N is the number of
+    all clients. The formula for c_k⁺ holds only for plain SGD, so momentum, clipping and other optimisers are refused.
     """
 
     single_samples = True
@@ -52,7 +52,7 @@ class Scaffold(Objective):
     def tells_counts(self, config: FederationConfig) -> bool:
         """Return True if the number of local steps K depends on a client's size.
 
-        The server can compute K from the client's model and Δc_k, and then the size from K.
+        The server can compute K from the client's model and Δc_k, and then the client's size from K.
         """
         return config.training.local_steps is None
 

@@ -1,4 +1,4 @@
-"""The sharpness-aware objectives of FedSAM and FedLESAM, whose gradients are computed at a point near w."""
+"""Define the sharpness-aware objectives of FedSAM and FedLESAM, which compute gradients at a point near w."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 class SharpnessAware(Objective):
     """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the gradient at w on the same batch.
 
-    The norm is over all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
+    The norm includes all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
     prefers flat minima of the client's loss. A client computes two gradients per step.
 
     Args:
@@ -45,7 +45,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step, which is two."""
+        """The number of gradients that a client computes on its batch in a step. The number is two."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
@@ -58,11 +58,12 @@ class GloballySharpnessAware(Objective):
 
     The current global model is w_t. The client received w_old, an earlier global model, in the last round in which the
     server used its reply. The difference estimates the direction in which the loss of the whole federation grows. A
-    client computes one gradient per step, stores w_old, and in its first round trains as in FedAvg. The norm is over
-    all parameters that the client trains.
+    client computes one gradient per step, and stores w_old. In its first round, the client trains as in FedAvg. The
+    norm includes all parameters that the client trains.
 
-    In the authors' program, the server sends the movement of the last round to all clients instead. There, a single
-    number of this movement shifts all entries of a tensor. This implementation follows the paper.
+    In the authors' program, the server instead sends the global model's last movement to all clients. The authors'
+    program also uses a single number of this movement for all entries of a tensor. This implementation follows the
+    paper.
 
     Args:
         rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
@@ -73,7 +74,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """A description of the message of the objective with which a subclass combines this class."""
+        """A description of the message of another objective, if a subclass combines this class with one."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -93,6 +94,6 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the message and the state of an objective that a subclass combines with this class, and store w_t."""
+        """Store w_t. Return the message and state of another objective, if a subclass combines this class with one."""
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

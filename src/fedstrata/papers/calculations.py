@@ -26,13 +26,13 @@ DRAWS = 200_000
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, relative to the length of the mean update over all N clients.
 
-    We assume that the clients of a cluster have equal updates, that updates of different clusters are orthogonal,
-    and that all updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight
-    in the mean is m_h / m, but should be N_h / N.
+    We assume that the clients of a cluster have equal updates, and that updates of different clusters are orthogonal.
+    All updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight in the
+    mean is m_h / m, but should be N_h / N.
 
     Args:
-        sizes: N_h, the number of clients in each cluster; at most m clusters.
-        places: m, the number of draws.
+        sizes: The number N_h of clients in each of at most m clusters.
+        places: The number m of draws.
 
     >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
     (0.0, 0.136)
@@ -55,9 +55,9 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
     weights of the other strata. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
 
     Args:
-        sizes: N_h, the number of clients in each stratum.
-        deviations: S_h, how much the clients in each stratum differ; see ``fedstrata.sampling.allocation.spread``.
-        places: m, the number of draws.
+        sizes: The number N_h of clients in each stratum.
+        deviations: The spread S_h of the clients in each stratum; see ``fedstrata.sampling.allocation.spread``.
+        places: The number m of draws.
 
     >>> neyman_bias([10, 10], [1.0, 1.0], 4)
     ([2, 2], 0.0)
@@ -78,7 +78,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
     """Return the expected length of the aggregated update if one client is drawn from one stratum.
 
     All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the length
-    of its gradient. Here, this length equals the length of the client's update.
+    of its gradient. This function assumes that the length of the gradient equals the length of the client's update.
 
     Args:
         lengths: The length of every client's update, shape (N,).
@@ -97,14 +97,14 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
 
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
-    """Return a server's simulated estimates ñ of the total number of samples, computed from randomised reports.
+    """Simulate a server's estimates ñ of the total number of samples, which are computed from randomised reports.
 
     The estimates, shape (draws,), are not yet clipped to at least 1.
 
     Args:
-        sizes: n_k, the number of samples of each participant, shape (m,).
+        sizes: The number n_k of samples of each of m participants, shape (m,).
         bound: The bound M. Participants report numbers from 1 to M − 1.
-        epsilon: ε, the privacy budget of a report.
+        epsilon: The privacy budget ε of a report.
         draws: The number of estimates.
     """
     alpha = truth_probability(epsilon, bound)
@@ -117,17 +117,17 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square of p̃ − p, the error of the probability of keeping a sample (FedSTaS, Lemma 2.2).
+    """Return the root mean square of the error p̃ − p in the probability of keeping a sample (FedSTaS, Lemma 2.2).
 
-    Of all n samples, n* = q n are wanted, so the exact probability is p = q. Under privacy, the server knows only an
-    estimate ñ of n, and clients use p̃ = min(1, n*/ñ).
+    The server wants n* = q n of all n samples, so the exact probability is p = q. With private sizes, the server knows
+    only an estimate ñ of n, and clients use p̃ = min(1, n*/ñ).
 
     Args:
-        size: n_k, the number of samples of every participant.
-        participants: m, the number of participants.
+        size: The number n_k of samples of every participant.
+        participants: The number m of participants.
         bound: The bound M. Participants report numbers from 1 to M − 1.
-        epsilon: ε, the privacy budget of a report.
-        fraction: q, the fraction of samples to keep.
+        epsilon: The privacy budget ε of a report.
+        fraction: The fraction q of samples to keep.
 
     >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # with this ε, nearly all reports are the true sizes
     True
@@ -138,14 +138,15 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the part of the variance of a batch's mean gradient that is due to the labels in the batch.
+    """Return the part of the variance of a batch's mean gradient that the labels in the batch cause.
 
     We assume that gradients of different labels are orthogonal and have length 1. The variance is then the mean of ‖b −
-    s‖² over the batches, where b are the label fractions in the batch, and s the label fractions in all samples.
+    s‖² over the batches. The vector b contains the label fractions in the batch, and s contains the label fractions in
+    all samples.
 
     Args:
         labels: The labels of the samples, in the order of training, shape (L,).
-        batch: The number of samples in a batch; a smaller last batch is ignored.
+        batch: The number of samples in a batch. A smaller last batch is ignored.
 
     >>> label_variance(np.array([0, 1, 0, 1]), 2), label_variance(np.array([0, 0, 1, 1]), 2)
     (0.0, 0.5)
@@ -158,13 +159,13 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Return the mean number of uses of a sample per epoch, for each client, with Stratify's uniform selection.
+    """Return how often each client's samples are used per epoch on average, with Stratify's uniform selection.
 
     All samples have one label. A client can be drawn until all its samples have been used in the epoch.
 
     Args:
         counts: The number of samples at each client.
-        cap: The largest number of samples with this label that an epoch uses (the limit of the frequency f_l).
+        cap: The largest number of samples with this label that an epoch uses, which is the limit of the frequency f_l.
         batch: The number of positions in a batch.
         seed: The seed of the draws.
 
@@ -188,14 +189,14 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 def training_operations(method: str, epochs: int, samples: int = 100) -> int:
     """Return the number of floating-point operations in a run with one client and one round.
 
-    Nearly all operations are in training. Only matrix products and convolutions count, in forward and backward passes.
-    A multiplication and an addition count as two operations. The model is the one that ReBaFL uses for images of 28×28
+    Nearly all operations belong to training. Only matrix products and convolutions count, in forward and backward
+    passes. A multiplication and an addition count as two operations. The model is ReBaFL's model for images of 28×28
     pixels.
 
     Args:
         method: The name of the method.
-        epochs: E, the number of local epochs.
-        samples: n_k, the client's number of samples.
+        epochs: The number E of local epochs.
+        samples: The client's number n_k of samples.
     """
     images = np.zeros((samples, 28, 28, 1), dtype=np.uint8)
     labels = np.arange(samples) % 10
@@ -214,13 +215,14 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
     """Return the variance of a client's weight in the mean update, averaged over all clients.
 
     Args:
-        clients: N, the number of clients.
-        places: m, the number of clients that are drawn; it divides N.
+        clients: The number N of clients.
+        places: The number m of clients to draw. N must be a multiple of m.
         draws: The number of simulated draws for each way of drawing.
 
     Returns:
-        The variance for each way of drawing: ``strata`` draws one client from each of m equal clusters; ``plain`` draws
-        m of all clients without replacement, as FedAvg does; ``returning`` draws m of all clients with replacement.
+        The variance for each way of drawing. With ``strata``, one client is drawn from each of m equal clusters. With
+        ``plain``, m of all clients are drawn without replacement, as in FedAvg. With ``returning``, m of all clients
+        are drawn with replacement.
     """
     generator = np.random.default_rng(0)
     groups = np.arange(clients).reshape(places, -1)

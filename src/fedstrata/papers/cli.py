@@ -1,4 +1,4 @@
-"""The command ``fedstrata reproduce``, which runs the tables of four papers, judges their claims, and writes pages.
+"""The command ``fedstrata reproduce``, which runs the tables of four papers, judges claims, and writes pages.
 
 ``COMMANDS`` lists the commands of the whole package.
 """

@@ -1,4 +1,4 @@
-"""The forest plot of the papers' claims: the difference and the intervals of each comparison of accuracies."""
+"""Draw the forest plot of the papers' claims: the difference and the intervals of each comparison of accuracies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROW = 0.17
 def forest(judgements: Sequence[Judgement]) -> str:
     """Draw the accuracy differences of all claims, with a panel for each paper.
 
-    A thick line is the 95 % interval of one comparison. A thin line is a wider interval: the thin intervals of all
-    comparisons of a claim hold at the same time with 95 % confidence. The colour shows what the deciding interval says:
-    blue means as claimed, orange the opposite, and grey not significant.
+    A thick line is the 95 % interval of one comparison. A thin line is a wider interval. The wider intervals of all
+    comparisons of a claim hold at the same time with 95 % confidence. The colour shows the result of the deciding
+    interval: blue means as claimed, orange means the opposite, and grey means not significant.
 
     Args:
         judgements: The judgements of all papers.

@@ -1,9 +1,9 @@
-"""Verdicts on the claims of papers, from the results of their tables.
+"""Judge the claims of papers by the results of the papers' tables.
 
 A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
-family. Other comparisons in the same table do not count. The claim is confirmed if every comparison supports it at the
-5 % level, without correction. This is an intersection–union test, which confirms a false claim with a probability of at
-most 5 %. Statements about single comparisons are Bonferroni-corrected over the family.
+family. Other comparisons in the same table do not belong to the family. The claim is confirmed if every comparison
+supports it at the 5 % level, without correction. This is an intersection–union test, which confirms a false claim with
+a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A comparison of a claim's row (a method) with another row, or with the same row in another column (a setting).
+    """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
 
     Args:
         column: The column.
-        than: The other row or column.
-        alone: The difference with a 95 % interval for only this comparison.
-        together: The difference with a wider interval. These intervals of all comparisons of the claim hold together
-            with 95 % confidence.
+        than: The other row or column of the comparison.
+        alone: The difference with a 95 % interval that refers only to this comparison.
+        together: The difference with a wider interval. The wider intervals of all comparisons of the claim hold at the
+            same time with 95 % confidence.
     """
 
     column: str
@@ -72,7 +72,7 @@ def signed(value: float) -> str:
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """Return the results of a table's finished cells (a row, a column and a seed each)."""
+    """Return the results of a table's finished cells. A cell is a row, a column and a seed."""
     cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
     return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
 
@@ -93,9 +93,9 @@ def compared(
 
     Args:
         values: A mapping from each seed to the result of a row.
-        baseline: The same mapping for the other row.
+        baseline: A mapping from each seed to the result of the other row.
         together: The number of intervals that must hold at the same time with 95 % confidence.
-        unit: The unit of the difference, a key of ``UNITS``.
+        unit: The unit of the difference, which is a key of ``UNITS``.
     """
     precision, bounds = UNITS[unit]
     difference = paired_difference(values, baseline, resolution=precision, together=together)
@@ -104,15 +104,15 @@ def compared(
 
 @dataclass(frozen=True)
 class Claim:
-    """A quantitative claim in the abstract or the conclusion of a paper, in our words.
+    """A quantitative claim of a paper (in its abstract or conclusion), in our words.
 
     Args:
         paper: The paper, a key of ``PAPERS``.
         statement: The claim.
         where: The part of the paper that makes the claim, such as ``abstract, conclusion``.
-        kind: The way in which the claim is judged: one of ``KINDS``, which explains them.
+        kind: The way in which the claim is judged, which is one of ``KINDS``.
         about: The parameters of this kind of judgement, such as the table and the row. A claim for the first page of
-            the results also has ``headline``, which is a short statement, and ``data``, the name of the data set.
+            the results also has the entries ``headline``, a short statement, and ``data``, the name of the data set.
     """
 
     paper: str
@@ -129,11 +129,11 @@ class Judgement:
     Args:
         claim: The claim.
         verdict: Whether our results support the claim.
-        evidence: The numbers on which the verdict is based, as text that completes ``measure``.
+        evidence: The numbers on which the verdict is based, as a text that completes ``measure``.
         command: The command that computes these numbers.
         measure: The beginning of a sentence about the quantity in ``evidence``; empty if ``evidence`` is a sentence.
-        decisive: The claim's comparisons that have enough seeds. Each comparison has the difference whose interval
-            decides the verdict.
+        decisive: The claim's comparisons with enough seeds. Each comparison has its difference, with the interval that
+            determines the verdict.
     """
 
     claim: Claim
@@ -172,7 +172,7 @@ def _file(paper: str) -> dict[str, Any]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the available results; ``quick`` means that the experiments were run at small scale."""
+    """Judge a claim by the available results. With ``quick``, these are results of small experiments."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -209,7 +209,7 @@ class _Case:
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
-        """Return the pairs of places (row, column) that the claim compares: its row and each other row, in each column.
+        """Return the pairs of places (row, column) that a claim compares: its row and each other row, in each column.
 
         Raises:
             SpecError: No column has both the row and one of the other rows.
@@ -236,12 +236,13 @@ class _Case:
         """Judge whether all differences between two places of the table have the order ``wanted``.
 
         Args:
-            texts: The beginning of a sentence that ends with one or two differences, and a sentence about more of them.
+            texts: Two texts: the beginning of a sentence that ends with one or two differences, and a sentence about
+                more differences.
             places: The pairs of places that the claim compares. A place is a row and a column.
-            key: The key of the results whose values are passed to ``figures``.
+            key: The key of the results that are passed to ``figures``.
             figures: A function that takes the results of both places, and returns the two numbers to compare.
             wanted: The order that the claim states.
-            unit: The unit of the difference, a key of ``UNITS``.
+            unit: The unit of the difference, which is a key of ``UNITS``.
         """
         comparisons = []
         for mine, theirs in places:

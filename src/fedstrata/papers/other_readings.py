@@ -1,4 +1,4 @@
-"""Variants of methods, for example from published code, that may explain why our results differ from a paper's results.
+"""Define variants of methods, for example from published code, that may explain differences from a paper's results.
 
 A spec names a variant by its path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
@@ -24,7 +24,7 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class Losing:
-    """A wrapper of a federation in which all clients train, but some replies are lost on the way to the server."""
+    """A wrapper of a federation. All clients train, but some replies are lost on the way to the server."""
 
     def __init__(self, federation: Federation, p: float) -> None:
         self._federation, self._p = federation, p
@@ -41,7 +41,7 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A method whose clients can drop out after training: their states change, but the server gets no replies.
+    """A method in which clients can drop out after training: their states change, but the server gets no replies.
 
     Args:
         p: The probability that a reply arrives.
@@ -64,7 +64,7 @@ class LostFedDyn(Lost, FedDyn):
 
 
 class PublishedScaffold(Scaffold):
-    """SCAFFOLD's control variates as in the published code of ReBaFL.
+    """SCAFFOLD's control variates in the variant that ReBaFL's published code uses.
 
     The server's c changes by the mean of Δc_k over the set S of replies. In Algorithm 1 of SCAFFOLD, c changes by only
     ``|S|/N`` times this mean. Momentum and clipping are allowed, although the rule c_k⁺ = c_k − c + (w_t − w) / (K η)
@@ -82,7 +82,7 @@ class PublishedScaffold(Scaffold):
 
 
 class PublishedSCAFFOLD(SCAFFOLD):
-    """SCAFFOLD as in the published code of ReBaFL, for specs with the code's momentum (0.5) and clipping (norm 10)."""
+    """SCAFFOLD in the variant of ReBaFL's published code, for specs with its momentum (0.5) and clipping (norm 10)."""
 
     @override
     def parts(self) -> Parts:

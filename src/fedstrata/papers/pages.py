@@ -1,4 +1,4 @@
-"""Markdown pages about the papers' tables: published numbers, our results, and the verdicts on claims."""
+"""Write Markdown pages about the papers' tables: published numbers, our results, and the verdicts on claims."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
     Args:
         out: The folder of the results and the pages.
-        quick: Whether the results are from experiments at small scale.
+        quick: Whether the results are from small experiments.
 
     Returns:
         The names of the files.
@@ -98,7 +98,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
     Args:
         wanted: The tables that were run.
         out: The folder of the results and the pages.
-        quick: Whether the results are at small scale.
+        quick: Whether the results are from small experiments.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:
@@ -151,7 +151,7 @@ UNTESTED = ("not tested", "not testable here")
 
 
 def chip(verdict: judging.Verdict, count: int | None = None) -> str:
-    """Return HTML that shows a verdict, its sign and, if given, the number of claims that have this verdict.
+    """Return HTML that shows a verdict, its sign and, if given, the number of claims with this verdict.
 
     >>> chip("partly", 2)
     '<span class="chip partly">◐ 2 partly</span>'
@@ -178,7 +178,7 @@ def _counts(verdicts: Iterable[judging.Verdict]) -> str:
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page with all claims, one group per paper, and with an explanation of how claims are judged."""
+    """Return the page with all claims, grouped by paper, and with an explanation of how claims are judged."""
     about = f"This page lists every quantitative claim of the four papers, with our verdict ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
@@ -260,9 +260,10 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     """Return how many runs of each table are complete.
 
     Returns:
-        A dict for each table: ``table`` is its name. ``cells`` is the number of its cells (runs of one row, column and
-        seed). ``done`` is the number of finished cells. ``hours`` is the expected number of hours for the missing cells
-        on one core. ``unknown`` is the number of missing cells whose duration is unknown.
+        A dict for each table. The key ``table`` is its name, and ``cells`` is its number of cells. A cell is a run of
+        one row, column and seed. The key ``done`` is the number of finished cells. The key ``hours`` is the expected
+        number of hours for the missing cells on one core. The key ``unknown`` is the number of missing cells with an
+        unknown duration.
     """
     rows = []
     for table in wanted:
@@ -277,7 +278,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
-    """Return a Markdown table that shows the progress of each table, and the expected time for its missing runs."""
+    """Return a Markdown table with the progress of each paper's tables, and the expected time for missing runs."""
     lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]
@@ -288,11 +289,11 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Return the expected seconds per round on one core, for each row and column whose duration is known.
+    """Return the expected seconds per round on one core, for each row and column with a known duration.
 
-    The estimate comes from the first available source, in this order: finished runs of the row and column; finished
-    runs of the row; the estimate in the table's file; finished runs of other rows. Times from other columns are scaled
-    by the number of epochs times the number of clients.
+    The estimate comes from finished runs of the row and column. If there are none, it comes from finished runs of the
+    row, from the estimate in the table's file, or from finished runs of other rows, in this order. Times from other
+    columns are scaled by the number of epochs times the number of clients.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -318,7 +319,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
+    """Return the page of a paper: its claims, its tables, and how our experiments differ from its experiments."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = f"{_counts(each.verdict for each in of_paper)} ([all claims, and how we judge claims]({CLAIMS}))."
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
@@ -355,7 +356,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
 
 
 def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Panel]:
-    """Return the tables of a paper for its figure, each with only the rows that have a published number."""
+    """Return the tables of a paper for a figure, each with only the rows that have a published number."""
     of_paper = [table for table in tables().values() if table.paper == paper]
     rows = [
         (table, [row for row in rows_of(table, results, quick=quick) if row.paper is not None]) for table in of_paper

@@ -1,4 +1,4 @@
-"""Draw a paper's published numbers beside our results: our mean over seeds with its interval."""
+"""Draw a paper's published numbers beside our results, which are means over seeds with intervals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A table, and its rows that have both a published number and our result. There is at least one such row."""
+    """A table, and its rows with both a published number and our result. There is at least one such row."""
 
     table: Table
     rows: Sequence[Row]
@@ -57,7 +57,7 @@ def draw_published(panels: Sequence[Panel]) -> str:
     """Draw one panel per table, with a line for each row that has a published number and our result.
 
     Args:
-        panels: The panels; at least one.
+        panels: One or more panels.
 
     Returns:
         The picture as SVG.

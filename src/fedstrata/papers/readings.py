@@ -1,6 +1,6 @@
-"""Readings: numbers that follow from a paper's formulas or algorithms, such as biases, weights and privacy budgets.
+"""Compute readings: numbers that follow from a paper's formulas or algorithms, such as biases and privacy budgets.
 
-Readings are computed in seconds, without training a model.
+Readings take only seconds to compute, without training a model.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Reading:
     """A result that follows from a paper's formulas or algorithms, without training a model.
 
     Args:
-        name: The name of the reading, by which claims refer to it.
-        description: The beginning of a sentence about what is computed.
+        name: The name of the reading. Claims refer to the reading by this name.
+        description: The beginning of a sentence that says what is computed.
         figure: The result, as text that completes the sentence.
         values: A mapping from the name of each number in the result to the number.
         verdict: Whether the result supports the paper's statement.

@@ -1,7 +1,7 @@
 """Run the cells of the papers' tables, and keep their results in files. A cell is a run of one row, column and seed.
 
-Several processes may run cells at the same time, and each cell is run by only one of them. A cell whose process was
-killed is resumed from its checkpoint.
+Several processes may run cells at the same time, but only one process runs each cell. If the process of a cell is
+killed, the cell is resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
 
 
 class Stored(Protocol):
-    """A set of cells whose results are in one file, such as a table."""
+    """A set of cells with results in one file, such as a table."""
 
     @property
     def paper(self) -> str:
@@ -45,7 +45,7 @@ def results_file(out: Path, table: Stored) -> Path:
 
 
 def read(path: Path) -> Results:
-    """Read the results of a table, as a mapping from the key of each run; it is empty if the file does not exist.
+    """Read the results of a table as a mapping from the key of each run. It is empty if the file does not exist.
 
     Raises:
         DataError: The file is damaged.
@@ -68,7 +68,7 @@ def keep(out: Path, table: Stored, results: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def known(out: Path) -> Results:
-    """Read the results of all tables, by ``Cell.hash``, because several tables may contain the same run."""
+    """Read the results of all tables as a mapping from ``Cell.hash``. Several tables may contain the same run."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 
@@ -89,7 +89,7 @@ def run(
         tables: The tables.
         out: The folder of the results.
         runs: The folder that contains the run folders.
-        quick: Whether to run the experiments at small scale.
+        quick: Whether to run small experiments.
         seeds: The seeds to run; None for all seeds.
         device: The value of ``training.device`` in all runs.
         show: A function that is called with a line about every finished run.
@@ -136,7 +136,7 @@ def run_one(
     """Run a cell (a row, a column and a seed of a table) if it is not finished and no other process runs it.
 
     Args:
-        table: The table, in whose file the results are stored.
+        table: The table. The results are stored in this table's file.
         cell: The cell.
         out: The folder of the results.
         runs: The folder that contains the run folders.
@@ -165,7 +165,7 @@ def run_one(
 
 
 def about(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Return the origin of a result: software versions, and hashes of spec, data, model and partition."""
+    """Describe the origin of a result: software versions, and hashes of spec, data, model and partition."""
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     identity = made["identity"]
     return {
@@ -180,7 +180,7 @@ def figures(history: History) -> dict[str, Any]:
     """Return the results of a run, with accuracies in percent.
 
     Raises:
-        DataError: The run was never evaluated.
+        DataError: The run does not contain an evaluation.
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
@@ -196,9 +196,9 @@ def about_strata(history: History, folder: Path) -> dict[str, Any]:
     """Return the recorded figures about the strata of a run; empty if the sampler has no strata.
 
     Returns:
-        ``strata``: the number of strata in the first round. ``undrawn``: the percentage of strata from which no client
-        was drawn, as a mean over the rounds. ``purity``: the percentage of samples whose label is the most frequent
-        label in their stratum, in the last checkpoint.
+        A dict of figures. The key ``strata`` is the number of strata in the first round. The key ``undrawn`` is the
+        percentage of strata from which no client was drawn, as a mean over the rounds. The key ``purity`` is the
+        percentage of samples with the most frequent label of their stratum, in the last checkpoint.
     """
     if "strata_sizes" not in history[0]:
         return {}

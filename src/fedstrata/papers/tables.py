@@ -1,6 +1,7 @@
-"""Definitions of the experiments that repeat the tables of the four papers.
+"""Define the experiments that repeat the tables of the four papers.
 
-A table has a row for each method and a column for each setting. A cell is one training run: a row, a column and a seed.
+A table has a row for each method and a column for each setting. A cell is one training run, with a row, a column and a
+seed.
 """
 
 from __future__ import annotations
@@ -88,23 +89,24 @@ class Table:
     Args:
         paper: The paper, a key of ``PAPERS``.
         name: The name of the table, which is the name of its file without the suffix.
-        title: The title. If the paper's data are not available, the title names the data that replace them.
+        title: The title. If the paper's data are not available, the title names the data that replace the paper's data.
         source: The place of the table in the paper.
         metric: A key of ``METRICS``.
-        seeds: The seeds with which every row and column is run.
+        seeds: The seeds of the runs of every row and column.
         baseline: The row with which the other rows are compared.
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that it changes in the spec.
         columns: A mapping from each column to the settings that it changes in the spec.
-        only: The rows of each column that does not have all rows.
+        only: A mapping from each column without all rows to the rows that it has.
         spec: The spec that all cells share, as nested tables.
         published: A mapping from each row to a mapping from columns to the paper's results, in percent.
-        seconds: The expected seconds per round on one core, for each row; the key "" stands for all other rows.
+        seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other
+            rows.
         notes: Notes for the reader of the page.
         order: Tables with a smaller number run first.
         quick: The settings that ``--quick`` changes in every cell to make the experiments small.
-        version: The version of the results. If a code change affects the results of this table, the version is raised,
-            and all cells are run again.
+        version: The version of the results. If a code change affects the results of this table, we raise the version
+            and run all cells again.
     """
 
     paper: str
@@ -127,7 +129,7 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Yield the runs of the table, column by column; with ``quick``, only small runs with the first seed."""
+        """Yield the runs of the table, column by column. With ``quick``, yield only small runs with the first seed."""
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
@@ -187,7 +189,7 @@ def read(paper: str, name: str, text: str) -> Table:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Table]:
-    """Return the tables that are named by ``PAPER`` or ``PAPER/TABLE``; all tables if ``names`` is empty.
+    """Return the tables with names ``PAPER`` or ``PAPER/TABLE``; all tables if ``names`` is empty.
 
     Raises:
         SpecError: A name is unknown.
@@ -207,7 +209,7 @@ def experiment_of(cell: Cell, device: str = "cpu") -> Experiment:
         device: The value of ``training.device``. The hash of the cell does not depend on it.
 
     Raises:
-        SpecError: The spec is wrong; the error names the cell.
+        SpecError: The spec is wrong. The error names the cell.
     """
     try:
         return Experiment.from_table(deep_merge(cell.spec, {"training": {"device": device}}))

@@ -1,5 +1,6 @@
-"""Tables, pictures and HTML pages about runs, and the progress that a terminal shows during a run.
+"""Write tables, pictures and HTML pages about runs, and show the progress of a run in a terminal.
 
-A report compares methods, or variants of a method. Each has a *label*, its name in the report. Runs that differ only by
-their seeds have the same label. The docstrings of this package say *method* for methods and variants.
+A report compares methods, or variants of a method. Each method or variant has a *label*, which is its name in the
+report. Runs that differ only by their seeds have the same label. The docstrings of this package use the word *method*
+for methods and variants.
 """

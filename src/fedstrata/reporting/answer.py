@@ -1,4 +1,4 @@
-"""Sentences that say which method is best, by how much, with what certainty, and at what cost."""
+"""Say in sentences which method is best, by how much, with what certainty, and at what cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Answer:
         headline: The sentence that says which methods are ahead of the baseline.
         best: The best method, its difference from the baseline with the interval, and its cost.
         seeds: The number of seeds with which the best method's difference would be significant, if the standard
-            deviation stays the same. None if the difference is significant already, or if the number is unknown.
+            deviation stays the same. The value is None if the difference is already significant, or if the number is
+            unknown.
     """
 
     headline: str
@@ -40,8 +41,8 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
     Args:
         row: The comparison of the method with the baseline.
-        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better, so that an order cannot be
-            shown.
+        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better. With 0, the verdict is
+            always "no order shown".
     """
     order = row.difference.order() if row.difference is not None else "not run"
     sign = direction * {"above": 1, "below": -1}.get(order, 0)
@@ -49,7 +50,7 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
 
 def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answer:
-    """Return the result of a comparison by its first measure, usually the final value of the primary metric.
+    """Return the result of a comparison by its first measure, which is usually the final value of the primary metric.
 
     Args:
         runs: The histories of each method, one per seed.
@@ -106,7 +107,7 @@ def worded(value: float, how: tables.Measure) -> str:
 
 
 def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
-    """Return the display settings of a measure, with the number of digits that ``number`` shows."""
+    """Return the display settings of a measure, with the number of digits that the function ``number`` shows."""
     return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
 
 

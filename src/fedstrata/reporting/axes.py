@@ -60,7 +60,7 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None
 
 
 def log_ticks(axis: Axis) -> None:
-    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10; a longer axis has fewer per decade."""
+    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10. A longer axis has fewer ticks per decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -86,7 +86,7 @@ def short(label: str, longest: int = LONGEST) -> str:
 def label_ends(
     axes: Axes, ends: Sequence[End], *, size: float = 9, longest: int = LONGEST, ground: str = style.PAPER.light
 ) -> None:
-    """Write labels to the right of the axes, at the heights of the lines' ends; overlapping labels are moved apart.
+    """Write labels to the right of the axes, at the heights of the lines' ends, and move overlapping labels apart.
 
     Args:
         axes: The axes, with all lines and limits. The figure of the axes must have its final size.

@@ -1,4 +1,4 @@
-"""A table of the results of single clients, with a row per client and a column per method."""
+"""Make a table of the results of each client, with a row per client and a column per method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "he
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """Estimate, over the seeds, each client's result with each method, such as the accuracy on its test samples.
+    """Estimate each client's result with each method over the seeds, such as the accuracy on the client's test samples.
 
     Args:
         runs: The histories of each method, one per seed.
@@ -29,11 +29,11 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
 
     Returns:
         The estimates for each client, in the order of the runs' tables. An estimate is empty if the client has no
-        value, for example because it lacks samples of a class.
+        value, for example because it has no samples of a class.
 
     Raises:
-        SpecError: None of the runs has a table of clients, the column is unknown, or a client has different data with
-            different seeds.
+        SpecError: None of the runs has a table of clients, the column is unknown, or a client's data differ between
+            seeds.
     """
     results = {label: [history.clients for history in members] for label, members in runs.items()}
     rows = [row for members in results.values() for table in members for row in table]
@@ -94,7 +94,7 @@ def caption(table: ByClient, column: str) -> str:
 
 
 def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; with ``every``, it has all columns even in a narrow terminal."""
+    """Return the table for a terminal. With ``every``, the table has all columns even in a narrow terminal."""
     labels, rows = _cells(table, column)
     return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 
@@ -113,7 +113,7 @@ def to_latex(table: ByClient, column: str) -> str:
 
 
 def to_csv(table: ByClient) -> str:
-    """Return CSV with a row per client and method; numbers have all digits, and missing numbers are empty."""
+    """Return CSV with a row per client and method. Numbers have all digits, and missing numbers are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])

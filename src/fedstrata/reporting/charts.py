@@ -1,4 +1,4 @@
-"""The data of the charts in the HTML report (curves, participation and heat maps), as values for JSON."""
+"""Prepare the data of the charts in the HTML report (curves, participation and heat maps), as values for JSON."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose a line for each method; if there are too few colours, only the baseline and the best methods get a colour.
+    """Choose a line for each method. If there are too few colours, only the baseline and the best methods get one.
 
     Args:
         labels: The methods' labels in the order of the comparison, the baseline first.
-        ranked: The same labels, sorted from the best method to the worst.
+        ranked: The methods' labels, sorted from the best method to the worst method.
     """
     if len(labels) <= len(style.SERIES):
         return style.lines(labels)
@@ -133,7 +133,7 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over the rounds, the primary metric first.
 
-    Other metrics come next, and then columns that only some methods record and whose values change.
+    Other metrics come next. Columns that only some methods record come last, if the values of these columns change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column that only some methods record to True if its values change in any run."""
@@ -224,14 +224,15 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """Count, for each bar of the participation chart, the invited clients by their outcomes, such as dropouts.
+    """For each bar of the participation chart, count the invited clients with each outcome, such as a dropout.
 
-    The records of a run count refused answers as failures. This function counts refused answers separately, by the
-    events of the run.
+    The records of a run count refused answers as failures. This function uses the run's events to count refused answers
+    separately.
 
     Returns:
-        A table for JSON. ``run`` is the name of the run, ``rounds`` the number of its rounds, and ``each`` the number
-        of rounds per bar. ``counts`` has a list for each name in ``FATE_NAMES``, with a count per bar.
+        A table for JSON. The key ``run`` is the name of the run, ``rounds`` is its number of rounds, and ``each`` is
+        the number of rounds per bar. The key ``counts`` has a list for each name in ``FATE_NAMES``, with a count per
+        bar.
     """
     refused: dict[int, set[Any]] = {}
     for event in run.events:
@@ -248,16 +249,17 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def absences(run: Run, classes: int) -> dict[str, Any] | None:
-    """Show in which rounds no client with samples of a class replied; None if the run did not record this.
+    """Return the rounds in which no client with samples of a class replied; None if the run did not record this.
 
     Args:
         run: The run.
         classes: The number of classes.
 
     Returns:
-        A table for JSON. ``run``, ``rounds`` and ``each`` are the same as in ``fates``. ``some`` is the number of
-        rounds in which at least one class was absent. ``rows`` has a text for each class, with a digit per bar. The
-        digit is 0 if the class was present in all rounds of the bar, and up to 4 if the class was absent in all rounds.
+        A table for JSON. The keys ``run``, ``rounds`` and ``each`` are the same as in ``fates``. The key ``some`` is
+        the number of rounds in which at least one class was absent. The key ``rows`` has a text for each class, with a
+        digit per bar. The digit is 0 if the class was present in all rounds of the bar, and 4 if the class was absent
+        in all rounds.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)

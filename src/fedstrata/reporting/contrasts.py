@@ -1,4 +1,4 @@
-"""Comparisons of methods with a baseline, by differences that are paired by seed, and tables of comparisons."""
+"""Compare methods with a baseline by differences that are paired by seed, and write tables of comparisons."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record that add up to the amount that the round used.
+        columns: The columns of a round's record. Their sum is the amount that the round used.
         unit: The unit in which the amount is shown.
-        axis: The title of an axis of a chart that shows the amount.
+        axis: The title of a chart's axis that shows the amount.
         factor: The factor from the recorded unit to the shown unit.
     """
 
@@ -71,9 +71,11 @@ class Contrast:
         label: The label of the method's runs.
         seeds: The number of the method's runs.
         value: The estimate of the measure over these runs.
-        difference: The difference from the baseline, paired by seed; None for the baseline, or without a baseline.
-        stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
-        kept: A text that says which round's model the runs saved at their end; see ``tables.kept``.
+        difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
+            baseline.
+        stuck: The number of runs that broke down, which means that from some round on, the server could not use any
+            reply.
+        kept: A text that says from which round the runs saved the model; see ``tables.kept``.
     """
 
     key: str
@@ -86,7 +88,7 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label with the mark ``STUCK`` if ``stuck`` is above 0."""
+        """The label, with the mark ``STUCK`` if at least one run broke down."""
         return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 
@@ -99,8 +101,8 @@ class Contrasts:
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. The primary
-            metric M is compared at this amount.
+        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. At this
+            amount, the primary metric M is compared.
         directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
     """
 
@@ -132,13 +134,13 @@ def contrast(
 
     Args:
         runs: The histories of each method, one per seed.
-        metrics: The measures to compare: keys of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            ``rounds_to_T`` for a target T, or columns of the records (the value for the saved model). Default: the
-            primary metric at the end, at equal bytes and at equal samples.
+        metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
+            or ``rounds_to_T`` for a target T. A column of the records is also a measure (its value for the saved
+            model). Default: the primary metric at the end, at equal bytes and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.
-        test: The test of paired differences. All differences of a measure are judged together: their intervals hold at
+        test: The test of paired differences. All differences of a measure are judged together. Their intervals hold at
             the same time, and their p-values are corrected for the number of differences (Bonferroni).
 
     Raises:
@@ -369,7 +371,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
 
 
 def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal; with ``every``, it has all columns even in a narrow terminal."""
+    """Return the table for a terminal. With ``every``, it has all columns even in a narrow terminal."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
     # Intervals of the means are the least important columns, which a narrow terminal leaves out first.
@@ -406,7 +408,7 @@ def to_latex(table: Contrasts) -> str:
 
 
 def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a LaTeX table in the style of booktabs; all texts must already be escaped."""
+    """Return a LaTeX table in the style of booktabs. All texts must already be escaped."""
     lines = [
         r"% Needs \usepackage{booktabs} in the preamble.",
         r"\begin{table}",
@@ -485,7 +487,7 @@ def _mathematics(cell: str) -> str:
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with a row per data set, measure and method; numbers have all digits, and missing numbers are empty.
+    """Return CSV with a row per data set, measure and method. Numbers have all digits, and missing numbers are empty.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparisons.
@@ -507,7 +509,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return ``tables.to_json(rows)``, and add ``interval``, ``budget`` and ``difference`` to compared measures."""
+    """Return the rows as ``tables.to_json`` does, and add ``interval``, ``budget`` and ``difference``."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

@@ -1,4 +1,4 @@
-"""Functions that draw charts of runs (curves, participation and communication) into Matplotlib axes."""
+"""Draw charts of runs (curves, participation and communication) into Matplotlib axes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FATES = {
 
 
 class Quantity(NamedTuple):
-    """How a column is displayed: the name with its unit, and the factor from recorded values to this unit."""
+    """The display settings of a column: the name with its unit, and the factor from recorded values to this unit."""
 
     name: str
     factor: float = 1.0
@@ -68,7 +68,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return how a column is displayed, which is derived from its name if ``QUANTITIES`` does not contain it.
+    """Return the display settings of a column. Derive them from its name if ``QUANTITIES`` does not contain it.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -81,7 +81,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """The mean and the standard deviation over seeds in each round, shape (R,); ``sd`` is 0 for one seed."""
+    """The mean and the standard deviation over seeds in each of R rounds, shape (R,). With one seed, ``sd`` is 0."""
 
     rounds: Ints
     mean: Floats
@@ -89,7 +89,7 @@ class Band(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve in a chart: horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
+    """A curve in a chart: R horizontal positions, and the mean and standard deviation over seeds, shape (R,)."""
 
     x: Ints | Floats
     mean: Floats
@@ -99,8 +99,8 @@ class Curve(NamedTuple):
 def over_seeds(histories: Sequence[History], column: str) -> Band:
     """Return a column's mean and standard deviation over seeds, for rounds in which all seeds have a value.
 
-    A seed without values in the column is ignored. If a seed ended early, the curve ends at the same round, because the
-    mean of the other seeds would jump.
+    A seed without values in the column is ignored. If the run of one seed ended early, the curve ends at the same
+    round. The mean of the other seeds would jump.
 
     Raises:
         SpecError: None of the seeds has this column.
@@ -126,12 +126,12 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
 
 def rising(drawn: Mapping[str, Curve]) -> bool:
-    """Return True if curves rise on average from the first to the last point."""
+    """Return True if, on average, the last point of the curves is above the first point."""
     return sum(float(line.mean[-1] - line.mean[0]) for line in drawn.values()) >= 0
 
 
 def ranked(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of curves, sorted by the last values of the curves, the best first.
+    """Return the labels of curves, sorted by the curves' last values, from best to worst.
 
     The highest value is best if the curves rise; otherwise, the lowest value is best.
     """
@@ -171,9 +171,9 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of the curves to draw with bands, which are curves over several seeds.
+    """Return the labels of the curves that get bands. Only curves over several seeds can have bands.
 
-    If there are more than ``BANDS`` curves, only the first curve and the best curve can have bands.
+    If the chart has more than ``BANDS`` curves, only the first curve and the best curve can have bands.
     """
     labels = drawn if len(drawn) <= BANDS else dict.fromkeys((next(iter(drawn)), ranked(drawn)[0]))
     return [label for label in labels if drawn[label].sd.any()]
@@ -183,7 +183,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     """Draw a column as a curve per method, with a band of one standard deviation.
 
     If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
-    other curves are grey. The vertical axis begins where the curves begin to differ.
+    other curves are grey. The vertical axis begins at the value at which the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
@@ -239,13 +239,13 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the MB sent and received until the end of each of ``rounds``, as a mean over seeds, shape (R,)."""
+    """Return the MB sent and received until the end of each of R rounds, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return the sum of several columns from the start until the end of each of ``rounds``, shape (R,)."""
+    """Return the sum of several columns from the start until the end of each of R rounds, shape (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -254,7 +254,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw how many invited clients had each outcome in each round, as stacked means over seeds."""
+    """Draw the number of invited clients with each outcome in each round, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)
@@ -281,7 +281,7 @@ def _edges(band: Band) -> Floats:
 
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the amounts of data sent by clients and to clients since the start, as means over seeds."""
+    """Draw the amounts of data that clients sent and received since the start, as means over seeds."""
     for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
         _curve(axes, Curve(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)

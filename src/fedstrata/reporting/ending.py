@@ -1,4 +1,4 @@
-"""The output at the end of ``fedstrata compare``: a short table, and the result of the comparison in sentences."""
+"""Write the end of the output of ``fedstrata compare``: a short table, and the result in sentences."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
     Args:
         runs: The histories of each method, one per seed.
         is_comparable: Whether all runs use the same data. If not, the methods are not compared.
-        every: Whether the table shows all columns, not only the most important columns.
+        every: Whether the table shows all columns instead of only the most important columns.
     """
     comparison = contrasts.contrast(runs)
     said = answer(runs, comparison) if is_comparable else None

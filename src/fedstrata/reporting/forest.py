@@ -1,4 +1,4 @@
-"""Forest plots of the differences between methods and a baseline, as wide as a column of a paper."""
+"""Draw forest plots of the differences between methods and a baseline, as wide as a column of a paper."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FRAME = 0.85
 
 
 def draw_forest(comparisons: Mapping[str, Contrasts], path: Path | str) -> None:
-    """Write a figure of the differences to the baseline, with a panel for each data set and measure.
+    """Write a figure of the differences from the baseline, with a panel for each data set and measure.
 
-    A dot shows a mean difference, a line shows its 95 % interval, and rings show the differences of single seeds.
+    A dot shows a mean difference, a line shows its 95 % interval, and rings show the differences of individual seeds.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparison, which has a baseline.
-        path: The file to write; its suffix is the format.
+        path: The file to write. The suffix determines the format, such as ``.png``.
     """
     from matplotlib.figure import Figure
 

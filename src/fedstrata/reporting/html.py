@@ -1,4 +1,4 @@
-"""HTML reports about runs: a report is a single file that loads nothing from the network and can be printed."""
+"""Write HTML reports about runs. A report is a single file that loads nothing from the network and can be printed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 
 
 def template(name: str) -> Template:
-    """Load a template of this package, which escapes all values except values of the class ``Markup``."""
+    """Load a template of this package. The template escapes all values except values of the class ``Markup``."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -106,7 +106,7 @@ def template(name: str) -> Template:
 
 
 def assets(names: Sequence[str]) -> dict[str, Any]:
-    """Return a page's styles and scripts, and the scripts' hashes for the page's content security policy.
+    """Return a page's styles and scripts, and hashes of the scripts for the page's content security policy.
 
     Args:
         names: The file names of the scripts. The first script must be uPlot.
@@ -208,7 +208,7 @@ def _is_single(runs: Mapping[str, Sequence[Run]]) -> bool:
 
 
 def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
-    """Sort methods by the first measure of a comparison, the best first; methods without a value come last."""
+    """Sort methods by the first measure of a comparison, from best to worst. Methods without a value come last."""
     if not comparison.measures:
         return list(labels)
     key = next(iter(comparison.measures))
@@ -354,7 +354,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return columns that few methods record and whose value is the same in all rounds and seeds, with the values."""
+    """Return the values of columns that few methods record and that are the same in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):
@@ -363,7 +363,7 @@ def constants(members: Sequence[History]) -> dict[str, str]:
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
-    """Return the names and values of lists and texts in the last record of the first seed; long lists are cut."""
+    """Return the names and values of lists and texts in the last record of the first seed. Long lists are cut."""
     records = members[0][-1:] if len(members[0]) else []
     return [
         (name, _brief(value) if isinstance(value, list) else str(value))

@@ -1,4 +1,4 @@
-"""The first screen of the report: cards with the best methods, and a table that shows differences as a plot."""
+"""Make the first screen of the report: cards with the best methods, and a table that shows differences as a plot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Estimates = dict[str, Estimate]
 
 
 def display(key: str) -> tables.Measure:
-    """Return how the report displays a measure: accuracies in percent, and other measures with at most 3 digits."""
+    """Return a measure's display settings in the report: accuracies in percent, other measures with up to 3 digits."""
     how = tables.measure(key)
     if how.factor == 1 and tables.metric_of(key).endswith("accuracy"):
         return replace(how, heading=f"{how.heading}, %", factor=100, digits=2)
@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        A method that lacks a value for a seed can be best only if all methods lack a value.
+        A method with a missing value for some seed can be best only if every method has a missing value.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)
@@ -83,8 +83,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
     Args:
         runs: The runs of each method.
-        comparison: The comparison of these runs. The first measure of this comparison is the final value of the primary
-            metric.
+        comparison: The comparison of these runs. Its first measure is the final value of the primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)
@@ -119,7 +118,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
 
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
-    """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
+    """Return the primary metric's hardest target that at least half of the methods reached with every seed.
 
     If there is no such target, return the hardest target that any run reached, or None if no run reached a target.
     """

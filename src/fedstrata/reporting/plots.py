@@ -1,4 +1,4 @@
-"""Pictures of runs, as Matplotlib figures and as files, without a screen and without ``pyplot``."""
+"""Draw pictures of runs, as Matplotlib figures and as files, without a screen and without ``pyplot``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Format(NamedTuple):
     """The format of a figure: its width and height in inches, and its type size in points.
 
-    ``longest`` is the largest number of characters of a label, and ``across`` is the largest number of characters of a
-    line of the title.
+    The field ``longest`` is the largest number of characters of a label. The field ``across`` is the largest number of
+    characters in a line of the title.
     """
 
     width: float
@@ -56,16 +56,17 @@ def plot(
 ) -> Figure:
     """Draw a column over the rounds: the mean over seeds as a line, and one standard deviation as a band.
 
-    The names of methods stand beside the ends of their lines. With more than 8 methods, only the baseline (the first
-    method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the
-    baseline and the best method have bands. The vertical axis begins where the lines begin to differ.
+    The names of methods are written beside the ends of their lines. With more than 8 methods, only the baseline (the
+    first method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only
+    the baseline and the best method have bands. The vertical axis begins at the value at which the lines begin to
+    differ.
 
     Args:
         history: The history of a run, or a mapping from the methods' labels to histories, as ``compare`` returns it.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
-        path: The file to write; optional. The suffix decides the format, such as ``.png`` or ``.pdf``.
-        against: ``"round"``, or ``"bytes"`` for the data sent since the start.
-        title: The title; optional.
+        path: The file to write (optional). The suffix determines the format, such as ``.png`` or ``.pdf``.
+        against: The horizontal axis: ``"round"``, or ``"bytes"`` for the data sent since the start.
+        title: The title of the figure (optional).
         narrow: Whether the figure is 3.5 inches wide with type of 8 points, for one column of a paper.
 
     Raises:
@@ -91,10 +92,10 @@ def plot(
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
-    """Plot the primary metric over the rounds and over the data sent, as PNG, and as PDF for a column of a paper.
+    """Plot the primary metric over the rounds and over the sent data, as PNG, and as PDF for a column of a paper.
 
     The files of the first figure have the name of the metric, such as ``accuracy.png``. The files of the second figure
-    are ``traffic.*``.
+    have the name ``traffic``.
 
     Returns:
         The paths of the files.
@@ -181,7 +182,7 @@ def _saved(figure: Figure, path: Path | str | None) -> Figure:
 
 
 def save(figure: Figure, path: Path | str) -> None:
-    """Write a figure to a file; equal figures give equal files."""
+    """Write a figure to a file. Equal figures give equal files."""
     import matplotlib
 
     # Embed TrueType fonts (type 42), because journals require them.

@@ -1,4 +1,4 @@
-"""Progress of long work, for terminals, notebooks and logs."""
+"""Show the progress of long work in terminals, notebooks and logs."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ class Progress:
         self._bars = self._handle = None
 
     def show(self, task: str, done: int, total: int, note: str = "", *, visible: bool = True) -> None:
-        """Show the progress of a task; the first call creates its bar.
+        """Show the progress of a task. The first call creates the task's bar.
 
         Args:
             task: The name of the task.
-            done: The number of the task's steps that are done.
+            done: The number of steps of the task that are done.
             total: The number of all steps of the task.
             note: The text beside the bar.
             visible: Whether the bar is shown.

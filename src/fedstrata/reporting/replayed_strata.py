@@ -1,4 +1,4 @@
-"""The strata (client groups) of a run's client sampler, with the class labels of the clients in each stratum."""
+"""Find the strata (client groups) of a run's client sampler, with the class labels of the clients in each stratum."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class View:
     Args:
         round: The number of finished rounds.
         clients: The sorted ids of the clients that the sampler has grouped, shape (n,).
-        points: The vector by which the sampler groups each client, shape (n, d).
-        strata: The stratum of each client, as an id from 0, shape (n,).
+        points: The vector of each of n clients, shape (n, d). The sampler groups the clients by these vectors.
+        strata: The id of each client's stratum, counted from 0, shape (n,).
         labels: The number of samples of each class label at each client, shape (n, C). The server does not know these
             numbers.
         title: The title of the picture.
-        class_names: The names of the classes. If there are none, pictures show class labels as integers.
+        class_names: The names of the classes. If the list is empty, pictures show class labels as integers.
     """
 
     round: int
@@ -53,7 +53,7 @@ class View:
 
 
 def strata_after(prepared: Prepared, rounds: int = 1) -> View:
-    """Run some rounds without a run folder, and return the client sampler's strata (client groups) at the end.
+    """Run ``rounds`` rounds without a run folder, and return the client sampler's strata (client groups) at the end.
 
     Args:
         prepared: The experiment.
@@ -70,7 +70,7 @@ def strata_after(prepared: Prepared, rounds: int = 1) -> View:
 
 
 def strata_of_folder(folder: Path) -> View:
-    """Return the strata (client groups) of a run's client sampler in the run's last checkpoint.
+    """Return the strata (client groups) of a run's client sampler, as stored in the run's last checkpoint.
 
     Raises:
         SpecError: The folder does not contain a run, or the run's client sampler does not form strata.

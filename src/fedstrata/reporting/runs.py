@@ -28,8 +28,8 @@ class Run:
         label: The name in reports. Runs that differ only by their seeds have the same label.
         history: The records of all rounds.
         folder: The path of the run folder.
-        events: The events; empty if none were recorded.
-        spec: The text of ``spec.toml``; empty if the folder does not contain it.
+        events: The events; empty if the run did not record events.
+        spec: The text of ``spec.toml``; empty if the folder does not contain this file.
     """
 
     label: str
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished; an unfinished run does not have a summary."""
+        """Whether the run is finished. An unfinished run does not have a summary."""
         return (self.folder / "summary.json").is_file()
 
     @property
@@ -67,7 +67,7 @@ class Runs(dict[str, list[Run]]):
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per run: label, data, the content of ``summary.json``, and all metrics.
+        """Return a pandas data frame with a row per run: label, data set, content of ``summary.json``, and all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -85,10 +85,10 @@ class Runs(dict[str, list[Run]]):
 def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """Read the runs in run folders and compare folders, and group the runs by label.
 
-    A compare folder contains run folders ``LABEL/seed-S/``. A single folder ``LABEL`` is accepted too. The labels of a
-    compare folder are in the order of the comparison or, if this order is unknown, sorted by name. The label of a
-    single run folder is the folder's name. If several folders have equal labels, the names of parent folders are put
-    before the labels.
+    A compare folder contains run folders ``LABEL/seed-S/``. The function also accepts a single folder ``LABEL``. The
+    labels of a compare folder are in the order of the comparison or, if this order is unknown, sorted by name. The
+    label of a single run folder is the folder's name. If several folders have equal labels, each label begins with the
+    name of the parent folder.
 
     Args:
         folders: One folder, or several.
@@ -112,8 +112,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Write the order of a comparison's labels into the comparison's folder.
 
-    New labels follow the labels that the folder already lists, so that the first label, which is the baseline of
-    tables, stays the first. If ``labels`` contains all listed labels, the order of ``labels`` is written.
+    New labels follow the labels that the folder already lists. The first label, which is the baseline of tables,
+    therefore stays in the first place. If ``labels`` contains all listed labels, the order of ``labels`` is written.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))

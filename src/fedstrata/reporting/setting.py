@@ -1,4 +1,4 @@
-"""A short description of a comparison's settings, and the settings that differ between its methods."""
+"""Describe the settings that the runs of a comparison share, and the settings that differ between its methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
     """Describe the settings that runs share: clients, partition, availability, rounds, model, seeds and version.
 
     Args:
-        runs: The runs of each method. Settings that the specs of the runs do not contain are left out.
+        runs: The runs of each method. The description leaves out settings that the runs' specs do not contain.
     """
     specs = [flat(run.spec) for members in runs.values() for run in members]
     seeds = sorted({run.history.seed for members in runs.values() for run in members if run.history.seed is not None})
@@ -64,7 +64,7 @@ def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
 
 
 def differences(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, list[str]]]:
-    """List, for each method, the settings that differ between methods, as ``key = value``.
+    """List the settings of each method that differ between methods, as ``key = value``.
 
     The seed and the method's name are not listed. The settings of a method come from its first run.
     """
@@ -86,7 +86,8 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     Args:
         folder: The folder. If the folder's path is absolute, the command contains only the folder's name.
         runs: The runs in the folder.
-        seeds: The number of seeds that the comparison will have. For more than ``SEEDS``, None is returned.
+        seeds: The number of seeds that the comparison will have. For more than ``SEEDS`` seeds, the function returns
+            None.
     """
     if not (folder / LABELS).is_file() or seeds > SEEDS:
         return None

@@ -1,9 +1,9 @@
-"""Statistics over a few seeds: means with intervals, and differences paired by seed, with tests.
+"""Compute statistics over a few seeds: means with intervals, and differences paired by seed, with tests.
 
-All intervals are Student's t intervals. A method is only said to be above another method if there are at least
+All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold at the same time with 95 % confidence, and p-values are corrected for the number of differences
-(Bonferroni). The t-test's corrected p-value is then below 0.05 exactly when the interval excludes zero.
+intervals hold at the same time with 95 % confidence. Their p-values are corrected for the number of differences
+(Bonferroni). The corrected p-value of the t-test is then below 0.05 exactly if the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -52,8 +52,8 @@ class Estimate:
     Args:
         mean: The mean of the known values; None if no seed has a value.
         sd: The sample standard deviation of the known values; None for fewer than two values.
-        n: The number of seeds that have a value.
-        interval: The 95 % interval of the mean by Student's t; None for fewer than ``MIN_SEEDS``.
+        n: The number of seeds with a value.
+        interval: The 95 % interval of the mean by Student's t distribution; None for fewer than ``MIN_SEEDS`` values.
     """
 
     mean: float | None
@@ -63,11 +63,11 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Iterable[float | None], bounds: Range = UNBOUNDED) -> Estimate:
-        """Estimate the mean, standard deviation and interval of the seeds' values; None is a missing value.
+        """Estimate the mean, standard deviation and interval of the seeds' values. None stands for a missing value.
 
         Args:
             values: The value of each seed.
-            bounds: The smallest and the largest possible value, at which the interval is cut.
+            bounds: The smallest and the largest possible value. The interval is cut at these values.
 
         >>> Estimate.over([1.0, None])
         Estimate(mean=1.0, sd=None, n=1, interval=None)
@@ -102,10 +102,10 @@ class Difference:
     Args:
         mean: The mean over the pairs; None without pairs.
         n: The number of pairs, which is the number of seeds that both methods have.
-        interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than ``MIN_SEEDS`` pairs, and
-            for equal differences, whose spread is unknown.
-        p: The two-sided p-value, not corrected. None for fewer pairs than ``FEWEST`` of the test, and for equal
-            differences, which cannot be tested.
+        interval: The 95 % interval of the mean, see ``paired_difference``. The value is None for fewer than
+            ``MIN_SEEDS`` pairs. It is also None if all differences are equal, because their spread is then unknown.
+        p: The two-sided p-value, not corrected. The value is None if the test needs more pairs (``FEWEST``), or if all
+            differences are equal and therefore cannot be tested.
         corrected: The p-value times the number of differences that are judged together, at most 1.
         each: The difference of each pair, in the order of the seeds.
     """
@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the interval shows after a shift by ``margin``, or the reason why it shows no order.
+        """Return the order that the interval shows after a shift by ``margin``, or the reason why it shows none.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 
@@ -146,11 +146,12 @@ def paired_difference(
     """Compute the mean difference between the values of a method and a baseline with the same seeds.
 
     Args:
-        values: A mapping from each seed to the method's number; None is a missing number.
-        baseline: The numbers of the baseline.
+        values: A mapping from each seed to the method's number. None stands for a missing number.
+        baseline: A mapping from each seed to the baseline's number.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
-        resolution: The unit to which the numbers are rounded. The standard deviation is then at least resolution / √6,
-            the standard deviation of rounding errors. So a few equal differences do not give an interval of length 0.
+        resolution: The unit to which the numbers are rounded. The standard deviation is then set to at least resolution
+            / √6, the standard deviation of rounding errors. A few equal differences therefore do not give an interval
+            of length 0.
         together: The number of differences that are judged together, see ``t_interval``.
 
     Raises:
@@ -178,7 +179,7 @@ def paired_difference(
 
 
 def holm(p: Mapping[K, float]) -> dict[K, float]:
-    """Return p-values that are corrected for their number by Holm's step-down procedure (1979).
+    """Correct p-values for their number by Holm's step-down procedure (1979), and return them.
 
     In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each result is at least as large as the
     previous result.
@@ -194,14 +195,14 @@ def holm(p: Mapping[K, float]) -> dict[K, float]:
 
 
 def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
-    """Return the number of seeds for which the interval would exclude zero, if mean and deviation stay the same.
+    """Return the number of seeds with which the interval would exclude zero, if mean and deviation stay the same.
 
     Args:
         difference: At least two differences that are not all equal.
         together: The number of differences that are judged together, see ``t_interval``.
 
     Returns:
-        At least ``MIN_SEEDS``; None if more than ``MOST_SEEDS`` seeds would be needed.
+        The number of seeds, which is at least ``MIN_SEEDS``; None if more than ``MOST_SEEDS`` seeds would be needed.
 
     >>> seeds_needed(Difference(1.0, 3, each=(0.0, 1.0, 2.0)))
     7
@@ -215,7 +216,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
-    """Limit an interval to the possible values, because a t interval over few seeds may contain impossible values.
+    """Cut an interval at the possible values, because a t interval over few seeds may contain impossible values.
 
     >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
     ((-100.0, 3.5), None)

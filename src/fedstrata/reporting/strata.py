@@ -1,4 +1,4 @@
-"""Pictures of strata (client groups), which show clients as points in the plane, with a line around each stratum."""
+"""Draw strata (client groups): clients are points in the plane, with a line around each stratum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plane(points: Floats32) -> tuple[Floats, float]:
     """Project points onto their first two principal components.
 
     Args:
-        points: The points, shape (n, d), n ≥ 1.
+        points: The n ≥ 1 points, shape (n, d).
 
     Returns:
         The coordinates in the plane, shape (n, 2), and the fraction of the variance that remains, in [0, 1].
@@ -50,7 +50,7 @@ def outline(points: Floats, pad: Floats) -> Floats:
     """Return the convex hull around points with a rounded margin.
 
     Args:
-        points: The points, shape (n, 2), n ≥ 1.
+        points: The n ≥ 1 points, shape (n, 2).
         pad: The width of the margin in each direction, shape (2,).
 
     Returns:
@@ -66,14 +66,14 @@ def outline(points: Floats, pad: Floats) -> Floats:
 
 
 def draw_strata(view: View, path: Path | str) -> None:
-    """Write a picture with two charts of the clients: one shows the server's strata, and one the clients' class labels.
+    """Write a picture with two charts of the clients. One shows the server's strata, and one the clients' class labels.
 
-    A line surrounds the clients of each stratum, and the number of these clients stands above the line. Colours stand
+    A line surrounds the clients of each stratum. The number of these clients is written above the line. Colours stand
     for class labels.
 
     Args:
         view: The strata.
-        path: The file to write; its suffix is the format.
+        path: The file to write. The suffix determines the format, such as ``.png``.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Tables of methods with mean and standard deviation over seeds, as Markdown and JSON."""
+"""Write tables of methods with mean and standard deviation over seeds, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Row:
         label: The name that the runs share, such as the name of the method.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
-        stuck: The number of runs that broke down: from some round to the end, the server could not use any client's
+        stuck: The number of runs that broke down, which means that from some round on, the server could not use any
             reply.
-        kept: A text that says which round's model the runs saved at their end, see ``kept``; None for the last round.
+        kept: A text that says from which round the runs saved the model, see ``kept``; None for the last round.
         at_once: The keys ``rounds_to_T`` of default targets T that all runs reached in their first evaluated round.
     """
 
@@ -38,13 +38,13 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label with the mark ``STUCK`` if ``stuck`` is above 0."""
+        """The label, with the mark ``STUCK`` if at least one run broke down."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How a table displays a measure in a column.
+    """The display settings of a measure in a column of a table.
 
     Args:
         heading: The name of the column, with the unit.
@@ -90,10 +90,10 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
         runs: A mapping from each method's label to the histories of its seeds.
 
     Returns:
-        Rows with cells for the keys of ``MEASURES``, ``final_M`` and ``best_M`` of the primary metric M, and
-        ``rounds_to_T`` of each target T of any history. For other metrics of the saved model, there are ``test.NAME``
-        and ``clients.NAME.worst_10``. Accuracies are fractions, and amounts of data are in bytes. Seeds that never
-        reached a target are not counted in the target's cell.
+        The rows. Each row has cells for the keys of ``MEASURES``, for ``final_M`` and ``best_M`` of the primary metric
+        M, and for ``rounds_to_T`` of each target T. The cells ``test.NAME`` and ``clients.NAME.worst_10`` are other
+        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. The cell of a target
+        does not count seeds that never reached the target.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -126,9 +126,9 @@ def _measured(history: History) -> Iterator[str]:
 
 
 def worst_first(columns: Iterable[str], metric: str) -> list[str]:
-    """List the columns of metrics over the worst tenth of the clients.
+    """List the columns with the mean of a metric over the worst tenth of the clients.
 
-    The column of ``metric`` comes first. Columns of metrics between 0 and 1 follow, because they are easier to read
+    The column of ``metric`` comes first. Columns of metrics between 0 and 1 come next, because they are easier to read
     than a loss.
 
     >>> worst_first(["clients.log-loss.worst_10", "clients.auroc.worst_10", "clients.auroc.mean"], "accuracy")
@@ -141,15 +141,14 @@ def worst_first(columns: Iterable[str], metric: str) -> list[str]:
 
 
 def primary(runs: Mapping[str, Sequence[History]]) -> str:
-    """Return the primary metric of the runs; if the runs differ, of the first run."""
+    """Return the primary metric of the runs. If the runs differ, return the primary metric of the first run."""
     return next((history.primary for members in runs.values() for history in members), "accuracy")
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return a text that says which round's model all runs saved, such as ``round of the best validation auroc``.
+    """Return a text that says from which round runs saved the model, such as ``round of the best validation auroc``.
 
-    The result is None if all runs saved the model of the last round, and empty if a run saved the model of another
-    round.
+    The result is None if all runs saved the model of the last round. The result is empty if the runs differ.
     """
     members = [history for history in members if history.saved is not None]
     if not members:
@@ -189,7 +188,7 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if no round did."""
+    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if there is none."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
@@ -200,7 +199,7 @@ def _at_once(history: History, key: str) -> bool:
 
 
 def measure(key: str) -> Measure:
-    """Return how a table displays a measure: heading, factor and digits.
+    """Return the display settings of a measure in a table: heading, factor and digits.
 
     >>> measure("rounds_to_0.8").heading, measure("best_auroc").heading
     ('rounds to 80 %', 'best auroc')
@@ -229,7 +228,7 @@ def bounds(key: str) -> Range:
 
 
 def metric_of(key: str) -> str:
-    """Return the metric of a measure or column; the key itself if it does not belong to a metric.
+    """Return the metric of a measure or column, or the key itself if it does not belong to a metric.
 
     >>> metric_of("best_auroc"), metric_of("test.auroc"), metric_of("clients.auroc.mean"), metric_of("bytes_up")
     ('auroc', 'auroc', 'auroc', 'bytes_up')
@@ -250,7 +249,7 @@ def show(row: Row, key: str) -> str:
 
 
 def shown(cell: Estimate, how: Measure, seeds: int) -> str:
-    """Format an estimate; if some seeds have no value, add the number of seeds that have a value."""
+    """Format an estimate. If some seeds have no value, add the number of seeds with a value."""
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
@@ -269,7 +268,7 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column; targets that no run reached, or all runs reached at once, get no column."""
+    """List the measures that get a column, without targets that no run reached or that all runs reached at once."""
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
     left_out |= frozenset.intersection(*(row.at_once for row in rows)) if rows else set()
@@ -277,7 +276,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the numbers; the text is empty if explanations are not needed."""
+    """Return sentences that explain the numbers. The text is empty if explanations are not needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -287,12 +286,13 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a list with a sentence about methods whose final values do not describe the model of the last round.
+    """Return a list with a sentence about methods with final values that do not describe the model of the last round.
 
     The list is empty if there is no such method.
 
     Args:
-        models: The result of ``kept`` for each method: a text that says which round's model the runs saved.
+        models: The result of ``kept`` for each method, which is a text that says from which round the runs saved the
+            model.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are from the saved model (round of the best validation auroc).']
@@ -330,7 +330,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table in Markdown whose first ``left`` columns are aligned to the left.
+    """Return a table in Markdown. Its first ``left`` columns are aligned to the left.
 
     >>> print(markdown_table(["", "n"], [["a", "1"]]), end="")
     |  | n |
@@ -355,7 +355,7 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
     If runs of a method broke down, ``stuck`` is the number of these runs. If final values do not describe the model of
-    the last round, ``kept`` says which round's model the values describe.
+    the last round, ``kept`` names the round of the model that they describe.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

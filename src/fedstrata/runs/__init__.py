@@ -1,1 +1,1 @@
-"""One run: its preparation, its loop over rounds, its folder and checkpoints, and inference with its final model."""
+"""Prepare, run, store and resume one run, and use its final model for inference."""

@@ -52,7 +52,7 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
 
     Args:
         noise: Standard deviation of the noise, as a multiple of the largest norm of a gradient.
-        rate: Probability with which each sample is in the step.
+        rate: Probability that a sample is used in the step.
     """
     library = dp_accounting()
     accountant = library.rdp.RdpAccountant(ORDERS)
@@ -61,30 +61,30 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
 
 
 class RunAccountant(Protocol):
-    """Counts the rounds in which clients take part in a run, and computes the largest ε of all clients.
+    """A counter of the rounds in which clients take part in a run. It computes the largest ε of all clients.
 
-    The counts are stored in ``Simulation.memory``, which checkpoints contain.
+    The counts are stored in ``Simulation.memory``, which is part of every checkpoint.
     """
 
     def listening(self, listener: Listener | None) -> Listener | None:
-        """Return the listener of the run, which may also read clients' replies for the accountant.
+        """Return a listener of the run that may also read clients' replies for the accountant.
 
         Args:
             listener: The listener without the accountant.
         """
 
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the clients that must not be invited any more."""
+        """Return the clients that must no longer be invited."""
 
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round; return the largest ε of all clients and, if necessary, what this ε is about."""
+        """Count a round. Return the largest ε of all clients and, if necessary, a note on the meaning of this ε."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
         """Return the reason why the run must end before its next round; empty if the run can continue."""
 
 
 class Accountant(RunAccountant):
-    """Computes the ε of clients from the number of rounds in which they trained.
+    """An accountant that computes the ε of clients from the number of rounds in which they trained.
 
     The random choice of clients does not reduce ε, because the server knows which clients take part. Each step of a
     client is a Gaussian mechanism on a Poisson sample of its data. The Rényi divergences of all steps are added.
@@ -92,7 +92,7 @@ class Accountant(RunAccountant):
     Args:
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
-        sizes: Number of samples of each client, shape (N,). The numbers of samples are assumed to be public.
+        sizes: Number of samples of each client, shape (N,). We assume that the numbers of samples are public.
         known: Whether the sizes are known before the run. If not, replies contain the sizes.
 
     Raises:

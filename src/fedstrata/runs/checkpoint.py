@@ -1,9 +1,9 @@
 """Save and load checkpoints.
 
-Saved checkpoints stay usable if the process is killed at any moment. Damaged files are detected.
+Saved checkpoints stay usable even if the process is killed at any moment. Damaged files are detected.
 
 The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
-their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is only written if the state
+their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is written only if the state
 changed. The cost of a checkpoint therefore depends on the number of clients that took part since the last checkpoint.
 Each file is written under a temporary name, synced to the disk and then renamed. The two newest checkpoints are kept.
 """
@@ -33,7 +33,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
 
 @record("Stored")
 class Stored:
-    """The server's state, as a checkpoint stores it.
+    """The part of the server's state that a checkpoint stores.
 
     Args:
         state: The method's state.
@@ -51,12 +51,11 @@ class Checkpoint:
     Args:
         round: The last round that was complete when the checkpoint was saved.
         state: The method's state.
-        clients: A mapping from each client that has a state to the state's file.
-        remote: Whether the sites (the clients' own machines) keep the clients' states, so that the checkpoint has no
-            clients' states.
+        clients: A mapping from each client with a state to the file of this state.
+        remote: Whether the sites (the clients' own machines) keep the clients' states, instead of the checkpoint.
         identity: The run's identity; None if the checkpoint has no identity.
-        logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to the checksum of the log's
-            last line when the checkpoint was saved.
+        logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to a checksum. This is the
+            checksum of the log's last line when the checkpoint was saved.
         loop_state: The state of the loop over rounds; None if the checkpoint has no such state.
     """
 
@@ -96,7 +95,7 @@ def save(
         folder: The folder ``checkpoint/`` of the run.
         round: The last complete round.
         state: The method's state.
-        store: The clients' states. States are only written if they changed since the last checkpoint.
+        store: The clients' states. States are written only if they changed since the last checkpoint.
         remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has no states.
         identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: A mapping from the name of each log of the run to the checksum of its last line.
@@ -132,11 +131,12 @@ def save(
 
 
 def load(folder: Path, last: int | None = None) -> Checkpoint | None:
-    """Read the newest checkpoint that is not damaged; return None if the folder has no checkpoint.
+    """Read the newest checkpoint that is not damaged. Return None if the folder has no checkpoint.
 
     Args:
         folder: The folder that ``save`` wrote to.
-        last: The last round to consider: checkpoints of later rounds are ignored. None to consider all checkpoints.
+        last: The last round to consider. Checkpoints of later rounds are ignored. With None, all checkpoints are
+            considered.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are damaged.

@@ -29,10 +29,10 @@ LEAST_NOISE = 0.1
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
-    """Return the probability that a client is in a round, if the random choice of clients lowers ε; otherwise None.
+    """Return the probability that a client takes part in a round if the random choice lowers ε; otherwise None.
 
-    The choice lowers ε only if each client is drawn independently in every round, and others do not see which clients
-    take part. A limit of participations makes draws depend on earlier draws.
+    The choice lowers ε only if each client is drawn independently in every round, and if others do not see which
+    clients take part. A limit on the number of rounds per client makes draws depend on earlier draws.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
@@ -43,17 +43,17 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
 
 
 class ClientAccountant(RunAccountant):
-    """Computes the ε of a client from the number of rounds in which it could take part.
+    """An accountant that computes the ε of a client from the number of rounds in which the client could take part.
 
-    Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k, whose ε is exact
-    (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant computes distributions of the privacy loss
-    (Koskela et al. 2020). The accountant rounds losses up, so that ε is never too small.
+    Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k. The ε of this
+    mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant computes distributions of
+    the privacy loss (Koskela et al. 2020). The accountant rounds losses up, so that ε is never too small. The library
     ``dp-accounting`` computes both.
 
     Args:
         dp: The settings of differential privacy.
         clients: Number of clients, N.
-        rate: The probability that a client is in a round; None if the choice of clients does not lower ε.
+        rate: The probability that a client takes part in a round; None if the choice of clients does not lower ε.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -111,7 +111,7 @@ class ClientAccountant(RunAccountant):
 
     @override
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the clients that took part in the largest allowed number of rounds."""
+        """Return the clients that have already taken part in the largest allowed number of rounds."""
         most = self.dp.participations
         return np.empty(0, dtype=np.int64) if most is None else np.flatnonzero(self._rounds(memory) >= most)
 

@@ -1,4 +1,4 @@
-"""Checks before the first round that a run can guarantee differential privacy of clients (``privacy.clients``)."""
+"""Check before the first round that a run can guarantee differential privacy of clients (``privacy.clients``)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ USE = "Use a method such as fedavg, fedprox or moon."
 
 
 def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
-    """Check that the method, the model and the settings allow ``privacy.clients``; warn if there are few clients.
+    """Check that the method, the model and the settings allow ``privacy.clients``. Warn if there are few clients.
 
     Raises:
-        SpecError: The bound on a client's update would not cover all that the client sends, or would depend on others.
+        SpecError: The bound on a client's update would not cover everything that the client sends, or would depend on
+            other clients.
         ExtraMissingError: The extra ``dp`` is not installed.
     """
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()

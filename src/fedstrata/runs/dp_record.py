@@ -1,4 +1,4 @@
-"""The record of a run with differential privacy of samples (``privacy.dp``): what ε means, and what it leaves out."""
+"""Describe what ε means, and what it leaves out, in a run with differential privacy of samples (``privacy.dp``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT_SITES = "protects against everyone outside the site, also the server"
 
 
 def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:
-    """Return the names (see ``OUTSIDE``) of the values without noise that a run computes from clients' samples.
+    """Return the names (see ``OUTSIDE``) of the values that a run computes from clients' samples without noise.
 
     Args:
         spec: The experiment.

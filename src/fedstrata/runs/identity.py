@@ -1,9 +1,9 @@
-"""The identity of a run: its spec, and checksums of its data, model, partition and code.
+"""Compute the identity of a run: its spec, and checksums of its data, model, partition and code.
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
-identity. Only settings whose fields are marked with ``config.MayChange`` may differ. Software versions and the
+identity. Only settings with fields that are marked with ``config.MayChange`` may differ. Software versions and the
 processor are not part of the identity. If versions or processors differ, a resumed run warns that the last bits of its
-results may differ.
+results may change.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ def well_formed(identity: object) -> bool:
 
 
 def about_data(data: Dataset) -> str:
-    """Return the text that replaces the user's data in a spec: checksum, numbers of samples and shape."""
+    """Return the text that stands for the user's data in a spec: checksum, numbers of samples and shape."""
     outputs = "classes" if data.task.has_classes else "outputs"
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.outputs} {outputs}"
 
 
 def about_model(model: Model) -> str:
-    """Return the text that replaces the user's module in a spec: checksum, Python class and number of parameters."""
+    """Return the text that stands for the user's module in a spec: checksum, Python class and number of parameters."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
 
 def fingerprint_of_data(data: Dataset) -> str:
-    """Return the SHA-256 of a data set: samples, labels, class names, normalisation and any client ids."""
+    """Return the SHA-256 of a data set: of its samples, labels, class names, normalisation and client ids (if any)."""
     tensors = [data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale]
     names = [*data.class_names]
     if data.client_train is not None:
@@ -104,7 +104,7 @@ def fingerprint_of_model(model: Model) -> str:
 
 
 def fingerprints_of_frozen(model: Model) -> dict[str, str]:
-    """Return a mapping from the name of each frozen tensor of a model to the SHA-256 of its type, shape and values."""
+    """Return a mapping from the name of each frozen tensor to the SHA-256 of the tensor's type, shape and values."""
     return {name: _digest(tensor) for name, tensor in model.untrained.frozen.items()}
 
 
@@ -125,7 +125,7 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
 
 @cache
 def environment(device: str = "cpu") -> dict[str, str]:
-    """Return what is recorded about a run's environment: versions of fedstrata, PyTorch and Python, and the hardware.
+    """Return the record of a run's environment: versions of fedstrata, PyTorch and Python, and the hardware.
 
     Args:
         device: The value of ``training.device``. If it stands for a GPU, the name of the GPU is recorded too.
@@ -143,7 +143,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name and the instruction sets of the processor. Machines with equal processors compute the same bits.
+    """Return the name and the instruction sets of the processor. Equal processors compute the same bits.
 
     The name is not enough, because some clouds give the same name to processors of several generations.
     """
@@ -160,7 +160,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
     """Refuse to resume a run if its identity differs in a way that is not permitted.
 
     Args:
-        before: The identity of the run, as read from JSON.
+        before: The identity of the run, which was read from JSON.
         now: The identity of the experiment that would continue the run.
         where: The run folder, for the error message.
 

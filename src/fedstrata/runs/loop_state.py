@@ -1,4 +1,4 @@
-"""The state of a run's loop over rounds: evaluations, rounds of the latest replies, and states of callbacks.
+"""Store the state of a run's loop over rounds: evaluations, rounds of the latest replies, and states of callbacks.
 
 The loop is in ``Simulation``. The method's state is stored separately.
 """
@@ -22,12 +22,12 @@ from fedstrata.federation.messages import Weights
 
 @record("Measured")
 class Measured:
-    """The results of an evaluation that checkpoints store.
+    """The part of an evaluation's results that checkpoints store.
 
     Args:
         round: The round after which the model was evaluated.
         value: The primary metric on the validation samples or, if there are none, on the test set.
-        confusion: The confusion matrix of the test set, (C, C): rows are true classes, and columns are predicted
+        confusion: The confusion matrix of the test set, shape (C, C). Rows are true classes, and columns are predicted
             classes.
     """
 
@@ -41,7 +41,7 @@ class SavedLoopState:
     """The fields of ``LoopState`` that checkpoints store, some under other names.
 
     Args:
-        heard: The round of each client's latest reply that the server used (``last_reply`` of ``LoopState``).
+        heard: The latest round in which the server used a reply of each client (``last_reply`` of ``LoopState``).
         evaluated: The most recently evaluated rounds.
         last: The latest evaluation.
         best: The best evaluation.
@@ -64,17 +64,16 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 without
-            such a round. Empty if clients have no test samples of their own.
+        last_reply: The latest round in which the server used a reply of each client, shape (N,). The value is 0 without
+            such a round. The array is empty if clients have no test samples of their own.
         evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The latest evaluation.
         best: The evaluation with the best primary metric; if several are equally good, the first of them.
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if it was not stopped.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
-        score: The latest evaluation in this process, with all its results.
-        late_events: Events that are not in the log yet, because they happened after the events of their round were
-            written.
+        score: The latest evaluation in this process, with all results.
+        late_events: Events that are not in the log yet, because they happened after their round's events were written.
     """
 
     last_reply: NDArray[np.int64]
@@ -88,7 +87,7 @@ class LoopState:
     late_events: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, channel: CompressionState | None) -> SavedLoopState:
-        """Return the state to store in a checkpoint, including ``channel``, the server's state of compression."""
+        """Return the state to store in a checkpoint. The argument ``channel`` is the server's state of compression."""
         return SavedLoopState(self.last_reply, self.evaluated, self.last, self.best, self.memory, self.stopped, channel)
 
     def restore(self, saved: SavedLoopState) -> None:
@@ -112,17 +111,17 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of unheard clients, whose replies the server has not used recently.
+        """Return the ids of unheard clients: the server has not used a reply of these clients recently.
 
-        "Recently" means since the first of the last ``evaluations`` evaluations. If there were fewer evaluations,
-        "recently" means since the start of the run.
+        In this context, "recently" means since the first of the last ``evaluations`` evaluations. If there were fewer
+        evaluations, "recently" means since the start of the run.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()
         return clients
 
     def confusions(self) -> dict[str, Confusion]:
-        """Return the confusion matrices of the evaluations ``last`` and ``best``, by these names.
+        """Return a mapping from the names ``last`` and ``best`` to the confusion matrices of these evaluations.
 
         The mapping is empty if the task has no classes.
         """

@@ -1,4 +1,4 @@
-"""Inference with the final model of a run; ``model.json`` describes the model."""
+"""Predict with the final model of a run. The file ``model.json`` describes the model."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ OF_ROWS = ("label", "columns", "missing", "delimiter")
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
-    """Return the content of ``model.json``: all that inference needs, except the parameters.
+    """Return the content of ``model.json``: everything that inference needs, except the parameters.
 
-    No value is rounded: JSON writes a float as the shortest text that is read as the same float64.
+    Values are not rounded, because each float is written as the shortest text that is read as the same float64.
 
     Args:
         prepared: The experiment.
@@ -122,7 +122,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.safetensors``, and ``model.json``, which contains checksums of both files.
+    """Write ``model.safetensors``, and ``model.json`` with checksums of both files.
 
     Args:
         folder: The run folder.
@@ -141,16 +141,16 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
-    factory of the model, ``"module:factory"``, the Python module of the factory is imported, except if you pass
-    ``model``.
+    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. The run's spec may name your own
+    factory of the model, as ``"module:factory"``. The Python module of this factory is then imported, except if you
+    pass ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: A module with the same architecture, if the run trained a module of your own; or the module's Python
-            class, or a function that creates it, as for ``fedstrata.run``. The module is not changed, and its trainable
-            parameters are ignored. The module's frozen parameters must be equal to the run's frozen parameters, because
-            the folder does not contain frozen parameters.
+        model: A module with the same architecture, if the run trained a module of your own. As in ``fedstrata.run``,
+            you may also pass the module's Python class, or a function that creates the module. The module is not
+            changed, and its trainable parameters are ignored. Its frozen parameters must be equal to the run's frozen
+            parameters, because the folder does not contain frozen parameters.
 
     Raises:
         SpecError: The folder has no finished run, or ``model`` is missing or does not fit the run.
@@ -185,17 +185,17 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
 class Predictor:
     """A trained model for inference, which prepares new samples in the same way as the training samples.
 
-    A model that was trained on a table takes rows with the columns of ``schema``, as in a file or data frame. The
-    predictor imputes missing values and encodes categories as the run did. The error about an invalid cell contains the
-    cell's row and column.
+    A model that was trained on a table takes rows with the columns of ``schema``, for example from a file or a data
+    frame. As in training, the predictor imputes missing values and encodes categories. The error about an invalid cell
+    contains the cell's row and column.
 
     On the run's test set, the accuracy is exactly ``final_accuracy``, because predictions are computed in the same
-    batches. To compute on a GPU, move ``module`` there.
+    batches. To predict on a GPU, move ``module`` to the GPU.
 
     With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, so ``module`` has the
     initial values of these statistics. A run then evaluates the model with the statistics of each test batch, and
-    ``predict`` does the same. A prediction then depends on the other samples in the batch, so pass many samples of all
-    classes at once.
+    ``predict`` does the same. In this case, a prediction depends on the other samples in the batch, so pass many
+    samples of all classes at once.
 
     Args:
         module: The module with its final parameters.
@@ -222,26 +222,26 @@ class Predictor:
         self._shift, self._scale = _all_normalisation(about)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """Return the most likely class of each sample; for other tasks, predicted numbers, labels or tokens.
+        """Return the most likely class of each sample or, for other tasks, predicted numbers, labels or tokens.
 
         Args:
-            x: For a model of a table, its rows: a data frame of pandas or polars, a mapping of column names to lists,
-                or the path of a CSV or Parquet file. Other columns, such as the label, are ignored. For a model of
-                arrays, samples before normalisation, in a shape that ``from_arrays`` takes: (N, F), (N, H, W), (N, H,
-                W, C) or (N, C, H, W). A single sample has N = 1. A model of a table also takes such an array (N, F) of
-                the features that ``schema.names()`` lists, with imputed values and before normalisation.
+            x: The samples before normalisation. A model of a table takes rows. Rows are a pandas or polars data frame,
+                a mapping from column names to lists, or the path of a CSV or Parquet file. Other columns, such as the
+                label, are ignored. A model of arrays takes an array of shape (N, F), (N, H, W), (N, H, W, C) or (N, C,
+                H, W), as ``from_arrays`` does. A single sample has N = 1. A model of a table also takes an array (N, F)
+                of the features that ``schema.names()`` lists, with imputed values.
 
         Returns:
-            The labels, shape (N,): integers if all class names are integers, otherwise the names as strings. A data set
-            stores class names as text. Therefore, the labels "0" and "1" are returned as integers, and the labels True
-            and False as strings.
+            The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. A data
+            set stores class names as text. Therefore, the labels "0" and "1" are returned as integers, and the labels
+            True and False as strings.
 
-            Regression: numbers in the unit of the targets, shape (N,), or (N, K) for several targets. Several labels: 1
-            for each label that is predicted, shape (N, K). Next token and segmentation: a class for each token or
-            pixel.
+            Other tasks return other predictions. Regression returns numbers in the unit of the targets, shape (N,), or
+            (N, K) for K targets. With several labels per sample, the result has shape (N, K), with 1 for each predicted
+            label. Next-token prediction and segmentation return a class for each token or pixel.
 
         Raises:
-            DataError: A cell does not match the schema, or a value is missing in a column that has no rule for missing
+            DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
                 values. The error is also raised if samples are not finite numbers, or differ in shape from the training
                 samples.
             SpecError: The rows lack a column.
@@ -259,13 +259,13 @@ class Predictor:
         return predicted
 
     def predict_proba(self, x: Any) -> NDArray[np.float32]:
-        """Return the probability of each class for each sample: the softmax of the logits.
+        """Return the probability of each class for each sample, which is the softmax of the logits.
 
         Args:
             x: See ``predict``.
 
         Returns:
-            The probabilities, shape (N, C), float32; column c belongs to ``classes[c]``.
+            The probabilities, shape (N, C), float32. Column c contains the probabilities of ``classes[c]``.
 
         Raises:
             SpecError: The task does not predict probabilities.
@@ -279,9 +279,9 @@ class Predictor:
         return np.concatenate([part["probabilities"].cpu().numpy() for part in parts])
 
     def inputs(self, x: Any) -> Inputs:
-        """Return samples as input of ``module``: normalised, float32, shape (N, F) or (N, C, H, W).
+        """Return the normalised samples as input for ``module``: float32, shape (N, F) or (N, C, H, W).
 
-        For a model with several inputs, return a mapping from their names to tensors (N, …).
+        For a model with several inputs, return a mapping from the inputs' names to tensors (N, …).
 
         Args:
             x: See ``predict``.

@@ -56,7 +56,7 @@ class Prepared:
         data: The data set.
         assignment: The training samples of each client.
         config: The configuration that the server and the clients share.
-        held: The samples that are held out of training, such as validation samples.
+        held: The samples that are not used for training, such as validation samples.
     """
 
     spec: Experiment
@@ -72,15 +72,15 @@ class Prepared:
 
 
 def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | None = None) -> Prepared:
-    """Load the data, split them among the clients, build the model and check all settings. No file is written.
+    """Load the data, split them among the clients, build the model, and check all settings, without writing files.
 
     Args:
         spec: The experiment.
-        data: Your own data instead of the data in the spec: a ``Dataset``, a tuple ``(x_train, y_train, x_test,
+        data: Your own data, which replace the data in the spec: a ``Dataset``, a tuple ``(x_train, y_train, x_test,
             y_test)``, or a mapping with these keys.
-        model: Your own model instead of the model in the spec. Pass its class, or a function that creates it, so that
-            the spec's seed decides its initial values; see ``fedstrata.models.zoo.own_module``. If you pass a module
-            object, training starts from the object's parameters with every seed.
+        model: Your own model, which replaces the model in the spec. Pass its class, or a function that creates it, so
+            that the spec's seed determines its initial values; see ``fedstrata.models.zoo.own_module``. If you pass a
+            module object, training starts from the object's parameters with every seed.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -134,9 +134,9 @@ def assemble(
         model: See ``prepare``.
         sizes_known: Whether ``assignment`` has the samples of all clients; False at real sites, which keep their data.
         validation: The indices of training samples that were held out before the partition.
-        brought: The test samples of each client, if a site or the data set has separate test samples for the client.
+        brought: The test samples of each client, if a site or the data set has separate test samples for clients.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
-            samples. None if the samples and the statistics are not known yet.
+            samples. The value is None if the samples and the statistics are not known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -214,7 +214,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
         spec: The experiment.
         config: The settings that server and clients share.
         dataset: The data set.
-        held: The samples that are held out of training.
+        held: The samples that are not used for training.
     """
     if spec.attack is not None and spec.attack.alters_replies and not isinstance(spec.method, Recipe):
         problem = f"changes updates of local training, which clients of {spec.method.name!r} do not send. "
@@ -241,7 +241,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Refuse an attack at real sites, whose replies must not be changed.
+    """Refuse an attack at real sites, because the replies of real sites must not be changed.
 
     Raises:
         SpecError: The spec has a section ``attack``.
@@ -286,7 +286,7 @@ def _check_optimizer(method: Method, config: FederationConfig) -> None:
 
 
 def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator[NDArray[np.int64]]:
-    """Return an iterator that yields, for each client, the indices of its samples that are not held out of training."""
+    """Return an iterator that yields the indices of each client's training samples, without held-out samples."""
     trains = np.ones(data.train_size, dtype=bool)
     trains[held.samples] = False
     return (rows[trains[rows]] for rows in map(assignment.__getitem__, range(len(assignment))))

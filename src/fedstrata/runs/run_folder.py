@@ -1,4 +1,4 @@
-"""The folder of a run: lock it, append the records of rounds, save checkpoints, and write the results."""
+"""Lock the folder of a run, append the records of rounds, save checkpoints, and write the results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ file."""
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the number of rounds that a run has recorded so far; the run may be in progress in another process."""
+    """Return the number of rounds that a run has recorded so far. The run may be in progress in another process."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -80,7 +80,7 @@ def last_number(folder: Path, column: str) -> float | None:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Return True if a folder contains a finished run, which did all ``rounds`` or was stopped early."""
+    """Return True if a folder contains a finished run, which did all its ``rounds`` or was stopped early."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
@@ -111,7 +111,7 @@ class RunFolder:
     @classmethod
     @contextmanager
     def open(cls, path: Path | None, prepared: Prepared, *, resume: bool = False) -> Iterator[RunFolder]:
-        """Lock a folder during the ``with`` block; files in the folder only change when ``begin`` is called.
+        """Lock a folder during the ``with`` block. Files in the folder change only after ``begin`` is called.
 
         Args:
             path: The folder; None to write no files.
@@ -140,9 +140,9 @@ class RunFolder:
             raise
 
     def finished(self) -> History | None:
-        """Return the history of the folder's run if the run is over and has no checkpoint; None otherwise.
+        """Return the history of the folder's run if the run is over and has no checkpoint; otherwise None.
 
-        A finished run without a checkpoint must not be resumed: it would start again and delete its results.
+        A finished run without a checkpoint must not be resumed, because it would start again and delete its results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -379,7 +379,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
     Args:
         folder: The run folder.
         key: The name of the option that gave the folder, for the error message.
-        overrides: Changed settings as ``section.key=value``. Only some settings may change when a run is resumed.
+        overrides: Changed settings as ``section.key=value``. Only some settings may change if a run is resumed.
 
     Raises:
         SpecError: The folder is not a run folder.

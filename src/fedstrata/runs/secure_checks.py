@@ -1,4 +1,4 @@
-"""Checks, before the first round, that secure sums (``privacy.sums``) are possible in a run."""
+"""Check before the first round that secure sums (``privacy.sums``) are possible in a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNDECLARED = "does not declare that sums over clients are enough (needs_replies)
 
 
 def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut) -> None:
-    """Check the method, the model and the settings against ``privacy.sums = "secure"``.
+    """Check that the method, the model and the settings allow ``privacy.sums = "secure"``.
 
     Raises:
-        SpecError: The server would need single replies, or the sum is not implemented for a setting.
+        SpecError: The server would need individual replies, or the sum is not implemented for a setting.
         ExtraMissingError: The extra ``secure`` is not installed.
     """
     from fedstrata.federation.secure import protocol
@@ -58,10 +58,10 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
 
 
 def check_replies(method: Method) -> None:
-    """Check that a method and its choices need only sums of replies.
+    """Check that a method and its settings need only sums of replies.
 
     Raises:
-        SpecError: The server needs single replies; the message gives the reason.
+        SpecError: The server needs individual replies. The message gives the reason.
     """
     parts: list[tuple[str, Setting]] = [("method", method)]
     if isinstance(method, Recipe):
@@ -88,7 +88,7 @@ def _check_sites(spec: Experiment) -> None:
 
 
 def refuse_secure_sums(spec: Experiment) -> None:
-    """Refuse secure sums in NVFlare's simulator, whose sites have no certificates.
+    """Refuse secure sums in NVFlare's simulator, because sites in the simulator have no certificates.
 
     Raises:
         SpecError: The spec sets ``privacy.sums`` to "secure".
@@ -101,7 +101,7 @@ def refuse_secure_sums(spec: Experiment) -> None:
 
 
 def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener | None) -> None:
-    """Check how a run with secure sums is started.
+    """Check that a run with secure sums is started with a suitable engine and listener.
 
     Args:
         privacy: The settings of privacy.
@@ -109,7 +109,7 @@ def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener 
         listener: The listener of the run.
 
     Raises:
-        SpecError: The engine cannot simulate masks, or a listener wants single replies.
+        SpecError: The engine cannot simulate masks, or a listener needs individual replies.
     """
     if listener is not None:
         problem = "a listener, such as an audit, needs single replies. Use 'plain', or remove the listener."

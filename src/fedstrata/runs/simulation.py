@@ -1,4 +1,4 @@
-"""A run in this process: the loop over its rounds, with callbacks, checkpoints and the run folder."""
+"""Run an experiment in this process: the loop over its rounds, with callbacks, checkpoints and the run folder."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ HANDLERS = Handlers(
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """Return the context of a process's clients: the settings, data and handlers that they share.
+    """Return the context of the clients in a process: the settings, data and handlers that these clients share.
 
     Args:
         prepared: The experiment.
@@ -110,7 +110,7 @@ class Simulation:
 
     Args:
         prepared: The experiment.
-        engine: The name of an engine, or an engine object. The engine is closed when the simulation is closed.
+        engine: The name of an engine, or an engine object. When the simulation is closed, it closes the engine.
         checkpoint: The checkpoint from which the run continues; None for a new run.
         listener: A function that is called after each exchange with clients, with the round and the replies.
 
@@ -205,7 +205,7 @@ class Simulation:
 
     @property
     def memory(self) -> dict[str, Tree]:
-        """A mapping from the name of each callback to its state, which checkpoints contain."""
+        """A mapping from the name of each callback to its state, which is part of every checkpoint."""
         return self.loop_state.memory
 
     @property
@@ -268,7 +268,7 @@ class Simulation:
             yield self.step()
 
     def evaluated(self) -> Weights:
-        """Return the current global model, in the form that is evaluated and saved."""
+        """Return the current global model in the form in which it is evaluated and saved."""
         return self.spec.method.evaluated(self.prepared.config, self.state)
 
     def evaluate(self) -> Score:
@@ -307,7 +307,7 @@ class Simulation:
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Choose the model that is saved at the end of the run instead of the model of the last round.
+        """Choose the model to save at the end of the run instead of the model of the last round.
 
         Args:
             weights: The parameters and buffers to save.
@@ -323,7 +323,7 @@ class Simulation:
     def client_table(self) -> list[dict[str, Any]]:
         """Return one row per client: its sample counts, and its results in the last evaluation.
 
-        If ``leave`` has chosen a model, the results are of this model. The list is empty if clients have no test
+        If ``leave`` has chosen a model, the results refer to this model. The list is empty if clients have no test
         samples of their own.
         """
         held, sizes = self.prepared.held, self.prepared.config.sizes
@@ -368,7 +368,7 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose, if any; the dict is empty if that round was already evaluated."""
+        """Evaluate the model that ``leave`` chose. The dict is empty without a model, or if it was evaluated before."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}
@@ -408,7 +408,7 @@ def run_prepared(
     Args:
         prepared: The experiment.
         path: The run folder; None to write no files.
-        engine: The name of an engine, or an engine object. The engine is closed at the end.
+        engine: The name of an engine, or an engine object. At the end, the engine is closed.
         callbacks: Callbacks in addition to the spec's callbacks.
         resume: Whether to continue the run in the folder.
     """
@@ -485,8 +485,8 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
     """Raise ``SpecError`` if the engine that would continue a run could not find the clients' states.
 
     Args:
-        was: Whether the sites (the clients' own machines) have kept the clients' states so far, so that the checkpoint
-            has no clients' states.
+        was: Whether the sites (the clients' own machines) have kept the clients' states so far, instead of the
+            checkpoint.
         will: Whether the sites keep the clients' states when this engine continues the run.
         engine: The name of the engine.
 

@@ -1,6 +1,6 @@
-"""Allocation of draws to strata (groups of clients), and systematic sampling.
+"""Allocate draws to strata (groups of clients), and draw systematic samples.
 
-m is the number of draws, and H is the number of strata. Stratum h has N_h clients and gets m_h draws.
+The number of draws is m, and the number of strata is H. Stratum h has N_h clients and gets m_h draws.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOOR = 0.5
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
-    """Return the spread of each stratum, which measures how much its points differ, shape (count,).
+    """Return the spread of each stratum, shape (count,), which measures how much the stratum's points differ.
 
     The square of the spread is the variance of a coordinate within the stratum, averaged over the d coordinates.
 
@@ -44,17 +44,17 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 
 
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
-    """Divide ``budget`` draws among strata in proportion to ``weights``; return whole numbers.
+    """Divide ``budget`` draws among strata in proportion to ``weights``, as whole numbers.
 
-    The numbers are rounded by largest remainder: all results are first rounded down, and the strata with the largest
-    remainders then get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
-    stratum that is not empty gets at least one draw, because a stratum without a draw biases the aggregate. If the
-    budget is smaller than the number of strata, the strata with the largest weights get one draw each.
+    The numbers are rounded by largest remainder. First, all numbers are rounded down. Then, the strata with the largest
+    remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
+    non-empty stratum gets at least one draw, because a stratum without a draw biases the aggregate. With fewer draws
+    than strata, the strata with the largest weights get one draw each.
 
     Args:
         budget: The number of draws to allocate, at most the sum of ``sizes``.
         sizes: The number of clients in each stratum, shape (H,).
-        weights: The weight of each stratum, shape (H,), not negative.
+        weights: The non-negative weight of each stratum, shape (H,).
         least: The minimum number of draws for a stratum that is not empty, either 0 or 1.
 
     Returns:
@@ -82,12 +82,12 @@ def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> In
 
 
 def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
-    """Divide ``budget`` in proportion to ``weights``; return real numbers between ``floors`` and ``sizes``.
+    """Divide ``budget`` in proportion to ``weights`` into real numbers between ``floors`` and ``sizes``.
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The largest result for each stratum, which is its number of clients, shape (H,).
-        weights: The weight of each stratum, shape (H,), not negative.
+        sizes: The largest result for each stratum, shape (H,), which is the stratum's number of clients.
+        weights: The non-negative weight of each stratum, shape (H,).
         floors: The smallest result for each stratum, shape (H,), at most the stratum's size.
 
     Returns:
@@ -122,7 +122,7 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     down. The results are the differences between neighbouring sums.
 
     Args:
-        exact: The numbers to round, shape (H,); their sum is a whole number.
+        exact: The numbers to round, shape (H,). Their sum must be a whole number.
         generator: The random generator.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()
@@ -143,12 +143,12 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 
     Args:
         items: The items from which to draw, as indices into ``sizes``, shape (I,).
-        sizes: The size (weight) of each item, whole numbers.
+        sizes: The size (weight) of each item, as whole numbers.
         count: The number of draws.
         generator: The random generator.
 
     Returns:
-        The drawn items, shape (count,). Each item appears as often as its expected number says, rounded down or up.
+        The drawn items, shape (count,). Each item appears as often as its expected number of draws, rounded down or up.
     """
     order = generator.permutation(items)
     # Imagine the items one after another on a line, where the length of an item is its size times ``count``. Pointers
@@ -162,7 +162,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata by a rule; return each stratum's number of draws and its probability of a draw.
+    """Allocate draws to strata by a rule. Return each stratum's number of draws, and its probability of a draw.
 
     Args:
         rule: The rule; see ``Allocation``.
@@ -172,9 +172,9 @@ def allocated(
         generator: The random generator, which only ``neyman-random`` uses.
 
     Returns:
-        Two arrays of shape (H,). The first is the number of draws from each stratum. It is at most the stratum's number
-        of clients, and adds up to ``budget``. The second is the probability that a stratum gets at least one draw. For
-        rules that are not random, this probability is 0 or 1.
+        Two arrays of shape (H,). The first is the number of draws from each stratum. No number is larger than the
+        stratum's number of clients, and the sum is ``budget``. The second is the probability that a stratum gets at
+        least one draw. For rules that are not random, this probability is 0 or 1.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))
@@ -190,9 +190,9 @@ def allocated(
 
 
 def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
-    """Allocate draws in proportion to stratum size times spread, which is Neyman's optimal allocation (FedSTS, Eq. 5).
+    """Allocate draws in proportion to stratum size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
 
-    If all spreads are zero, the allocation is in proportion to size.
+    If all spreads are zero, the allocation is in proportion to stratum size.
 
     Args:
         budget: The number of draws to allocate.
@@ -202,7 +202,8 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
             or 1.
 
     Returns:
-        The number of draws from each stratum, shape (H,): at most its number of clients, and together ``budget`` draws.
+        The number of draws from each stratum, shape (H,). No number is larger than the stratum's number of clients, and
+        the sum is ``budget``.
 
     >>> neyman(4, np.array([10, 10]), np.array([3.0, 1.0])).tolist()
     [3, 1]

@@ -1,4 +1,4 @@
-"""Base classes of client samplers and data samplers."""
+"""Define the base classes of client samplers and data samplers."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from fedstrata.federation.secure.fit import Forms
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round and how they were drawn; aggregators compute the clients' weights from this selection.
+    """The clients of a round and how they were drawn. Aggregators compute the clients' weights from this selection.
 
     A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
     Args:
-        clients: Distinct clients, ascending, shape (m,).
-        draws: How often each client was drawn, shape (m,); always 1 if clients are drawn without replacement.
+        clients: The m distinct clients, ascending, shape (m,).
+        draws: The number of times that each client was drawn, shape (m,). The number is always 1 without replacement.
         probability: The probability that a single draw from the client's stratum picks the client, shape (m,).
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples. A mean weighted by sample counts then gives all draws of a stratum the same
-            weight. None if the draws did not depend on sample counts.
-        stratum_chance: The probability that each stratum gets at least one draw, shape (H,). None if the number of
-            draws from each stratum is not random.
+            their numbers of samples. In a mean that is weighted by sample counts, all draws of a stratum then have the
+            same weight. The value is None if the draws did not depend on sample counts.
+        stratum_chance: The probability that each stratum gets at least one draw, shape (H,). The value is None if the
+            number of draws from each stratum is not random.
         metrics: The sampler's metrics of the round.
         round: The round, counted from 1. The method sets this value for the aggregator.
-        rounds: The number of rounds of the run. The method sets this value, too.
+        rounds: The number of rounds of the run. The method sets this value for the aggregator.
     """
 
     clients: Ints
@@ -59,7 +59,7 @@ class Selection:
         """Return a selection of clients that were drawn uniformly and without replacement, from a single stratum.
 
         Args:
-            clients: The clients that were drawn, in any order, shape (m,).
+            clients: The m clients that were drawn, in any order, shape (m,).
             population: The number of clients that could be drawn.
         """
         clients = np.sort(clients)
@@ -78,10 +78,10 @@ class Selection:
 
         Args:
             clients: All clients that could be drawn, ascending, shape (N,).
-            draws: How often each client was drawn, shape (N,).
-            sizes: The weight of each client, shape (N,), not all zero. A client's expected number of draws is
-                proportional to its weight.
-            by_size: Whether ``sizes`` are numbers of samples; False if ``sizes`` are other weights.
+            draws: The number of times that each client was drawn, shape (N,).
+            sizes: The weight of each client, shape (N,). A client's expected number of draws is proportional to its
+                weight. At least one weight must be positive.
+            by_size: Whether ``sizes`` are numbers of samples instead of other weights.
         """
         drawn = draws > 0
         return cls(
@@ -96,7 +96,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Strata:
-    """The strata (groups of clients) of a sampler, and the features from which the sampler computed them.
+    """The strata (groups of clients) of a sampler, and the features from which the sampler computed the strata.
 
     Args:
         clients: Clients with known features, ascending, shape (n,).
@@ -200,7 +200,7 @@ class ClientSampler(Setting):
 def with_replacement(
     clients: Ints, sizes: Ints, m: int, generator: np.random.Generator, *, by_size: bool = True
 ) -> Selection:
-    """Draw m clients independently, with probabilities in proportion to ``sizes``; see ``Selection.from_draws``."""
+    """Draw m clients independently, with probabilities in proportion to ``sizes``. See ``Selection.from_draws``."""
     draws = generator.multinomial(m, sizes / sizes.sum())
     return Selection.from_draws(clients, draws, sizes, by_size=by_size)
 
@@ -224,7 +224,7 @@ class Uniform(ClientSampler):
             raise SpecError("method.client_sampler.replacement", problem, True)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return an empty list, because the sampler sends no requests."""
+        """Return an empty list, because the sampler does not send requests."""
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
@@ -242,7 +242,7 @@ KeepResult = tuple[float, Tree, Mapping[str, Any]]
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that decide what fraction of its samples each client uses in a round."""
+    """Base class of the samplers that determine what fraction of its samples each client uses in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
@@ -265,12 +265,12 @@ class DataSampler(Setting):
         return None
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms in which clients' replies to the sampler's requests are summed (``privacy.sums``)."""
+        """Return the forms in which secure sums (``privacy.sums``) add the replies to the sampler's requests."""
         return {}
 
     @property
     def private(self) -> bool:
-        """True if clients keep their sizes private. Replies must then not disclose how many samples clients used."""
+        """Whether clients keep their sizes private. If so, replies must not disclose how many samples clients used."""
         return False
 
     @abstractmethod
@@ -278,13 +278,13 @@ class DataSampler(Setting):
         """Compute the probability that a participant uses a given sample in this round.
 
         Args:
-            federation: The federation, to send the sampler's requests.
+            federation: The federation, which sends the sampler's requests.
             state: The sampler's state.
             clients: The participants.
 
         Returns:
-            Three values: the probability, which is the same for all samples of all participants; the sampler's new
-            state; and the sampler's metrics.
+            The probability, the sampler's new state, and the sampler's metrics. The probability is the same for all
+            samples of all participants.
         """
 
 
@@ -295,7 +295,7 @@ class AllData(DataSampler):
     needs_replies = ""
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return an empty list, because the sampler sends no requests."""
+        """Return an empty list, because the sampler does not send requests."""
         return []
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:

@@ -1,4 +1,4 @@
-"""Requests for clients' numbers of samples, exact or with local differential privacy (FedSTaS §2.4)."""
+"""Ask clients for their numbers of samples, exactly or with local differential privacy (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sizes:
     """The clients' numbers of samples.
 
     Args:
-        known: The clients that answered and have samples, ascending, int64.
+        known: The clients with samples that answered, ascending, int64.
         samples: The number of samples of each client in ``known``, int64.
     """
 
@@ -38,13 +38,13 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its number of samples; leave out clients without samples or without an answer."""
+        """Ask every client for its number of samples. Leave out clients without samples or without an answer."""
         sizes, _, _ = ask_sizes(federation, federation.candidates().tolist())
         held = {client: samples for client, samples in sizes.items() if samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates whose sizes are known, and these sizes."""
+        """Return the candidates with known sizes, and these sizes."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]
 
@@ -52,17 +52,17 @@ class Sizes:
 def ask_sizes(
     federation: Federation, clients: Iterable[int], epsilon: float | None = None, bound: int = 0
 ) -> tuple[dict[int, int], int, float]:
-    """Ask clients for their numbers of samples; with ``epsilon``, under ε-local differential privacy.
+    """Ask clients for their numbers of samples. With ``epsilon``, answers have ε-local differential privacy.
 
     Args:
-        federation: The federation, to ask the clients.
+        federation: The federation, through which the server asks the clients.
         clients: The clients to ask.
         epsilon: The privacy parameter ε; None if clients report their true numbers.
-        bound: M, the public bound on a client's number of samples; used only with ``epsilon``.
+        bound: The public bound M on a client's number of samples. It is used only with ``epsilon``.
 
     Returns:
-        Three values: a mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of
-        ``estimated_total``. Without ``epsilon``, these arguments are 0 and 1.
+        A mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of ``estimated_total``.
+        Without ``epsilon``, these arguments are 0 and 1.
     """
     request = size_report(federation, epsilon, bound)
     replies = federation.ask(clients, request)
@@ -70,7 +70,7 @@ def ask_sizes(
 
 
 def size_report(federation: Federation, epsilon: float | None, bound: int) -> SizeReport:
-    """Return the request for clients' numbers of samples; the arguments are those of ``ask_sizes``."""
+    """Return the request for clients' numbers of samples. For the arguments, see ``ask_sizes``."""
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     return SizeReport(federation.round, bound, alpha)
 
@@ -78,13 +78,13 @@ def size_report(federation: Federation, epsilon: float | None, bound: int) -> Si
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Return the declaration of the request that ``ask_sizes`` sends, which a sampler lists in ``allowed``.
+    """Return the declaration of the request that ``ask_sizes`` sends. A sampler lists the declaration in ``allowed``.
 
     Args:
         epsilon: The privacy parameter ε; None if clients report their true numbers.
-        bound: M, the public bound on a client's number of samples.
-        phase: Whether clients are asked at enrolment or in a round.
-        per: Whether a client is asked once per phase or once per run.
+        bound: The public bound M on a client's number of samples.
+        phase: The phase in which the server asks clients: at enrolment or in a round.
+        per: Whether the server asks a client once per phase or once per run.
     """
     rule = replace(SizeReport.rule, phase=phase)
     if epsilon is None:
@@ -107,13 +107,13 @@ def truth_probability(epsilon: float, bound: int) -> float:
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """Return a client's answer: with probability ``alpha`` its true number of samples, otherwise a random number.
+    """Return a client's answer: with probability ``alpha``, its true number of samples, and otherwise a random number.
 
     The true number is clipped to the range from 1 to M − 1. The random number is uniform in {1, …, M − 1}.
 
     Args:
         size: The true number of samples.
-        bound: M, the public bound on a client's number of samples.
+        bound: The public bound M on a client's number of samples.
         alpha: The probability of a truthful answer.
         generator: The random generator.
     """
@@ -125,9 +125,9 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
 def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
     """Estimate the total number of samples of m clients from their randomised answers (FedSTaS, Eq. 7).
 
-    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. The r_k are the answers, α (``alpha``) is the
-    probability of a truthful answer, and M is ``bound``. Without the minimum of 1, the estimate is unbiased if all
-    sizes lie between 1 and M − 1. With much noise, the minimum often applies and makes the estimate too large on
+    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. The answer of client k is r_k, the probability of
+    a truthful answer is α (``alpha``), and M is ``bound``. Without the minimum of 1, the estimate is unbiased if all
+    sizes lie between 1 and M − 1. With strong noise, the minimum often applies and makes the estimate too large on
     average. For example, the mean estimate is 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
     (``fedstrata.papers.calculations``).
 
@@ -143,11 +143,11 @@ def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -
 
 
 class SizeForm:
-    """The form in which the clients' answers to ``SizeReport`` are summed.
+    """The form in which secure sums add the clients' answers to ``SizeReport``.
 
     Args:
         config: The settings that server and clients share.
-        bound: M, the public bound on the answers; 0 if clients report their true numbers.
+        bound: The public bound M on the answers; 0 if clients report their true numbers.
     """
 
     def __init__(self, config: FederationConfig, bound: int) -> None:

@@ -1,10 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
-samples, and Σn is the sum of all sizes. Probabilities are stored as whole numbers, called masses. Every distribution
-has the total mass Σn. Client k has the mass m n_k, which is divided among the distributions. Each draw has the weight
-1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass is
-divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
+samples, and the sum of all sizes is Σn. Probabilities are stored as whole numbers, called masses. Every distribution
+has the total mass Σn. Client k has the mass m n_k. This mass is divided among the distributions. Each draw has the
+weight 1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass
+is divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ LARGEST = 5000
 
 @dataclass(frozen=True)
 class Distributions:
-    """m probability distributions over the clients, stored as one sequence of masses.
+    """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``; the product is a whole number. Each mass in the sequence belongs
+    A *mass* is a probability multiplied by ``each``. The product is a whole number. Each mass in the sequence belongs
     to one client. The first masses, with the sum ``each``, are the first distribution. The next masses, with the same
     sum, are the second distribution, and so on.
 
     Args:
-        places: The client of each mass, as an index into the array of clients, shape (s,).
+        places: The client of each of s masses, as an index into the array of clients, shape (s,).
         masses: The masses, shape (s,). The masses add up to ``draws`` · ``each``.
-        draws: m, the number of distributions.
-        each: The total mass of each distribution: the number of samples of all clients.
+        draws: The number m of distributions.
+        each: The total mass of each distribution, which is the number of samples of all clients.
     """
 
     places: Ints
@@ -55,7 +55,7 @@ class Distributions:
     each: int
 
     def draw(self, generator: np.random.Generator) -> Ints:
-        """Draw one client from every distribution; return indices into the array of clients, shape (m,)."""
+        """Draw one client from each of m distributions. Return indices into the array of clients, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
         drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
         return drawn
@@ -157,8 +157,8 @@ def by_size(sizes: Ints, m: int) -> Distributions:
     all clients. The distributions are filled one after another with the masses, in descending order of client size.
 
     Args:
-        sizes: The number of samples of each client, shape (N,), positive.
-        m: The number of draws, and of distributions.
+        sizes: The positive number of samples of each client, shape (N,).
+        m: The number of draws, which is also the number of distributions.
 
     >>> distributions = by_size(np.array([1, 3, 2]), 2)
     >>> distributions.places.tolist(), distributions.masses.tolist()
@@ -175,15 +175,15 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
-    of all clients. A client with a mass of Σn or more first fills whole distributions by itself, until its remaining
-    mass is less than Σn. Of the remaining r distributions, each gets one of the r groups with the largest remaining
+    of all clients. A client with a mass of at least Σn first fills whole distributions alone, until its remaining mass
+    is less than Σn. Each of the remaining r distributions then gets one of the r groups with the largest remaining
     masses. The clients of all other groups then fill the distributions up to their capacity.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at
             most Σn.
-        sizes: The number of samples of each client, shape (N,), positive.
-        m: The number of draws, and of distributions.
+        sizes: The positive number of samples of each client, shape (N,).
+        m: The number of draws, which is also the number of distributions.
     """
     total = int(sizes.sum())
     filled, masses = np.divmod(sizes * m, total)
@@ -211,9 +211,9 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
     The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
-    client is m times its number of samples, modulo Σn. This is the mass that ``by_group`` divides by group. Updates are
-    scaled to length 1, so that their distance depends only on the angle between them. Clients without an update have
-    the zero vector. The distance between two clients without an update is therefore 0.
+    client is m times its number of samples, modulo Σn. The function ``by_group`` divides this mass by group. Updates
+    are scaled to length 1, so that the distance of two updates depends only on the angle between them. Clients without
+    an update have the zero vector. The distance between two clients without an update is therefore 0.
 
     Args:
         updates: The last update of each client, shape (N, d).

@@ -1,4 +1,4 @@
-"""FedEntOpt's sampler, which makes the labels of a round's clients as even as possible (Lutz et al. 2025)."""
+"""Choose clients with FedEntOpt's sampler, which makes a round's labels as even as possible (Lutz et al. 2025)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EntropyState:
 
     Args:
         labels: The clients' label counts.
-        recent: The buffer, which contains the clients that were invited most recently, oldest first, int64.
+        recent: The buffer, which contains the most recently invited clients, oldest first, int64.
     """
 
     labels: LabelCounts
@@ -35,13 +35,14 @@ class EntropyState:
 class Entropy(ClientSampler):
     """Chooses clients one by one; each new client makes the entropy of the chosen clients' labels as large as possible.
 
-    The first client is drawn uniformly. Then the client k with the largest H((L + l_k) / ‖L + l_k‖₁) is added, where H
-    is the entropy and l_k are the label counts of client k. L is the sum of the label counts of the clients that were
-    added before. The buffer contains the clients that were invited most recently, and these clients are left out. If
-    too few other clients can be invited, the clients that have been in the buffer longest may be chosen, too. Ties
-    break at random.
+    The first client is drawn uniformly. Then, the client k with the largest H((L + l_k) / ‖L + l_k‖₁) is added. The
+    function H is the entropy, and l_k are the label counts of client k. The vector L is the sum of the label counts of
+    the clients that were added before. The buffer contains the clients that were invited most recently, and these
+    clients are left out. If too few other clients can be invited, the clients that have been in the buffer longest may
+    be chosen, too. Ties are broken at random.
 
-    Each client sends its label counts once. The sampler is biased on purpose: it prefers clients with rare labels.
+    Each client sends its label counts once. The sampler is biased on purpose, because it prefers clients with rare
+    labels.
 
     Args:
         buffer: Size of the buffer, as a fraction of all clients. The buffer contains the clients that were invited most
@@ -90,10 +91,11 @@ class Entropy(ClientSampler):
 
 
 def greedy(counts: Ints, m: int) -> Ints:
-    """Return the indices of m rows: first row 0, and then each time the row that makes the entropy largest.
+    """Return the indices of m rows: row 0, and then, one by one, the row that makes the entropy as large as possible.
 
     Args:
-        counts: The label counts of each client, shape (n, C), with n ≥ m. Of equally good rows, the first row is added.
+        counts: The label counts of each of n ≥ m clients, shape (n, C). If several rows are equally good, the first row
+            is added.
         m: Number of rows to choose.
 
     >>> greedy(np.array([[4, 0, 0], [4, 1, 0], [0, 9, 9], [0, 4, 0]]), 3).tolist()
@@ -111,7 +113,7 @@ def greedy(counts: Ints, m: int) -> Ints:
 
 
 def entropies(counts: Ints) -> Floats:
-    """Return the entropy of each row as a distribution, in bits, shape (n,); 0 for a row of zeros.
+    """Return the entropy in bits of each row, which is read as a distribution, shape (n,); 0 for a row of zeros.
 
     >>> entropies(np.array([[1, 1, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])).tolist()
     [1.0, 0.0, 0.0, 2.0]

@@ -1,4 +1,4 @@
-"""FedSampling (Qi et al. 2023), which does not draw clients but samples from the data of all clients."""
+"""Sample from the data of all clients instead of drawing clients, as in FedSampling (Qi et al. 2023)."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class AnswersState:
 class FedSamplingData(DataSampler):
     """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
 
-    The probability is K/ñ, where K is the setting ``samples`` and ñ is the server's estimate of the participants' total
-    number of samples.
+    The probability is K/ñ, where K is the setting ``samples``. The server's estimate of the participants' total number
+    of samples is ñ.
 
     Args:
         samples: Total number K of samples that the participants of a round use on average.
@@ -95,7 +95,7 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client has more samples than the bound M allows it to report; refuse ``reuse`` in secure sums."""
+        """Warn if a client has more samples than it may report with the bound M. Refuse ``reuse`` in secure sums."""
         if self.reuse and config.privacy.sums == "secure":
             problem = "would need each client's answer, but the server sees only sums. Use false, or 'plain' sums."
             raise SpecError("method.data_sampler.reuse", problem, True)
@@ -115,7 +115,7 @@ class FedSamplingData(DataSampler):
         return AnswersState(no_clients, no_clients)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask clients without a known answer for their sizes, estimate the total ñ, and return the probability K/ñ."""
+        """Ask clients for unknown sizes, estimate the total number ñ of samples, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         participants = sorted(clients)

@@ -1,4 +1,4 @@
-"""FedSSAR's sampler, which clusters similar clients and draws from each cluster in proportion to its size."""
+"""Choose clients with FedSSAR's sampler, which clusters similar clients and draws from clusters by their size."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class FedSSARSampler(ClientSampler):
 
 
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
-    """Return the number of clients to draw from each cluster: in proportion to its size, at most ``available``.
+    """Return the number of clients to draw from each cluster, in proportion to its size, but at most ``available``.
 
     The draws are allocated by largest remainder (see ``allocate``), with at least one draw for each cluster that has an
     available client. If there are fewer draws than clusters with an available client, this rule would give all draws to
@@ -170,7 +170,7 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
 def cluster(
     points: Floats32, min_samples: int, xi: float, limit: int, generator: np.random.Generator
 ) -> tuple[Ints, int]:
-    """Cluster points with OPTICS (Ankerst et al. 1999) and assign every point to a cluster.
+    """Cluster points with OPTICS (Ankerst et al. 1999), and assign every point to a cluster.
 
     Points that OPTICS labels as noise join the cluster with the nearest mean. If OPTICS finds no cluster, all points
     are one cluster.
@@ -184,8 +184,8 @@ def cluster(
         generator: The random generator for the subset.
 
     Returns:
-        Two values. The first is the cluster of each point, shape (N,), in 0 … H − 1, where no cluster is empty. The
-        second is the number of points that OPTICS labelled as noise.
+        Two values. The first is the cluster of each point in 0 … H − 1, shape (N,); no cluster is empty. The second is
+        the number of points that OPTICS labelled as noise.
     """
     n = len(points)
     subset = np.arange(n) if n <= limit else np.sort(generator.choice(n, size=limit, replace=False))
@@ -232,17 +232,17 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
 def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
     """Compute the OPTICS ordering with an unlimited neighbourhood (``max_eps`` is infinite).
 
-    The result equals the result of ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function
-    is a hundred times as fast as scikit-learn's.
+    The result is the same as in ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function is a
+    hundred times as fast as scikit-learn's function.
 
     Args:
-        distances: The distance between each pair of points, shape (n, n), zero on the diagonal.
-        min_samples: The number of points that the core distance of a point includes, counting the point itself.
+        distances: The distance between each pair of n points, shape (n, n), with zeros on the diagonal.
+        min_samples: The number of points within the core distance of a point, including the point itself.
 
     Returns:
         Three arrays of shape (n,). The first contains the points in their order. The second contains the reachability
-        of each point, which is infinite for the first point. The third contains the predecessor, from which the point
-        was reached; it is −1 for the first point.
+        of each point, which is infinite for the first point. The third contains the predecessor from which each point
+        was reached, which is −1 for the first point.
     """
     n, digits = len(distances), np.finfo(np.float64).precision
     distances = np.around(distances, digits)

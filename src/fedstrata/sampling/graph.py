@@ -1,4 +1,4 @@
-"""FedGS's sampler, which chooses clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
+"""Choose clients with FedGS's sampler: clients that are far apart in a graph of label similarity (Wang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GraphState:
 
     Args:
         labels: The clients' label counts.
-        times: v, how often each client in ``labels.known`` was counted, int64.
+        times: The number v of times that each client in ``labels.known`` was counted, int64.
     """
 
     labels: LabelCounts
@@ -42,12 +42,13 @@ class GraphState:
 class Graph(ClientSampler):
     """Chooses m clients S with different labels and few earlier choices: S maximises α d(S) − Var(v + s).
 
-    - d(S) is the mean distance between two clients of S, in the graph of ``distances``.
-    - v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for others. Var(v + s) is the
-      variance over all N clients, with the divisor N − 1.
+    - The value d(S) is the mean distance between two clients of S, in the graph of ``distances``.
+
+    - The number v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients. The
+      variance Var(v + s) is over all N clients, with the divisor N − 1.
 
     The paper finds the best set. This implementation builds a set client by client, and then exchanges clients until no
-    exchange of two clients improves the set. Ties break at random.
+    exchange of two clients improves the set. Ties are broken at random.
 
     Each client sends its label counts once. In the long run, all clients that are available often enough are chosen
     equally often.
@@ -118,21 +119,21 @@ class Graph(ClientSampler):
 
 
 def counted(times: Ints, places: Ints) -> Ints:
-    """Return a copy of ``times`` with 1 added at some places."""
+    """Return a copy of ``times`` in which some counts are increased by 1."""
     result = times.copy()
     result[places] += 1
     return result
 
 
 def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
-    """Return the distance between every two clients, shape (N, N), from 0 to 1.
+    """Return the distance between every two of N clients, from 0 to 1, shape (N, N).
 
-    The similarity V of two clients is the cosine between their label counts, scaled so that the smallest similarity of
-    all pairs is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
-    distance is the length of the shortest path, divided by the length of the longest shortest path. Clients without a
-    path between them are as far apart as the longest path, or as an edge of similarity ε, whichever is longer. In the
-    authors' code, their distance is the longest path, so that all distances are 1 if each client has a single class.
-    The authors' code scales similarities only by the largest of them.
+    The similarity V of two clients is the cosine between their label counts. It is scaled so that the smallest
+    similarity of all pairs is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² /
+    σ²). The distance is the length of the shortest path, divided by the length of the longest shortest path. Clients
+    without a path between them are as far apart as the longest path, or as an edge of similarity ε, whichever is
+    longer. In the authors' code, the distance of such clients is the longest path. All distances are then 1 if each
+    client has a single class. The authors' code scales similarities only by the largest similarity.
 
     Args:
         counts: The label counts of each client, shape (N, C).
@@ -166,13 +167,13 @@ def _distances(counts: bytes, classes: int, epsilon: float, sigma: float) -> Flo
 
 
 def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
-    """Return the indices of m clients with a large mean distance minus the sum of their costs.
+    """Return the indices of m clients, to maximise their mean distance minus the sum of their costs.
 
-    Clients are added one by one, each time the best client. Chosen clients are then exchanged with other clients until
-    no exchange improves the set. Of equally good clients, the first client is taken.
+    The best clients are added one by one. Chosen clients are then exchanged with other clients until no exchange
+    improves the set. If several clients are equally good, the first client is used.
 
     Args:
-        apart: The distance between every two clients, shape (n, n).
+        apart: The distance between every two of n clients, shape (n, n).
         costs: The cost of each client, shape (n,).
         m: The number of clients, at most n.
 

@@ -1,12 +1,12 @@
-"""Incremental k-means, which continues Lloyd's iteration from round to round when a few rows of a matrix change.
+"""Compute k-means incrementally: continue Lloyd's iteration from round to round when a few rows of a matrix change.
 
-A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
-strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances (Hamerly 2010,
-Making k-means even faster) show which rows may have a nearer centre, and only these rows are compared with the centres.
-The cost of a round therefore depends on the number of changes. The result is the same as if every row had been compared
-with every centre.
+A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of the
+strata of these rows are updated. When centres move, some rows may become nearer to another centre. Bounds on distances
+(Hamerly 2010, Making k-means even faster) show which rows may have a nearer centre. Only these rows are compared with
+the centres. The cost of a round therefore depends on the number of changes. The result is the same as if every row had
+been compared with every centre.
 
-With 10,000 clients of which 100 change per round, incremental k-means is 25 times as fast as k-means from scratch
+If 100 of 10,000 clients change per round, incremental k-means is 25 times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
 """
 
@@ -41,7 +41,7 @@ class Clusters:
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
         lower: A lower bound on the distance of each row to the centre of any other stratum, shape (n,), float64.
-        renewed: The number of rows that were replaced or added since k-means last started from scratch.
+        renewed: The number of rows that were replaced or added since the last start of k-means from scratch.
     """
 
     centres: Floats32
@@ -58,7 +58,7 @@ class Clusters:
 
         Args:
             rows: The rows, shape (n, d).
-            labels: The stratum of each row, shape (n,), in 0 … H − 1, where no stratum is empty.
+            labels: The stratum of each row in 0 … H − 1, shape (n,). No stratum may be empty.
         """
         count, matrix = int(labels.max()) + 1, rows.whole()
         sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
@@ -86,7 +86,7 @@ class Clusters:
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """Return a copy for a matrix with more rows; the added rows have no stratum yet.
+        """Return a copy for a matrix with more rows. The added rows do not have a stratum yet.
 
         Args:
             places: The new index of each old row.
@@ -97,7 +97,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, rows: RowStore) -> Clusters:
-        """Iterate until each row belongs to its nearest centre, at most ``STEPS`` times; return the new state."""
+        """Iterate until each row belongs to its nearest centre, but at most ``STEPS`` times. Return the new state."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -126,7 +126,7 @@ class Clusters:
         return replace(self, centres=centres, sums=sums, sizes=sizes, labels=labels, upper=upper, lower=lower)
 
     def spread(self, norms: Floats) -> tuple[Floats, float]:
-        """Return each stratum's spread, shape (H,), and the spread of all rows together; see ``allocation.spread``.
+        """Return each stratum's spread, shape (H,), and the spread of all rows together. See ``allocation.spread``.
 
         Args:
             norms: The norm of every row, shape (n,).

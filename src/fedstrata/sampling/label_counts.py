@@ -1,4 +1,4 @@
-"""The request for the clients' labels and label counts, and the server's table of the replies."""
+"""Ask for the clients' labels and label counts, and keep the server's table of the replies."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class LabelCounts:
 
     Args:
         known: The clients that reported their counts, ascending, shape (n,).
-        counts: The number of samples of each of C classes at each client in ``known``, shape (n, C). A number below
-            ``privacy.min_samples`` is replaced by 0.
+        counts: The number of samples of each of C classes at each client in ``known``, shape (n, C). Numbers below
+            ``privacy.min_samples`` are replaced by 0.
     """
 
     known: Ints
@@ -92,5 +92,5 @@ class LabelCounts:
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration of the request that ``LabelCounts.ask`` sends, so that real sites accept the request."""
+    """Return the declaration of ``LabelCounts.ask``'s request. Real sites need it to accept the request."""
     return Allowed(LabelReport)

@@ -1,4 +1,4 @@
-"""FedSTaS's data sampler: clients use part of their samples, and can hide their sizes (FedSTaS §2.4)."""
+"""Sample data as in FedSTaS: clients use part of their samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FedSTaSDataState:
 class FedSTaSData(DataSampler):
     """Each participant uses each sample with the same probability, chosen to reach a requested total number of samples.
 
-    The probability is n*/ñ, where n* is the requested number and ñ is the server's estimate of the participants' total
-    number of samples.
+    The probability is n*/ñ, where n* is the requested number of samples. The server's estimate of the participants'
+    total number of samples is ñ.
 
     Args:
         fraction: Fraction of the participants' samples that a round uses. The requested number n* is this fraction
@@ -55,11 +55,11 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """True if clients keep their numbers of samples private, which is the case if ``epsilon`` is set."""
+        """Whether clients keep their numbers of samples private. This is the case if ``epsilon`` is set."""
         return self.epsilon is not None
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client has more samples than the bound M allows it to report."""
+        """Warn if a client has more samples than it may report with the bound M."""
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
@@ -78,7 +78,7 @@ class FedSTaSData(DataSampler):
         return FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for the participants' sizes; return the requested number of samples divided by the estimated total."""
+        """Ask for the participants' sizes. Return the requested number of samples, divided by the estimated total."""
         sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
         if not sizes:
             return self.fraction, state, {}

@@ -1,4 +1,4 @@
-"""The samplers' requests to clients for sizes, compressed gradients, sketches of models, and losses."""
+"""Requests of samplers to clients for sizes, compressed gradients, sketches of models, and losses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MOST_SAMPLES = 2**31
 def sketch_length(params: Params, coordinates: int) -> int:
     """Return the length of a sketch (random projection) of a model.
 
-    The length is ``coordinates`` or the number of parameters, whichever is smaller. If ``coordinates`` is 0, the length
-    is the number of parameters.
+    The length is the smaller of ``coordinates`` and the number of parameters. If ``coordinates`` is 0, the length is
+    the number of parameters.
     """
     d = sum(map(torch.numel, params.values()))
     return min(d, coordinates or d)
@@ -45,8 +45,8 @@ class SizeReport(Request):
 
     Args:
         round: The round, counted from 1.
-        bound: M, the public bound on the number of samples; 0 asks for the exact number.
-        alpha: The probability that the client answers truthfully (with at most M − 1) instead of with a random number;
+        bound: The public bound M on the number of samples. The value 0 asks for the exact number.
+        alpha: The probability that the client answers with its true number (at most M − 1) instead of a random number;
             see ``fedstrata.sampling.client_sizes``.
     """
 
@@ -68,9 +68,9 @@ class CompressReply(Reply):
     """A quantized gradient.
 
     Args:
-        centres: X, the values that occur in the quantized gradient, shape (d',), float32.
-        codes: λ, the index into X for every coordinate, uint8. If d' ≤ 16, each byte contains two indices, the first
-            index in the high four bits.
+        centres: The d' values X that occur in the quantized gradient, shape (d',), float32.
+        codes: The index λ into X for every coordinate, uint8. If d' ≤ 16, each byte contains two indices, with the
+            first index in the high four bits.
         length: The number of coordinates.
     """
 
@@ -89,14 +89,14 @@ class CompressReply(Reply):
 
 @record("Compress")
 class Compress(ModelRequest):
-    """A request for the quantized gradient of a client's loss at the global model (FedSTaS, information squeeze).
+    """A request for the quantized gradient of a client's loss at the global model (FedSTaS, "information squeeze").
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        centres: d', the largest number of different values in the quantized gradient.
+        centres: The largest number d' of different values in the quantized gradient.
         coordinates: The length to which a random projection reduces the gradient before quantization (K_desired in the
-            paper); 0 for no projection.
+            paper). With 0, the gradient is not projected.
     """
 
     reply_type: ClassVar[type[Reply]] = CompressReply
@@ -108,7 +108,7 @@ class Compress(ModelRequest):
     coordinates: int
 
     def check(self, reply: CompressReply) -> None:
-        """Refuse centres and codes that do not give a gradient of the right length."""
+        """Refuse centres and codes that do not result in a gradient of the right length."""
         require_shape(reply.centres, (-1,), torch.float32, "centres")
         require_shape(reply.codes, (-1,), torch.uint8, "codes")
         length = sketch_length(self.weights.params, self.coordinates)
@@ -144,7 +144,7 @@ class Sketch(ModelRequest):
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        coordinates: K, the length of the sketch; 0 for the parameters themselves.
+        coordinates: The length K of the sketch. With 0, the client sends the parameters themselves.
     """
 
     reply_type: ClassVar[type[Reply]] = SketchReply

@@ -1,4 +1,4 @@
-"""Poisson sampling: a random number of clients, each of which is drawn independently of the others."""
+"""Sample clients by Poisson sampling: each client is drawn independently of all other clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Poisson(ClientSampler):
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw each client that may be invited, independently of which other clients may be invited."""
+        """Draw each client that may be invited independently of all other clients."""
         config, candidates = federation.config, federation.candidates()
         drawn = federation.rng("client-sampling").random(config.clients) < self.cohort(config) / config.clients
         return Selection.plain(candidates[drawn[candidates]], len(candidates)), state

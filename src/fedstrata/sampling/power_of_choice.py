@@ -1,4 +1,4 @@
-"""Power-of-choice (Cho et al. 2020, Client Selection in Federated Learning): sampling of clients with a large loss."""
+"""Sample clients with a large loss: power-of-choice (Cho et al. 2020, Client Selection in Federated Learning)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedstrata.sampling.messages import LossReport
 class PowerOfChoice(ClientSampler):
     """Draws candidates in proportion to their numbers of samples, and invites the candidates with the largest losses.
 
-    The sampler is biased on purpose: clients with a large loss count more in the aggregate than in the mean over all
-    clients.
+    The sampler is biased on purpose. Clients with a large loss have more weight in the aggregate than in the mean over
+    all clients.
 
     Args:
         candidates: Number d of candidates. With a larger value, the invited clients have larger losses. Default: twice
@@ -33,7 +33,7 @@ class PowerOfChoice(ClientSampler):
     candidates: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require that the number of candidates lies between the clients per round and all clients."""
+        """Require at least as many candidates as clients per round, and at most as many as all clients."""
         super().check(config)
         m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
         if self.candidates is not None and self.candidates > config.clients:
@@ -46,7 +46,7 @@ class PowerOfChoice(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return two requests: for the clients' sizes (once), and for the candidates' losses (in every round)."""
+        """Return two requests: one for clients' sizes (once per run), and one for candidates' losses (every round)."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:
@@ -54,7 +54,7 @@ class PowerOfChoice(ClientSampler):
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw candidates, and select the candidates with the largest losses; ties are broken at random."""
+        """Draw candidates, and select the candidates with the largest losses. Ties are broken at random."""
         config = federation.config
         clients, sizes = state.among(federation.candidates())
         m = min(config.training.invited(config.clients), len(clients))

@@ -1,4 +1,4 @@
-"""Compression of a gradient to a few values and one small code per coordinate (FedSTaS, information squeeze)."""
+"""Compress a gradient to a few values and one small code per coordinate (FedSTaS, "information squeeze")."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fedstrata.base.rng import rng
 def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
     """Project gradients to fewer coordinates with a random projection that is the same for every client.
 
-    The projection is a count sketch (Charikar et al. 2002): each coordinate is added to a bucket with a random sign.
-    Because of the signs, inner products stay the same in expectation. The cost is O(d). A dense projection to K
-    coordinates would cost O(d K). Coordinate i is added to bucket i mod p, where p is the largest prime up to K, so
-    that memory is read in order. Because p does not divide the width of a layer, the weights of one input or output
-    spread evenly over all buckets. Buckets p … K − 1 stay 0.
+    The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
+    bucket. Because of the signs, inner products stay the same in expectation. The cost for d coordinates is O(d). A
+    dense projection to K coordinates would cost O(d K). Coordinate i is added to bucket i mod p, where p is the largest
+    prime up to K. Memory is therefore read in order. Because p does not divide the width of a layer, the weights of one
+    input or output spread evenly over all buckets. Buckets p … K − 1 stay 0.
 
     Args:
-        gradients: One gradient, shape (d,), or several, shape (n, d).
+        gradients: One gradient, shape (d,), or n gradients, shape (n, d).
         coordinates: The number K of coordinates after projection. Gradients with at most K coordinates are not
-            projected. With 0, no gradient is projected.
+            projected. With 0, gradients are not projected.
         seed: The experiment's seed.
 
     Returns:
@@ -57,15 +57,15 @@ def _prime(most: int) -> int:
 
 
 def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
-    """Quantize a vector by exact one-dimensional k-means: each value is replaced by the mean of its cluster.
+    """Quantize a vector by exact one-dimensional k-means, which replaces each value by the mean of its cluster.
 
     Args:
         values: The vector, shape (d,).
-        centres: d', the largest number of clusters, at most 255.
+        centres: The largest number d' of clusters, at most 255.
 
     Returns:
-        Two arrays. The first contains the means, ascending, shape (d',), or fewer if the vector has fewer different
-        values. The second array contains the index of the mean for every coordinate, shape (d,).
+        Two arrays. The first array contains the means, ascending, shape (d',). It has fewer elements if the vector has
+        fewer different values. The second array contains the index of the mean for every coordinate, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
@@ -82,7 +82,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
 
 def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
-    """Pack two codes into each byte if there are at most 16 centres; otherwise, return the codes unchanged.
+    """Pack two codes into each byte if there are at most 16 centres. Otherwise, return the codes unchanged.
 
     >>> pack(np.array([1, 2, 3], dtype=np.uint8), 9).tolist()
     [18, 48]
@@ -95,9 +95,9 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Return the quantized gradient, shape (length,), in which each code is replaced by its centre.
+    """Replace each code by its centre, and return the quantized gradient, shape (length,).
 
-    ``packed`` contains the codes (indices of centres), as ``pack`` returns them.
+    The argument ``packed`` contains the codes (indices of centres) in the form that ``pack`` returns.
 
     Raises:
         ValueError: The codes do not fit the length or the centres.

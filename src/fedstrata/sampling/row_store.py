@@ -1,4 +1,4 @@
-"""Storage for a large matrix in which a few rows are replaced in every round."""
+"""Store a large matrix in which a few rows are replaced in every round."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHARE = 8
 class RowStore:
     """An immutable matrix that can be copied cheaply when only a few of its rows are replaced.
 
-    New rows are stored beside the old matrix until there are too many of them; see ``SHARE``.
+    New rows are stored beside the old matrix until their number is too large; see ``SHARE``.
 
     Args:
         base: All rows at the time of the last copy of the whole matrix, shape (n, d).
         places: The indices of the rows that were replaced after the last copy, ascending, shape (c,).
         newer: The current values of the replaced rows, shape (c, d).
-        norms: The Euclidean norm of every row, shape (n,), in float64, because squares of very small values are zero in
-            float32.
+        norms: The Euclidean norm of every row, shape (n,). The type is float64, because squares of very small values
+            are zero in float32.
     """
 
     base: Floats32
@@ -45,7 +45,7 @@ class RowStore:
         return len(self.base)
 
     def whole(self) -> Floats32:
-        """Return all rows, shape (n, d), read-only."""
+        """Return all rows as a read-only array of shape (n, d)."""
         if len(self.places) == 0:
             return self.base
         matrix = self.base.copy()
@@ -69,7 +69,7 @@ class RowStore:
         """Return a store in which the rows at the given indices are replaced.
 
         Args:
-            places: The indices, ascending, shape (c,).
+            places: The c ascending indices, shape (c,).
             rows: The new rows, shape (c, d).
         """
         if len(places) == len(self):

@@ -1,4 +1,4 @@
-"""Sketches of the clients' models, which the server stores instead of the models.
+"""Compute sketches of the clients' models. The server stores the sketches instead of the models.
 
 A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
 linear, so the sketch of an update is the difference of two sketches. On average, the squared distance between two
@@ -27,7 +27,7 @@ class Sketches:
 
     Args:
         known: The clients with a sketch, ascending, int64.
-        rows: The sketches: one row of length K for each client in ``known``.
+        rows: The sketches, with one row of length K for each client in ``known``.
         sent: The sketch of the global model that the server sent most recently, shape (K,), float32; empty before the
             first round.
     """
@@ -38,7 +38,7 @@ class Sketches:
 
     @property
     def points(self) -> Floats32:
-        """The sketches of the clients in ``known``, shape (len(known), K), read-only."""
+        """The sketches of the clients in ``known``, as a read-only array of shape (len(known), K)."""
         return self.rows.whole()
 
     def with_rows(self, clients: Ints, points: Floats32) -> Sketches:
@@ -61,8 +61,8 @@ def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
     """Return the sketch of a model.
 
     Args:
-        params: The model's parameters by name.
-        coordinates: K, the length of the sketch; 0 for all parameters.
+        params: A mapping from the names of the model's parameters to their values.
+        coordinates: The length K of the sketch. With 0, the sketch contains all parameters.
         seed: The experiment's seed.
 
     Returns:
@@ -81,7 +81,7 @@ def update_sketches(
     Args:
         state: The sketches so far.
         replies: A mapping from each participant to its reply, which contains the trained model.
-        coordinates: K, the length of a sketch; 0 for all parameters.
+        coordinates: The length K of a sketch. With 0, a sketch contains all parameters.
         seed: The experiment's seed.
         updates: Whether to store sketches of updates (trained minus received model) instead of sketches of models.
 

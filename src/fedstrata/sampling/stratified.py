@@ -1,6 +1,6 @@
-"""FedSTS, which divides clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
+"""Sample clients as in FedSTS: divide clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
 
-The symbols are the same as in the paper. Z_k is the compressed gradient of client k. A stratum is a group of clients,
+The symbols are the same as in the paper. The compressed gradient of client k is Z_k. A stratum is a group of clients,
 and there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of the gradients
 Z_k in stratum h. Neyman's allocation is m_h ∝ N_h S_h.
 """
@@ -53,15 +53,15 @@ class StratifiedState:
 
     Args:
         known: Clients with a known gradient, ascending, int64.
-        rows: The gradients: one row of length d for each client in ``known``.
+        rows: The gradients, with one row of length d for each client in ``known``.
         participants: Clients that sent back a model in the last round, ascending, int64.
-        sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
-            gradients.
+        sent: A random projection of the global model of the last round, shape (d,). It is empty if updates are not used
+            as gradients.
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means between rounds. None if k-means starts from scratch in every round, because there
-            are at most ``FITTED`` clients or because all clients send new gradients.
+        clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round.
+            This is the case for at most ``FITTED`` clients, or if all clients send new gradients.
     """
 
     known: Ints
@@ -81,7 +81,8 @@ class StratifiedState:
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
         """Return a copy in which the given clients have new compressed gradients.
 
-        ``clients`` are the clients, ascending, shape (n,). ``points`` are their new gradients, shape (n, d).
+        The argument ``clients`` contains the clients, ascending, shape (n,), and ``points`` contains their new
+        gradients, shape (n, d).
         """
         known, rows = self.rows.joined(self.known, clients, points)
         clusters = self.clusters
@@ -144,7 +145,7 @@ class Stratified(ClientSampler):
     allocation: Allocation | None = None
 
     def rule(self, config: FederationConfig) -> Allocation:
-        """Return the allocation rule that applies, which is the setting ``allocation`` or its default."""
+        """Return the allocation rule to use, which is the setting ``allocation`` or its default."""
         if self.allocation is not None:
             return self.allocation
         if self.replacement or self.draws == "systematic":
@@ -152,7 +153,7 @@ class Stratified(ClientSampler):
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse settings that do not fit each other, the clients or the model; warn about fewer draws than strata."""
+        """Refuse settings that do not fit each other, the clients or the model. Warn about fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
             problem = "draws each client at most once, but replacement = true. Set replacement to false."
@@ -200,7 +201,7 @@ class Stratified(ClientSampler):
         return self._uses_updates(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for compressed gradients; no request if updates are used as gradients."""
+        """Return the request for compressed gradients. The list is empty if updates are used as gradients."""
         if self._uses_updates(agreed):
             return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
@@ -364,7 +365,7 @@ class Stratified(ClientSampler):
 
 
 def stratify(points: Floats32, count: int, seed: int, round: int, start: Start | None = None) -> Ints:
-    """Divide clients into strata: k-means clusters their compressed gradients.
+    """Divide clients into strata by a k-means clustering of their compressed gradients.
 
     With ``start = "random"``, the first centres are the gradients of ``count`` random clients. The iteration ends when
     no client changes its stratum (FedSTaS, Algorithm 1). If a stratum becomes empty, scikit-learn moves the stratum's
@@ -372,7 +373,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
 
     Args:
         points: The compressed gradient of each client, shape (N, d).
-        count: The number of strata. There are fewer strata if there are fewer different gradients.
+        count: The largest number of strata. The number is smaller if there are fewer different gradients.
         seed: The experiment's seed.
         round: The round, counted from 1.
         start: See ``Stratified``.
@@ -425,7 +426,7 @@ def draw(
     generator: np.random.Generator,
     draws: Draws = "sequential",
 ) -> Selection:
-    """Draw clients from every stratum in proportion to ``norms``, or uniformly if all norms of the stratum are zero.
+    """Draw clients from every stratum in proportion to ``norms``, or uniformly if all norms in the stratum are zero.
 
     Args:
         clients: The clients, ascending, shape (N,).
@@ -435,8 +436,8 @@ def draw(
         norms: The norm of each client's compressed gradient, or another weight, shape (N,).
         replacement: Whether a client may be drawn more than once.
         generator: The random generator.
-        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, ``probability`` in
-            the result is the client's inclusion probability, divided by the number of draws from the stratum.
+        draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, the result's
+            ``probability`` is the client's inclusion probability, divided by the number of draws from the stratum.
     """
     probability = np.zeros(len(clients))
     times = np.zeros(len(clients), dtype=np.int64)

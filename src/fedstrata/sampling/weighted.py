@@ -1,4 +1,4 @@
-"""Sampling in proportion to client size (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
+"""Sample clients in proportion to their size (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Weighted(ClientSampler):
     """Draws the clients of a round in proportion to their numbers of samples. Each client sends this number once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
-    / Σn, where n_k is its number of samples and Σn the sum over all clients. The aggregate is therefore an unbiased
+    / Σn, where n_k is its number of samples and Σn is the sum over all clients. The aggregate is therefore an unbiased
     estimate of the mean over all clients, weighted by size.
 
     Args:
@@ -58,7 +58,7 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
     Args:
         clients: The clients, ascending, shape (N,).
-        sizes: The number of samples n_k of each client k, shape (N,), positive.
+        sizes: The positive number of samples n_k of each client k, shape (N,).
         m: The number of clients to draw. If there are fewer clients, all clients are drawn.
         generator: The random generator.
     """
@@ -83,11 +83,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return which clients are always drawn if m clients are drawn in proportion to size, shape (N,).
+    """Return whether each client is certain to be drawn if m clients are drawn in proportion to size, shape (N,).
 
-    A client is always drawn if its size times m is at least Σn, the sum of all sizes. Clients that are always drawn,
-    and their draws, are set aside. The test is then repeated for the remaining clients and draws until it finds no
-    further client.
+    A client is always drawn if its size times m is at least Σn, the sum of all sizes. Such clients and their draws are
+    removed. The test is then repeated for the remaining clients and draws until it finds no further client.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

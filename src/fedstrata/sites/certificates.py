@@ -46,7 +46,8 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
     """Yield each problem with the certificates of a party (the server, a site or the administrator).
 
-    Each problem is a pair: whether the problem prevents the party from taking part, and a description.
+    Each problem is a pair. Its first element is True if the problem prevents the party from taking part. Its second
+    element is a description.
 
     Args:
         kit: The party's folder.
@@ -111,12 +112,13 @@ def fingerprint(kit: Path) -> str:
 
 
 def renew(authority: Path, path: Path, days: int) -> datetime:
-    """Replace a certificate with a new certificate that has the same name and public key, but expires later.
+    """Replace a certificate with a new one that has the same name and public key, but expires later.
 
     Args:
         authority: The folder with the root certificate and its private key.
-        path: The file of the old certificate, which is replaced. The private key of its owner is not needed.
-        days: Days for which the new certificate is valid.
+        path: The file of the old certificate, which this function replaces. The private key of the certificate's owner
+            is not needed.
+        days: The number of days for which the new certificate is valid.
 
     Returns:
         The time at which the new certificate expires. The new certificate never expires after the root certificate.

@@ -37,10 +37,10 @@ SECONDS = 10.0
 
 
 class Finding(NamedTuple):
-    """The result of a check.
+    """The result of one check of a party (the server, a site or the administrator).
 
     Args:
-        state: ``ok``, ``warning``, or ``problem`` if the server or site cannot start.
+        state: The severity: ``ok``, ``warning``, or ``problem`` if the server or site cannot start.
         text: A description of the result.
     """
 
@@ -57,8 +57,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to read the site's data too. If False, a job that the policy refuses gives a warning instead of a
-            problem, because the site may start for another job.
+        data: Whether to read the site's data too. Without the data, a refused job is a warning instead of a problem,
+            because the site may start for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.

@@ -31,13 +31,13 @@ RESULT = "fedstrata"
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
-    """Write the files of a job for NVFlare. The files name installed classes in JSON, and contain no source code.
+    """Write the files of a job for NVFlare. They contain the names of installed classes as JSON, but no source code.
 
     Args:
         folder: The folder of the job.
         plans: The experiments of the job, which the server runs one after another.
-        specs: The spec of each plan as TOML. Each spec is written to its own file, so that a site can review it. In the
-            JSON, NVFlare would treat braces of the spec as placeholders.
+        specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review the
+            spec. If a spec were in the JSON file, NVFlare would replace its braces as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -75,14 +75,14 @@ def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """Return a description of an error as a table for JSON, from which ``raised`` restores the error."""
+    """Describe an error as a table for JSON, from which ``raised`` restores the error."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
     return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}
 
 
 def raised(path: Path) -> FedstrataError:
-    """Return the error that a server wrote to a file. An error of another library becomes a ``FedstrataError``."""
+    """Return the error that a server wrote to a file. Convert an error of another library to a ``FedstrataError``."""
     table = json.loads(path.read_text(encoding="utf-8"))
     kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):

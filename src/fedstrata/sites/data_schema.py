@@ -64,21 +64,21 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """The site's data do not fit the spec. The text of this error discloses only this fact, and may leave the site."""
+    """The site's data do not fit the spec. The error's text discloses only this fact, so the server may see it."""
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
     """Return the context (data, model and settings) that the clients of one site share.
 
-    The data come from the site's own file. If the spec names a data set instead, the spec's partition divides that data
+    The data come from the site's own file. If the spec names a data set, the spec's partition instead divides this data
     set among all clients.
 
     Args:
         begin: The server's first message, which describes the run.
         data: The site's own data file; None if the site has no data file.
         keys: The keys that clients use to mask their labels.
-        tells: Whether the site sends the values of its metrics, in addition to the sums from which the server computes
-            the metrics of all sites.
+        tells: Whether the site sends the values of its own metrics. Every site sends the sums from which the server
+            computes the metrics of all sites.
 
     Raises:
         SpecError: The spec is wrong, a data file is missing, or the site has a file although the spec names the data.
@@ -110,7 +110,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Refuse ids and numbers of clients that are out of bounds, before memory is allocated for the clients.
+    """Check the ids and the number of clients against their bounds, before memory is allocated for the clients.
 
     Args:
         clients: The ids of the clients at this site.
@@ -129,10 +129,10 @@ def require_home(clients: list[int], total: int) -> None:
 
 
 def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Statistics:
-    """Return the statistics of a site's training samples, if the data fit the spec.
+    """Return the summary statistics of a site's training samples, if the data fit the spec.
 
     Args:
-        survey: The server's question.
+        survey: The server's question for statistics.
         data: The site's own data file.
         least: The smallest number of samples that the site's policy requires for each value that leaves the site. The
             spec may require more.
@@ -159,7 +159,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
 
 
 def description_of(spec: Experiment) -> str:
-    """Return a hash of the settings of a spec that decide whether a site's data fit the spec."""
+    """Return a hash of a spec's description of the data, which determines whether a site's data fit the spec."""
     free = {"name", "normalize", "shift", "scale", "augment"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
@@ -237,7 +237,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare, at the server, an experiment on the sites' own data. The server has either test samples or no samples.
+    """Prepare the server of an experiment on the sites' own data. The server has test samples or does not have samples.
 
     Args:
         spec: The experiment.
@@ -269,7 +269,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with data that are normalised by the statistics of all sites' training samples.
+    """Return the experiment with data that are normalised with the statistics of all sites' training samples.
 
     A new run asks the sites for these statistics.
 
@@ -277,7 +277,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
         prepared: The experiment, from ``prepare_server``.
         engine: The engine of the sites.
         folder: The server's run folder, where the statistics are stored.
-        resume: Whether the run is resumed. A resumed run uses the statistics that were stored when it began.
+        resume: Whether the run is resumed. A resumed run uses the statistics that were stored when the run began.
 
     Raises:
         SiteLostError: All sites are unreachable.
@@ -336,7 +336,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
 
 
 def task_of(spec: Experiment) -> Task:
-    """Return the task of a spec. Sites do not guess the task from their labels."""
+    """Return the task that the spec defines. Sites do not guess the task from their labels."""
     return spec.task or Classification()
 
 
@@ -372,8 +372,9 @@ def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: in
 
     Args:
         data: The spec's description of the data.
-        path: The file: a table with the columns of ``[data.schema]``, or ``.npz`` with ``x_train`` and ``y_train``, and
-            optionally ``x_test`` and ``y_test``; labels are 0 … C−1. The server's ``.npz`` has only the test arrays.
+        path: The data file. A table has the columns of ``[data.schema]``. An ``.npz`` file has ``x_train`` and
+            ``y_train``, and optionally ``x_test`` and ``y_test``. The server's ``.npz`` file has only the test arrays.
+            Labels are 0 … C−1 for C classes.
         task: The task.
         client: The id of the site's client; None for the server.
         seed: The seed of the experiment.

@@ -1,4 +1,4 @@
-"""The server's list of the sites. The list has the clients of each site, and whether the site takes part in the run."""
+"""The server's list of the sites. It contains each site's clients, and whether the site takes part in the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SiteDirectory:
     """The sites of a run. For each site, the directory stores the clients, and whether the site takes part.
 
     Args:
-        site_of_client: The name of each client's site; the index is the client's id.
-        is_reachable: A function that returns whether a site will probably answer now. The function raises an error if
+        site_of_client: The name of each client's site. The index in this list is the client's id.
+        is_reachable: A function that returns True if a site will probably answer now. The function raises an error if
             the job is over.
         least: The smallest number of sites that must answer, before the first round and in every round.
         fewer: What to do when fewer than ``least`` sites answer.
@@ -58,7 +58,7 @@ class SiteDirectory:
         return {site for site in self.participants() if self.is_reachable(site)}
 
     def exclude(self, site: str, error: FedstrataError) -> None:
-        """Leave a site out of the run, and log the reason if it is new."""
+        """Leave a site out of the run, and log the reason if it was not logged before."""
         reason = f"site {site} takes no part: {str(error).removeprefix(f'site {site}: ')}"
         if self._warned.get(site) != reason:
             LOG.warning("%s", reason)
@@ -82,8 +82,8 @@ class SiteDirectory:
     def status(self, site: str) -> tuple[str, str]:
         """Return a site's state and the reason for it.
 
-        The states are ``in`` (the site takes part; the reason is empty), ``refused``, ``gone`` (the site cannot be
-        reached) and ``late`` (its last answer did not come in time).
+        The states are ``in`` (the site takes part), ``refused``, ``gone`` (the site cannot be reached) and ``late``
+        (the site's last answer did not come in time). For ``in``, the reason is empty.
         """
         if site in self.excluded:
             return "refused", self.excluded[site]
@@ -113,7 +113,7 @@ class SiteDirectory:
     def gather(self) -> None:
         """Check before an exchange whether enough sites can be reached.
 
-        If too few sites can be reached, wait, continue or end the run, as ``fewer`` says.
+        If too few sites can be reached, ``fewer`` decides whether to wait, continue or end the run.
 
         Raises:
             FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``.
@@ -126,16 +126,15 @@ class SiteDirectory:
         """End the run after an exchange if too few sites answered.
 
         Without this check, the run would finish its remaining rounds without clients. The ended run can be resumed when
-        the sites are back.
+        the sites can be reached again.
 
         Args:
-            outcomes: The answers and errors of the exchange, which are quoted in the raised error if all sites are
-                unreachable.
+            outcomes: The answers and errors of the exchange. If all sites are unreachable, the raised error quotes
+                them.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or so many sites refuse to answer
-            that waiting cannot help.
+            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or too many sites refuse to answer.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
@@ -149,7 +148,7 @@ class SiteDirectory:
         """End the run if waiting cannot help, because too many sites refuse all requests until the job ends.
 
         Args:
-            excluded: The excluded sites that cannot take part again.
+            excluded: The sites that are excluded until the run ends.
 
         Raises:
             FedstrataError: Fewer sites than required are left, and ``fewer`` is not ``go-on``.
@@ -175,7 +174,7 @@ class SiteDirectory:
         self.wait(lambda: any(map(self.is_reachable, sites)))
 
     def wait(self, ready: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait for at most ``seconds`` until ``ready`` returns True. Log once which sites are missing."""
+        """Wait until ``ready`` returns True, but at most ``seconds``. Log once which sites are missing."""
         end, warned = time.monotonic() + seconds, False
         while not ready() and time.monotonic() < end:
             if not warned:

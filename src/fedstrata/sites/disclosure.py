@@ -38,19 +38,20 @@ class Declaration:
     """Everything that a job may ask of a site and its clients.
 
     Args:
-        job: The hash of the job's spec; a site approves a job by this hash.
+        job: The hash of the job's spec, by which a site approves the job.
         method: The method's name.
         rounds: The number of rounds.
-        allowed: The requests that a client may get. None if the method, or one of its settings, does not declare its
-            requests.
-        survey: A description of the statistics that a site with its own data sends before the first round; empty if the
-            site does not send statistics.
-        own_data: Whether sites bring their own data. If so, each site also sends a fingerprint of its file.
-        conceals: The facts about clients that the method keeps private.
+        allowed: The requests that a client may get. The value is None if the method, or one of its settings, does not
+            declare its requests.
+        survey: A description of the statistics that a site with its own data sends before the first round; empty
+            without such statistics.
+        own_data: Whether sites bring their own data. If they do, each site also sends a fingerprint of its file.
+        conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain the minimum and the maximum, which are values of single samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
         targets: Whether the statistics also describe the labels, because the task needs this.
-        outside: With ``privacy.dp``, the names of the values that have no noise; see ``outside_epsilon``.
+        outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
+            ``outside_epsilon``.
     """
 
     job: str
@@ -117,7 +118,7 @@ class Declaration:
 def hash_of(spec: Experiment) -> str:
     """Return the hash that identifies a job and its run.
 
-    The hash depends on the settings, but not on the spec's format.
+    The hash depends on the settings, but not on how the spec is formatted.
     """
     return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
 

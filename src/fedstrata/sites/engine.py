@@ -1,4 +1,4 @@
-"""The engine for clients at sites: sends the requests of an exchange to all sites at the same time."""
+"""The engine for clients at sites. It sends the requests of an exchange to all sites at the same time."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ BEGIN_AGAIN = 10.0
 class NVFlareEngine(Engine):
     """An engine for clients at sites, which keep the clients' data and states.
 
-    In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
+    In a relay, one model travels from client to client, and each client trains it. The training at one client is a hop.
 
     Args:
         config: The settings that server and clients share.
         messenger: The messenger that sends messages to the sites.
-        sums: The server's part of sums of tensors over the sites, for methods whose clients add up tensors.
+        sums: The server's adder of tensors from several sites, for methods in which clients add up tensors.
         spec: The experiment as TOML.
-        run: The name of the run, under which the sites store their clients' states.
+        run: The name of the run. Sites store their clients' states under this name.
         direct: Whether the model of a relay goes from site to site. If not, the model returns to the server after each
             client.
-        log_heads: A file to which the heads (last checksums) of the sites' ledgers are written after each round;
-            optional.
+        log_heads: An optional file, to which the heads (last checksums) of the sites' ledgers are written after each
+            round.
         trust: The certificates that the server accepts in secure sums. Default: no certificates, so runs with secure
             sums are refused.
 
@@ -114,11 +114,11 @@ class NVFlareEngine(Engine):
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
         """Ask all sites for the statistics of their training samples, and return the statistics over all sites.
 
-        A site whose data do not fit the spec takes no part, and an event gives the reason.
+        A site with data that do not fit the spec does not take part, and an event gives the reason.
 
         Args:
-            unfitted: A data set without samples, made from the spec's description of the data.
-            tests: Whether each site must have samples on which models are measured.
+            unfitted: A data set without samples, which was made from the spec's description of the data.
+            tests: Whether each site must have test samples.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -151,8 +151,7 @@ class NVFlareEngine(Engine):
             A mapping from each site that can take part to its answer.
 
         Raises:
-            FedstrataError: No site can take part, or fewer sites than required can take part and ``fewer`` does not
-            allow this.
+            FedstrataError: No site can take part, or fewer sites than required can, and ``fewer`` does not allow this.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
@@ -183,10 +182,10 @@ class NVFlareEngine(Engine):
         self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
-        """Let every site restore the states of its clients after round ``round``, or begin a new run (round 0).
+        """Let every site restore its clients' states after ``round`` rounds, or begin a new run if ``round`` is 0.
 
-        A site takes no part if it cannot restore the states, or if its data changed since the run began. An event gives
-        the reason.
+        A site does not take part if it cannot restore the states, or if its data changed since the run began. An event
+        gives the reason.
 
         Raises:
             SiteLostError: All sites are unreachable.
@@ -293,7 +292,7 @@ class NVFlareEngine(Engine):
         return replies
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let a client train the model, which is sent to its site and back, and return the new model and the reply."""
+        """Send the model to a client's site, let the client train it, and return the new model and the reply."""
         site = self.directory.site_of_client[client]
         self._relays += 1
         self._asked = {site: [client]}
@@ -315,7 +314,7 @@ class NVFlareEngine(Engine):
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Tell each site, with the next message to it, which of its clients' answers the server used."""
+        """Include in the next message to each site which of its clients' answers the server used."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])

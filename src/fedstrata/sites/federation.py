@@ -31,10 +31,10 @@ class SiteEntry(Setting):
         data: The path of the site's data file, on the site's machine. The site's own settings can name the file
             instead.
         keys: The folder on the site's machine with the keys that all sites share to mask labels.
-        allow: Top-level packages at the site. A spec may name code in them, as ``module:Class``.
-        catalog: Data sets and files on the site's machine that a spec may name, for a trial without own data.
-        tells: Whether the site sends the values of its metrics, in addition to the sums from which the server computes
-            the metrics of all sites.
+        allow: Top-level packages at the site from which a spec may name code, as ``module:Class``.
+        catalog: Data sets and files on the site's machine that a spec may name in a trial without the sites' own data.
+        tells: Whether the site sends the values of its own metrics. Every site sends the sums from which the server
+            computes the metrics of all sites.
     """
 
     data: str | None = None
@@ -50,9 +50,9 @@ class ServerEntry(Setting):
     Args:
         host: The server's host name, to which sites connect.
         port: The port to which sites and administrators connect. The port must be open.
-        data: The server's file of test samples, if sites have their own data. Without it, each site measures the model
-            on a part of its own data (``evaluation.client_test``).
-        allow: Top-level packages at the server. A spec may name code in them, as ``module:Class``.
+        data: The server's file of test samples, if sites have their own data. Without this file, each site measures the
+            model on a part of its own data (``evaluation.client_test``).
+        allow: Top-level packages at the server from which a spec may name code, as ``module:Class``.
         catalog: Data sets and files at the server that a spec may name.
     """
 
@@ -78,7 +78,7 @@ class Sites(Setting):
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the
             spec's partition divides the spec's data set among the sites, for a trial.
-        policy: The keys of the sites' initial policies that differ from the defaults. Each site may change its own
+        policy: The settings of the sites' initial policies that differ from the defaults. Each site may change its own
             policy later.
         site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
             site is client 0, and so on.
@@ -135,8 +135,8 @@ class Sites(Setting):
 
         Args:
             name: The name of the site.
-            base_dir: The folder to which relative paths refer in a trial on this machine. None if paths refer to the
-                site's own machine, and are not changed here.
+            base_dir: The folder to which relative paths refer in a trial on this machine. With None, paths refer to the
+                site's own machine, and stay unchanged.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}
@@ -163,7 +163,7 @@ class Sites(Setting):
 
 
 def path_of(given: str | None, base_dir: Path | None) -> Path | None:
-    """Convert the text of a path in ``sites.toml`` to a path, which is absolute if ``base_dir`` is given."""
+    """Convert the text of a path in ``sites.toml`` to a path. The path is absolute if ``base_dir`` is given."""
     if given is None:
         return None
     path = Path(given).expanduser()
@@ -173,7 +173,7 @@ def path_of(given: str | None, base_dir: Path | None) -> Path | None:
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
     """Return the initial policy of all sites, which allows only this job.
 
-    ``sites.policy`` replaces its default values.
+    The values in ``sites.policy`` replace the policy's default values.
     """
     defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}

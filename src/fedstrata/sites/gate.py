@@ -1,4 +1,4 @@
-"""A gate that only sites on the server's list can pass, needed because NVFlare cannot revoke certificates."""
+"""Admit only the sites on the server's list. This check is needed because NVFlare cannot revoke certificates."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ restart of the server."""
 
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """Lets NVFlare check names against the server's list at registration, at each heartbeat, and when a job arrives.
+    """A component that checks names against our list at registration, at each heartbeat and when a job arrives.
 
-    A connecting site states its name. NVFlare compares this name with the site's certificate only immediately after it
-    asks whether the name is disabled. Our list therefore answers this question of NVFlare. At other times, a site could
-    state a false name.
+    A connecting site states its name. NVFlare first asks whether the name is disabled, and then compares the name with
+    the site's certificate. Our list therefore decides whether the name is disabled. At other times, a site could state
+    a false name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.
@@ -49,7 +49,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             refuse_clients(fl_ctx, self.refuses, partial(self._refuses, names=self._members.names()))
 
     def refuses(self, name: str) -> bool:
-        """Return True if a site or administrator of this name may not connect."""
+        """Return True if a site or administrator with this name may not connect."""
         return self._refuses(name, self._members.names())
 
     def _refuses(self, name: str, names: list[str] | None) -> bool:

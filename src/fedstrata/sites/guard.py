@@ -1,4 +1,4 @@
-"""Refuse requests that a job does not declare or a site's policy forbids, before a client of the site handles them."""
+"""Refuse requests that a job does not declare or that a site's policy forbids, before a client handles them."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job, and limit the number of trials for guessing these data.
+    """Let the ``with`` block read a site's data for a job, and limit how often jobs can try to guess these data.
 
     A job learns whether the data fit its description, and this answer reveals something about the data. Each different
-    description therefore counts as a trial. A request that fails also counts, until the same request succeeds, for
-    example after the site corrected its file. A job that the site approved is never refused by this function, but its
-    trials count. Only one job can be in the block at a time.
+    description therefore counts as a trial. A request that fails also counts as a trial. The trial no longer counts
+    when the same request succeeds, for example after the site corrected its file. A job that the site approved is never
+    refused by this function, but its trials count. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
         policy: The site's policy, which sets the limit.
         job: The hash of the job's spec.
         description: A hash of the spec's description of the data.
-        request: The encoded request, by which a repeated request is recognised.
+        request: The encoded request, which is needed to recognise a repeated request.
 
     Raises:
         RuleError: Other jobs have used all trials that the policy allows.
@@ -132,7 +132,7 @@ COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """The numbers of starts, exchanges and bytes of a job at a site. A file stores them between two starts.
+    """The numbers of starts, exchanges and bytes of a job at a site. A file stores these numbers between two starts.
 
     The same job may run in two processes. Each process adds its own numbers to the file.
 
@@ -157,7 +157,7 @@ class Quota:
         """Count a start of the job.
 
         Raises:
-            RuleError: The job started too often.
+            RuleError: The job started more often than the policy allows.
         """
         with self._changing():
             if policy is not None and self.starts >= policy.starts:
@@ -168,12 +168,12 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Add what the job has used since the last write to the numbers in the file."""
+        """Add the job's starts, exchanges and bytes since the last write to the numbers in the file."""
         with self._changing():
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second. A site that is killed therefore loses only one second's numbers."""
+        """Save at most once per second. A site that is killed therefore loses only the numbers of the last second."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
@@ -197,18 +197,18 @@ class Quota:
         self.home = table.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
-        """Record which clients are at this site according to a job, and refuse a later change.
+        """Record the clients that a job assigns to this site, and refuse later changes.
 
-        With other ids, the spec would hold out other samples for tests. The difference between two answers could then
-        reveal a sample.
+        If the ids changed, the spec would hold out different samples for tests. The difference between two answers
+        could then reveal a sample.
 
         Args:
             clients: The ids of the clients at this site.
             total: The total number of clients.
-            rule: The name of the rule in the error.
+            rule: The name of the rule that the error shows.
 
         Raises:
-            RuleError: The job named other clients before.
+            RuleError: The job named different clients before.
         """
         home = [total, *clients]
         with self._changing():
@@ -222,7 +222,7 @@ class Quota:
 
     @property
     def survey(self) -> bytes | None:
-        """The encoded answer to this job's ``Survey`` (a question for statistics of the data); None if not sent yet."""
+        """The encoded answer to this job's ``Survey`` (a question for statistics); None before the answer is sent."""
         return self._survey.read_bytes() if self._survey.exists() else None
 
     @survey.setter
@@ -255,10 +255,10 @@ class Match:
         request: The request as it arrived.
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
-        position: The position of the run after the answer to the request.
-        digests: The hashes of all variants in which the request may be repeated, if clients that add up tensors
-            together failed. Empty if each client answers separately.
-        again: Whether the client got this request before, and gets the request again because another client failed.
+        position: The progress of the run after the answer to the request.
+        digests: The hashes of all variants of the request that the server may send after other clients failed. The
+            value is empty unless clients add up tensors together.
+        again: Whether the client got this request before and gets it again, because another client failed.
     """
 
     client: ClientId
@@ -271,12 +271,12 @@ class Match:
 
 
 class Guard:
-    """Decides which requests the clients of one site may answer in a run, and counts the answers.
+    """A check that decides which requests the clients of one site may answer in a run, and that counts the answers.
 
     Args:
         declaration: Everything that the job may ask.
         policy: The site's policy; None if the site has no policy.
-        quota: The counts of what the job has used at the site so far.
+        quota: The numbers of starts, exchanges and bytes that the job has used at the site.
         round: The last finished round; 0 for a new run.
     """
 
@@ -307,10 +307,10 @@ class Guard:
             client: The client that is asked.
             request: The request.
             relay: Whether the request comes with a model that goes from client to client.
-            together: Whether the client must answer together with other clients, with which it adds up tensors.
+            together: Whether the client must answer together with other clients, because these clients add up tensors.
 
         Returns:
-            The request and the entry of the declaration that allows it; None if the job has no declaration.
+            The match of the request with an entry of the declaration; None if the job has no declaration.
 
         Raises:
             RuleError: The client may not answer.
@@ -354,7 +354,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Limits per run count replies instead of requests, because a client may fail to answer."""
+        """Count a reply. Limits per run refer to replies instead of requests, because a client may fail to answer."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -393,17 +393,17 @@ class Guard:
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Write the counts of what the job has used, at the same time as the clients' states.
+        """Write the numbers that the job has used, at the same time as the clients' states.
 
         Raises:
-            RuleError: The round is larger than the job's number of rounds.
+            RuleError: The round is later than the job's last round.
         """
         if not 0 <= round <= self.declaration.rounds:
             raise RuleError("rounds", f"round {round} is not in 0 to {self.declaration.rounds}")
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop that would show the server a model, if the policy allows models to go only from site to site.
+        """Refuse a hop that would show a model to the server, if the policy lets models go only from site to site.
 
         In a hop, one client trains the model, which then goes to the next client. All hops together are a relay.
 
@@ -424,7 +424,7 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """Refuse further training in a relay whose model the server has fetched, if ``policy.relay`` is ``direct``.
+        """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
 
         In a relay, one model travels from client to client, and each client trains it.
         """

@@ -32,11 +32,11 @@ class RequestCache:
         """The number of the last question that the site began, and the size of its answer in bytes (or ``AT_WORK``)."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:
-        """Return the answer to a question. The answer is computed only when the question is asked for the first time.
+        """Return the answer to a question. The answer is computed only when the question arrives for the first time.
 
         Args:
-            number: The number of the question. Later questions have larger numbers. A question with the number 0 is
-                never repeated.
+            number: The sequence number of the question. Later questions have larger numbers. A question with the number
+                0 is never repeated.
             work: A function that computes the answer.
 
         Raises:
@@ -64,7 +64,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
     """Start a daemon thread that sends a heartbeat every second, and return the thread.
 
     Args:
-        cache: The cache whose ``pulse`` is sent.
+        cache: The cache that provides ``pulse``, the content of a heartbeat.
         send: A function that sends a heartbeat with the two numbers of ``pulse``, without waiting for an answer.
         over: The exception that ``send`` raises when the job is over.
     """

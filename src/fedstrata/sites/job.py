@@ -59,7 +59,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The component at the server, which runs the experiments of a job one after another.
 
     Args:
-        plans: The experiments. Each is a table of the fields of a ``JobSpec``, because a job's configuration is JSON.
+        plans: The experiments. Each experiment is a table of the fields of a ``JobSpec``, because a job's configuration
+            is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -80,7 +81,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         """Receive a site's heartbeat.
 
         Args:
-            number: The number of the last question that the site began.
+            number: The sequence number of the last question that the site began to answer.
             size: The size in bytes of the answer to this question; ``AT_WORK`` while the site works on the answer.
         """
         if self._transport is not None and not self._transport.struck(collab.caller):
@@ -88,7 +89,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
-        """Receive a site's terms of a sum, wait for the terms of the other sites, and return the encoded total."""
+        """Receive a site's terms for a sum, wait for the other sites' terms, and return the encoded total."""
         if self._sums is None or self._transport is None:
             raise FedstrataError("the run has not begun yet")
         if self._transport.struck(collab.caller):
@@ -226,7 +227,7 @@ def _settings(root: Path) -> SiteSettings:
 
 
 class Site:
-    """The component at a site, which answers the server's messages. The site's settings are in its folder."""
+    """The component at a site, which answers the server's messages. The site's folder contains its settings."""
 
     def __init__(self) -> None:
         bound_growth()

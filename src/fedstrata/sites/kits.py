@@ -1,4 +1,4 @@
-"""Adapt NVFlare's start-up kits: only the owner may read a kit, kits can be moved, and logs are short.
+"""Adapt NVFlare's start-up kits: let only the owner read a kit, make kits movable, and shorten their logs.
 
 A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
 """
@@ -39,14 +39,14 @@ def finish(kit: Path) -> None:
 
 
 def close(folder: Path) -> None:
-    """Let only the owner read a folder and its content."""
+    """Set the permissions of a folder and its content, so that only the owner can read them."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
 
 
 def set_paths(kit: Path) -> None:
-    """Write the absolute path of the folder ``kit`` into its configuration, which must contain absolute paths."""
+    """Write the absolute path of the folder ``kit`` to its configuration, because NVFlare needs absolute paths."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
@@ -66,10 +66,10 @@ def _set_paths(node: Any, kit: Path) -> None:
 
 
 class Printable(logging.Filter):
-    """A log filter that makes texts printable, because they can contain errors and names that other parties sent."""
+    """A log filter that makes records printable, because they can contain errors and names that other parties sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Make a record printable, and indent its traceback so that it cannot look like records. Return True."""
+        """Make a record printable, and indent its traceback so that it differs from other records. Return True."""
         record.msg, record.args = printable(record.getMessage()), None
         if record.exc_info and not record.exc_text:
             lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()

@@ -1,10 +1,10 @@
-"""A site's ledger: a file with an entry for each answer or refusal. An entry says what was asked and how much was sent.
+"""A site's ledger: a file with an entry per answer or refusal. An entry says what was asked and how much was sent.
 
-The ledger is a ``jsonl.Log``. Each line has a checksum that also depends on the line before. Lines that were changed,
-removed or moved are therefore detected. The *head* of a ledger consists of its number of entries and its last checksum.
-The head is stored in a second file, and is sent to the server with every answer. The server writes the heads to the run
-folder, so that missing lines at the end of the ledger are detected too. Values, labels and texts of errors are never
-written.
+The ledger is a ``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
+detects lines that were changed, removed or moved. The *head* of a ledger consists of its number of entries and its last
+checksum. The head is stored in a second file, and is sent to the server with every answer. The server writes the heads
+to the run folder. A check can therefore also detect missing lines at the end of the ledger. The ledger never contains
+values, labels or texts of errors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Head:
 
     @classmethod
     def parsed(cls, text: object) -> Head | None:
-        """Parse the text of a head; return None if the text is not a head."""
+        """Parse the text of a head. Return None if the text is not a head."""
         match = _HEAD.fullmatch(text) if isinstance(text, str) else None
         return cls(int(match[1]), match[2]) if match else None
 
@@ -80,9 +80,9 @@ class Entry:
         refused: The name of the limit that stopped the answer; empty if the site answered.
         failed: The class name of the error that was raised instead of an answer; empty if there was an answer.
         to: The site that received the answer; empty for the server.
-        exchange: The number of the secure sum in its roster; None for other answers.
+        exchange: The index of the secure sum within its roster; None for other answers.
         roster: The hash of the roster of a secure sum, in hexadecimal digits.
-        members: The sites of a roster, or the sites whose vectors are in a secure sum.
+        members: The sites of a roster, or the sites that contributed to a secure sum.
     """
 
     run: str
@@ -170,12 +170,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check whether a ledger is complete and unchanged.
+    """The result of checking that a ledger is complete and unchanged.
 
     Args:
-        entries: The entries before the first changed entry.
+        entries: The unchanged entries at the beginning of the ledger.
         problems: Descriptions of missing or changed entries.
-        notes: Descriptions of incomplete lines after crashes, which are not problems.
+        notes: Descriptions of lines that are incomplete because of a crash. Such lines are not problems.
     """
 
     entries: list[dict[str, Any]]
@@ -248,7 +248,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
     """Read the heads that a server received from a site.
 
     Args:
-        path: A run folder (the server's, or the copy that an administrator fetched), or its file of heads.
+        path: The server's run folder, the administrator's copy of it, or the file of heads in this folder.
         site: The name of the site.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A web page that shows the progress of a run, only to browsers on this machine."""
+"""Show the progress of a run on a web page, only to browsers on this machine."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 
 @contextmanager
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve the web page during the ``with`` block, and yield its address and a function that updates it.
+    """Serve the web page during the ``with`` block. Yield the page's address, and a function that updates the page.
 
     All users of this machine, and all web pages in their browsers, can connect. The page is therefore sent only if the
-    address in the request contains a random key, and the host name is a name of this machine.
+    address contains a random key and the host name is a name of this machine.
 
     Args:
         source: The source of the progress.
@@ -114,7 +114,7 @@ class _Page:
 
 
 def hosts(port: int) -> set[str]:
-    """Return the ``Host`` headers that a browser on this machine may send. Browsers may omit the default port 80."""
+    """Return the ``Host`` headers that browsers on this machine may send. Browsers may omit the default port 80."""
     names = {LOOPBACK, "localhost"}
     return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 

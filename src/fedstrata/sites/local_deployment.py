@@ -1,4 +1,4 @@
-"""A trial of a deployment on one machine: server and sites are processes with their own certificates."""
+"""Try out a deployment on one machine, where server and sites are processes with their own certificates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Make the folders of server and sites, start all parties, run the job, fetch its result, and stop all parties.
+    """Make the folders of server and sites, start both, run the job, fetch its result, and stop server and sites.
 
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
-        out: The folder that will contain these folders and the result. The folder must be empty, or not exist.
+        out: The folder that will contain the parties' folders and the result. The folder ``out`` must be empty, or not
+            exist.
         base_dir: The folder to which relative paths of data files refer.
-        report: A function that is called with a line about each event.
+        report: A function that is called with a line of text about each event.
 
     Returns:
         The run folder, ``out/result``.
@@ -37,7 +38,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
 
 
 class Processes:
-    """The processes of a trial. The processes and their child processes end with the ``with`` block.
+    """The processes of a trial. At the end of the ``with`` block, they and their child processes are stopped.
 
     Args:
         out: The folder that ``provision`` wrote.

@@ -30,7 +30,7 @@ them with a fingerprint."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
-    """Return a keyed hash (HMAC) of a site's file, which does not reveal the content; empty if ``data`` is None.
+    """Return a keyed hash (HMAC) of a site's file, which does not reveal its content; empty if ``data`` is None.
 
     Args:
         data: The site's data file.
@@ -74,12 +74,13 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Return the manifest of a run folder after checking its signature and the files.
 
-    A signature of a site is refused, although sites also have certificates of the federation. A file that the manifest
-    does not name, such as a report, is only logged.
+    A signature by a site is refused, although sites also have certificates of the federation. A file that is not in the
+    manifest, such as a report, causes only a log message.
 
     Args:
         run: The run folder.
-        kit: The folder of the server, a site or the administrator; each contains the federation's root certificate.
+        kit: The folder of the server, a site or the administrator. Each of these contains the federation's root
+            certificate.
 
     Raises:
         DataError: The administrator did not sign the manifest, or a file is missing or was changed.

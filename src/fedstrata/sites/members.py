@@ -1,4 +1,4 @@
-"""The server's list of sites that may connect, a file in its folder that is read at each connection."""
+"""The list of sites that may connect, which is a file in the server's folder. It is read at each connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMBERS = Path("local") / "members.json"
 
 
 def members(kit: Path) -> list[str]:
-    """Return the names of the sites that may connect to the server whose folder is ``kit``.
+    """Return the names of the sites that may connect to the server with the folder ``kit``.
 
     Raises:
         SpecError: The folder does not contain a list.
@@ -50,7 +50,7 @@ def _read(kit: Path) -> _Lists:
 
 
 class Members:
-    """The list of a running server. The file is read each time, because it may be edited.
+    """A running server's list of sites. The file is read at each use, because it may be edited.
 
     If the file cannot be read, the last valid list is used. If there was never a valid list, no site may connect.
 
@@ -63,7 +63,7 @@ class Members:
         self._last: list[str] | None = None
 
     def names(self) -> list[str] | None:
-        """Return the sites that may connect; None if the server never had a list, as in a simulation."""
+        """Return the sites that may connect; None if the server never had a list, for example in a simulation."""
         if (self._kit / MEMBERS).exists():
             try:
                 self._last, self._warned = members(self._kit), False
@@ -97,8 +97,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     """Remove a site from the list, or add it again, and return the sites on the list.
 
     The server and the run continue. New connections of the site are refused at once, and an existing connection ends at
-    NVFlare's next heartbeat. The run does not ask the site any more, and ignores an answer that is still on its way.
-    The site's certificate stays valid, but the certificate alone is not enough to connect.
+    NVFlare's next heartbeat. The server no longer asks the site, and ignores an answer that is still on its way. The
+    site's certificate stays valid, but the certificate alone is not enough to connect.
 
     Args:
         kit: The server's folder.
@@ -106,7 +106,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: ``kit`` is not a server's folder, or the site is not on the list (with ``undo``: was never on it).
+        SpecError: ``kit`` is not a server's folder, or the site is not on the list. With ``undo``, the error means that
+            the site was never on the list.
         DataError: The list cannot be read.
     """
     lists = _read(kit)

@@ -1,4 +1,4 @@
-"""Send the server's messages to all sites at the same time. Messages have numbers, and acknowledge earlier answers."""
+"""Send the server's messages to all sites at the same time. Messages are numbered, and acknowledge earlier answers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Transport(Protocol):
         Args:
             site: The name of the site.
             data: The encoded message.
-            patience: Seconds to wait for the answer.
-            number: The number of the message. Later messages have larger numbers. A site that gets a number again
-                repeats its answer.
+            patience: The number of seconds to wait for the answer.
+            number: The sequence number of the message. Later messages have larger numbers. A site that receives the
+                same number again repeats its answer.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.
         """
 
     def is_reachable(self, site: str) -> bool:
-        """Return whether a site is likely to answer now.
+        """Return True if a site will probably answer now.
 
         Raises:
             Exception: The job is over.
@@ -85,17 +85,17 @@ class Messenger:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def next_exchange(self) -> int:
-        """Begin an exchange (questions to clients and their answers), and return its number."""
+        """Begin an exchange (questions to clients and their answers), and return the exchange's number."""
         self.exchange += 1
         return self.exchange
 
     def acknowledge(self, site: str, ack: Message) -> None:
-        """Attach an acknowledgement to all messages to a site until the site has answered one of them."""
+        """Attach an acknowledgement to all messages to a site until the site has answered such a message."""
         if site not in self.directory.excluded:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer, of one of the ``kinds``. Without such an answer, return a ``FedstrataError``."""
+        """Return a site's answer if its class is in ``kinds``. Otherwise, return a ``FedstrataError``."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 
@@ -107,8 +107,8 @@ class Messenger:
         Args:
             bodies: A mapping from each site to the message for it.
             kind: The expected class of the answers.
-            ended: A function that is called with a site and its answer or error, as soon as it arrives. The function is
-                given only if the clients at these sites add up tensors together. A site that fails is then not asked
+            ended: A function that is called with each site and its answer or error, as soon as they arrive. Give this
+                function only if the clients at these sites add up tensors together. A site that fails is then not asked
                 again, because the other sites do not wait for it.
         """
         self.directory.gather()
@@ -119,7 +119,7 @@ class Messenger:
     def deliver(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Ask several sites as ``ask_all`` does, but without a check that enough sites can be reached and answer."""
+        """Ask several sites as ``ask_all`` does, but do not check that enough sites can be reached and answer."""
         directory, outcomes = self.directory, dict[str, Any]()
         numbers = {site: next(self._numbers) for site in bodies}
 

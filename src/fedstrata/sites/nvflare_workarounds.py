@@ -1,8 +1,8 @@
-"""All code that depends on the internals of NVFlare.
+"""Collect all code that depends on the internals of NVFlare.
 
 Each workaround names the version and the file of NVFlare. The other modules of ``fedstrata.sites`` use only NVFlare's
-documented interfaces (``nvflare.apis``, ``nvflare.collab``, the FLARE API, the files that it makes for each machine).
-Check every function of this module before you allow a new version of NVFlare.
+documented interfaces: ``nvflare.apis``, ``nvflare.collab``, the FLARE API, and the files that NVFlare makes for each
+machine. Check every function of this module before you allow a new version of NVFlare.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pools allow up to 128 threads."""
 def bound_growth() -> None:
     """Keep the number of threads and the memory use of this process constant while it exchanges messages.
 
-    The first call in a process starts a thread that never ends; later calls change nothing.
+    The first call in a process starts a thread that never ends. Later calls change nothing.
     """
     cleanups = PriorityQueue[tuple[float, int, Callable[[], object]]]()
     _forget_in_one_thread(cleanups)
@@ -94,7 +94,7 @@ def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) 
 
 
 def release_memory() -> None:
-    """Return memory that the C library no longer uses to the operating system. Only glibc can do this."""
+    """Give unused memory of the C library back to the operating system. Only glibc supports this."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -147,12 +147,12 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """A signal that ends calls to sites, triggered if the job is aborted and when our server ends normally.
+    """A signal that ends calls to sites. It is triggered if the job is aborted, and when our server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.
 
-    Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``, where a call waits until ``abort_signal.triggered``.
+    Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``: a call waits until ``abort_signal.triggered`` is True.
 
     Args:
         signal: The job's abort signal.
@@ -174,9 +174,9 @@ class JobEnd:
 def survive_kill(run: Path) -> None:
     """Let the other sites continue if the process of this site's job is killed.
 
-    NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the code from a file in
-    the job's folder. This function therefore writes 0 in advance. A process that is not killed overwrites the file when
-    it ends.
+    NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the return code from a
+    file in the job's folder. This function therefore writes 0 to the file in advance. A process that is not killed
+    overwrites the file when it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
 
@@ -192,16 +192,16 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
     """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
     NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. NVFlare's own
-    list of disabled names can only be changed by an administrator. Without the log-out, NVFlare sends jobs to a refused
-    client for two more minutes.
+    list of disabled names can only be changed by an administrator. If we did not log out a refused client, NVFlare
+    would send jobs to it for two more minutes.
 
     Seen in NVFlare 2.9.0, ``private/fed/server/client_manager.py`` (``ClientManager.is_client_disabled``) and
     ``private/fed/server/fed_server.py`` (``logout_client``).
 
     Args:
         fl_ctx: The context of an event at the server.
-        refuses: A function that returns whether a name is refused. NVFlare calls this function from now on.
-        refused_now: A function that returns whether a client that is connected now is refused. Only this function calls
+        refuses: A function that returns True if a name is refused. NVFlare calls this function from now on.
+        refused_now: A function that returns True if a connected client is refused now. Only ``refuse_clients`` calls
             it.
     """
     server = fl_ctx.get_engine().server
@@ -226,7 +226,7 @@ Seen in NVFlare 2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
 def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
     """Return the command that runs a job in the simulator, with one process per site.
 
-    The command is what ``nvflare simulator`` runs in NVFlare 2.9.0: ``private/fed/app/simulator/simulator.py``.
+    In NVFlare 2.9.0, ``nvflare simulator`` runs the same command: ``private/fed/app/simulator/simulator.py``.
     """
     return [sys.executable, "-m", SIMULATOR, str(job), "-w", str(workspace), "-n", str(sites), "-t", str(sites)]
 
@@ -249,7 +249,7 @@ def quiet_call(work: Callable[[], Any]) -> Any:
 
 
 def is_temporary(error: Exception, known: bool) -> bool:
-    """Return whether the request may succeed later: the server is unreachable, or its sites and jobs are not ready.
+    """Return True if a request may succeed later: the server is unreachable, or its sites and jobs are not ready.
 
     If a server stops while it answers, the API raises ``InternalError`` or ``RuntimeError``. After a restart, a server
     does not know our session, and the API raises ``AuthenticationError``.
@@ -293,7 +293,8 @@ def adapt_script(name: str, text: str) -> str:
     The script then uses this Python, checks the folder before it starts NVFlare, and can be stopped at any time.
 
     NVFlare's ``stop_fl.sh`` asks for confirmation, and does nothing without a terminal. NVFlare's ``start.sh`` returns
-    before the daemon has written its process id, so a stop immediately after the start does not find the process.
+    before the daemon has written its process id. A stop immediately after the start therefore does not find the
+    process.
 
     Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
 

@@ -1,4 +1,4 @@
-"""A site's limits on jobs, which are read from ``policy.toml`` in the site's folder."""
+"""Read and check a site's limits on jobs, which are in the file ``policy.toml`` in the site's folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RuleError(FedstrataError):
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
-        reason: A text that says what is refused, and what would be accepted.
+        reason: A text that says what the site refuses, and what it would accept.
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -60,42 +60,42 @@ Fingerprint = Annotated[str, AfterValidator(_fingerprint)]
 
 
 class Policy(Setting):
-    """A site's limits on jobs.
+    """The limits that a site sets on jobs.
 
     Args:
-        jobs: The jobs that may run. ``approved``: only jobs whose hash is in the key ``approved``. ``within-policy``:
+        jobs: The jobs that may run. ``approved``: only jobs with a hash in the key ``approved``. ``within-policy``:
             every job that the other limits allow.
         approved: Hashes of specs, as ``fedstrata asks`` prints them. ``fedstrata approve`` adds a hash.
         methods: Names of the methods that may run. Default: all methods that declare their requests.
-        min_samples: The smallest number of samples from which a value that leaves the site is computed, such as an
-            update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
+        min_samples: The smallest number of samples from which the site computes a value that it sends. Such a value is
+            an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
-            ``hold-back``: it uses these samples in a later batch. ``refuse``: it does not answer. Other requests about
-            fewer samples are never answered.
+            ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer. The
+            client never answers other requests about fewer samples.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of messages with requests that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
-        starts: The largest number of times that a job may begin or be resumed. After each start, a job can repeat the
+        starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics of the site's own data that the site sends to jobs that are
-            not approved. A spec with another seed holds out other samples for tests. Two answers can therefore differ
-            by a single sample and reveal it. The same limit holds for descriptions (``[data]``) that are tried on the
-            data, and for requests that fail, because an error also reveals something.
+        surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
+            approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
+            by a single sample and reveal this sample. The same limit holds for the descriptions (``[data]``) that jobs
+            try on the data. It also holds for requests that fail, because an error reveals something.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
-        dp: The smallest noise (``privacy.dp.noise``) of a job. 0: jobs do not need differential privacy, except if
-            ``budget`` is set.
-        outside_dp: Names of the values without noise that a job with differential privacy may compute from the site's
-            samples: ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list has an effect
-            if the site requires differential privacy.
+        dp: The smallest noise (``privacy.dp.noise``) that a job must use. With 0, jobs do not need differential
+            privacy, except if ``budget`` is set.
+        outside_dp: Names of the values that a job with differential privacy may compute from the site's samples without
+            noise. The names are ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list
+            has an effect if the site requires differential privacy.
         budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
-            a round that would exceed it. Default: no limit.
+            a round that would exceed this budget. Default: no limit.
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
-        sums: The server's view of this site's updates. ``secure``: only secure sums, so jobs with ``privacy.sums =
-            "plain"`` are refused. ``plain``: both kinds of jobs may run.
-        parties: The smallest number of sites whose updates must be in a secure sum, at least 3.
+        sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
+            with ``privacy.sums = "plain"``. ``plain``: both kinds of jobs may run.
+        parties: The smallest number of sites that must contribute to a secure sum, at least 3.
         peers: The fingerprints of the certificates of the other sites in secure sums, as ``fedstrata check`` prints
             them. Get each fingerprint from the site itself, and not from the server. Default: every site with a
             certificate of the federation.
@@ -123,7 +123,7 @@ class Policy(Setting):
     peers: list[Fingerprint] | None = None
 
     def check(self, asked: Declaration) -> None:
-        """Refuse a job before any data are read for it.
+        """Check a job against the policy before any data are read.
 
         Args:
             asked: The declaration of everything that the job asks.
@@ -199,7 +199,7 @@ class Policy(Setting):
             raise RuleError("policy.outside_dp", self._outside(others[0]))
 
     def check_evaluation(self) -> None:
-        """Refuse to evaluate a model on the site's samples, if the site requires differential privacy.
+        """Refuse to evaluate a model on the site's samples if the site requires differential privacy.
 
         Raises:
             RuleError: ``outside_dp`` does not allow evaluations.
@@ -228,11 +228,11 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse to send counts of categories, targets or values if a count that is not 0 is below ``least``.
+        """Refuse to send counts of categories, targets or values if a count is between 1 and ``least`` − 1.
 
         Args:
             job: The hash of the job.
-            counts: How often each category or value of a column, or each target, occurs.
+            counts: The number of times that each category or value of a column, or each target, occurs.
             least: The smallest count that may leave the site.
 
         Raises:
@@ -248,7 +248,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, with the larger of the two values of ``min_samples``.
+        """Return the spec's privacy settings, but with the policy's ``min_samples`` if it is larger.
 
         Args:
             privacy: The privacy settings of the spec.
@@ -259,7 +259,7 @@ class Policy(Setting):
 
     @classmethod
     def read(cls, root: Path) -> Policy:
-        """Read the policy from a site's folder; return the defaults if the folder has no policy file.
+        """Read the policy from a site's folder, or return the defaults if the folder has no policy file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

@@ -1,8 +1,8 @@
-"""A site's privacy budget: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
+"""Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
-The site adds up Rényi divergences of one order, which is fixed at the first step under a budget. The total therefore
-bounds ε even if jobs are chosen after earlier answers are known (Feldman and Zrnic 2021, Theorem 4.1). Each round is
-written to the disk before its first step. A job that is interrupted has spent the rounds that it began.
+The site adds up Rényi divergences of one order. This order is fixed at the first step under a budget. The total
+therefore bounds ε even if jobs depend on earlier answers (Feldman and Zrnic 2021, Theorem 4.1). Each round is written
+to the disk before its first step. A job that is interrupted has spent the budget of all rounds that it began.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Steps = tuple[str, ClientId, float, float]
 
 @dataclass
 class Spending:
-    """The content of the file.
+    """The privacy loss that a site's file records.
 
     Args:
         order: The order of the Rényi divergences that are added up; None before the first step under a budget.
@@ -45,7 +45,7 @@ class Spending:
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """Return the largest divergence of all clients of each job, for each of ``ORDERS``.
+        """Return the largest divergence over all clients of each job, for each of ``ORDERS``.
 
         In a job, clients have different samples, so only the largest divergence counts. This divergence is bounded for
         each order.
@@ -82,7 +82,7 @@ class PrivacyBudget:
             job: The hash of the job.
             client: The client.
             noise: The standard deviation of the noise, as a multiple of the largest norm of a gradient.
-            rate: The probability with which each sample is in a step.
+            rate: The probability that a sample is used in a step.
             steps: The number of steps.
 
         Raises:
@@ -100,7 +100,7 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def report(self) -> dict[str, Any]:
-        """Return what was spent: ε of all jobs, and the ε of each job by privacy loss distributions (PLD).
+        """Return the ε that all jobs spent together, and each job's ε by privacy loss distributions (PLD).
 
         The table is empty if no job with ``privacy.dp`` has trained.
 

@@ -2,8 +2,8 @@
 
 All these processes end when our own process ends.
 
-``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills the command if standard input is closed
-before the command ends.
+The call ``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills the command if standard input is
+closed first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command in a new session, which ends when this process ends, even if this process is killed by SIGKILL.
+    """Start a command in a new session that ends when this process ends, even if SIGKILL kills this process.
 
     A second process, the guard, starts the command. The guard reads a pipe from this process. When this process ends,
     the operating system closes the pipe, and the guard kills the session.

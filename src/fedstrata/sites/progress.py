@@ -1,4 +1,4 @@
-"""The progress of a run over sites. The server and each site write the progress as a table, which is shown as text."""
+"""Write and show the progress of a run over sites. The server and each site write their progress as a table."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
     A curve has approximately ``POINTS`` points or fewer. The curve of the ``primary`` metric comes first.
 
-    If a run repeated a round after a crash, the new record replaces the old records of this round and of later rounds.
+    If a run repeats a round after a crash, its new record replaces the old records of this round and of later rounds.
 
     >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
     {'loss': [[1, 2], [1.0, 0.5]]}
@@ -69,10 +69,10 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
 
 def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
-    """Return the keys of a run's progress that describe the run: its folder's name, its title, and its setting.
+    """Return the entries of a run's progress that describe the run: the folder's name, the title, and the setting.
 
     Args:
-        history: The history of the run, of which only the method and the seed are used.
+        history: The history of the run. Only its method and its seed are used.
         folder: The run folder.
         spec: The text of the spec.
     """
@@ -83,14 +83,14 @@ def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
 
 
 class Progress:
-    """The progress of a run, as its server reports it.
+    """The progress of a run that its server reports.
 
     Args:
         rounds: The number of rounds of the run.
         sites: The names of the sites that should take part.
         status: A function that returns the state of a site, and the reason for this state.
-        history: The history of the run, which is empty for a new run; it also describes the run.
-        path: The file to which the progress is written; optional.
+        history: The history of the run, which is empty for a new run.
+        path: An optional file, to which the progress is written.
         about: The description of the run by ``about_run``.
     """
 
@@ -232,7 +232,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def headline(table: Mapping[str, Any]) -> str:
-    """Return a line about a run: round, metrics, clients of the last round, sites, bytes, and remaining time.
+    """Return a line about a run, with round, metrics, clients of the last round, sites, bytes, and remaining time.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
     ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
@@ -250,11 +250,11 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return the progress of a run, with a line about each site, or of one site's work in a run, as lines of text.
+    """Return the progress of a run (with a line about each site), or of one site's work in a run, as lines of text.
 
     Args:
         table: The progress, as the server or the site wrote it.
-        now: The current time in seconds since the epoch; by default from the clock.
+        now: The current time in seconds since 1970. Default: the time of the clock.
     """
     now = time.time() if now is None else now
     age = now - table.get("at", now)

@@ -1,6 +1,7 @@
 """Run an experiment over sites in one process, to test it before it runs on real machines.
 
-As on real machines, the run reads the sites' files and encodes all messages. The result is the same, too.
+As on real machines, the run reads the sites' files and encodes all messages. The result is the same as on real
+machines.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ def rehearse_file(
 
     Args:
         spec: The experiment.
-        file: The description of the federation (``sites.toml``). The description names the files with the data and keys
-            of the server and the sites; relative paths refer to the folder of this file.
+        file: The description of the federation (``sites.toml``). The description contains the paths of the data and
+            keys of the server and the sites. Relative paths refer to the folder of this file.
         out: The run folder.
         resume: Whether to resume the run in the folder.
         callbacks: Callbacks of the run.
 
     Raises:
-        SpecError: A setting is wrong, or the data file of a site is not named.
+        SpecError: A setting is wrong, or the description does not name the data file of a site.
         FedstrataError: Too few sites have data that fit the spec.
     """
     sites, base_dir = Sites.read(file), file.parent

@@ -1,4 +1,4 @@
-"""Relays over sites: clients train one model in turn. The server sends tasks, and sites pass the model on."""
+"""Run relays over sites: clients train one model in turn. The server sends tasks, and sites pass the model on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClientRaisedError(FedstrataError):
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
-    """Return a client's reply to a request, or a ``Failure`` if the client failed or its reply has a wrong type."""
+    """Return a client's reply to a request, or a ``Failure`` if the client failed or its reply has the wrong type."""
     if isinstance(outcome, Failed):
         error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
@@ -51,7 +51,7 @@ class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
     The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
-    relay is over. If a site fails, the run therefore loses only the hops since the model was last at another site.
+    relay is over. If a site fails, the run therefore loses only the hops after the model left the previous site.
 
     Args:
         messenger: Sends messages to the sites.
@@ -116,7 +116,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and the outcome of each accepted hop, and tell the sites which hops do not count."""
+        """Return the final model and each accepted hop's outcome, and tell the sites which hops were not accepted."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]

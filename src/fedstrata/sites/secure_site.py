@@ -1,4 +1,4 @@
-"""A real site's part in secure sums: its certificate, the questions that it has answered, and its ledger entries."""
+"""Take part in secure sums as a real site, with a certificate, the list of answered questions, and ledger entries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Credentials:
 
     Args:
         identity: The site's certificate.
-        trust: The rules by which the site accepts the certificates of other sites.
+        trust: The site's rules for accepting the certificates of other sites.
     """
 
     identity: Identity
@@ -74,7 +74,7 @@ class Credentials:
 
 
 def trust_of(kit: Path) -> Trust:
-    """Return the trust in all certificates that the root certificate of a party's folder issued.
+    """Return rules that accept all certificates issued by the root certificate in a party's folder.
 
     Raises:
         DataError: The root certificate cannot be read.
@@ -84,7 +84,7 @@ def trust_of(kit: Path) -> Trust:
 
 
 def job_of(spec: str) -> bytes:
-    """Return the job's hash, which all keys and signatures of a run contain.
+    """Return the job's hash, on which all keys and signatures of a run depend.
 
     Args:
         spec: The experiment as TOML.
@@ -93,7 +93,7 @@ def job_of(spec: str) -> bytes:
 
 
 class Answered:
-    """The hashes of the questions that a site has answered in a job, in a file.
+    """A file with the hashes of the questions that a site has answered in a job.
 
     Args:
         path: The file.
@@ -122,7 +122,7 @@ class Answered:
 
 
 class KeptSite(Site):
-    """A site that writes each question to the disk before it answers.
+    """A site that writes each question to the disk before it answers the question.
 
     Args:
         answered_file: The questions that the site has answered in this job.
@@ -136,7 +136,7 @@ class KeptSite(Site):
         self._answered_file = answered_file
 
     def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
-        """Return this site's masked vector, after the question is on the disk.
+        """Write the question to the disk, and return this site's masked vector.
 
         Raises:
             RefusedError: A check failed.
@@ -183,7 +183,7 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
 
 
 def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
-    """Process the message that a sum was opened. The server may send the message several times.
+    """Process a message which says that the server has unmasked a sum. The server may send this message several times.
 
     Args:
         member: The site's part in secure sums.
@@ -192,10 +192,10 @@ def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
         client: The site's client.
 
     Returns:
-        Whether the site received this message for the first time.
+        True if the site received this message for the first time.
 
     Raises:
-        WireError: The acknowledgement has the wrong class.
+        WireError: The acknowledgement has an unexpected class.
     """
     if not isinstance(ack, Opened):
         raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
@@ -213,7 +213,7 @@ def about(message: object, member: Member) -> dict[str, Any]:
     """Return the fields of a ledger entry that describe a message of a secure sum; empty for other messages.
 
     Args:
-        message: The request that the site answered, or the message that a sum was opened.
+        message: The request that the site answered, or the message about an unmasked sum.
         member: The site's part in secure sums.
     """
     if isinstance(message, Masked) and isinstance(message.begin, Begin):

@@ -1,4 +1,4 @@
-"""The server of secure sums over real sites. One roster of sites serves several sums."""
+"""Compute secure sums over real sites at the server. A group of sites (the roster) takes part in several sums."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class SecureSums:
     """The secure sums of a run over sites, each with one client.
 
-    A roster ends when it has no keys left, when one of its sites is lost, or when a sum is about other sites. If a sum
-    fails, no state changes, and an event gives the reason.
+    A roster ends when its keys are used up, when one of its sites is lost, or when the next sum needs different sites.
+    If a sum fails, the states do not change, and an event gives the reason.
 
     Args:
         engine: The engine of the sites.

@@ -1,4 +1,4 @@
-"""The settings of the server and of each site, and the description of an experiment for the server of a job."""
+"""Read the settings of the server and of each site, and describe an experiment for the server of a job."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ S = TypeVar("S", bound=Setting)
 
 
 def read_setting(kind: type[S], path: Path, key: str) -> S:
-    """Read a TOML file, and return its settings as an object of a settings class.
+    """Read a TOML file, and return its settings as an instance of ``kind``.
 
     Args:
-        kind: The class.
+        kind: The settings class.
         path: The TOML file.
         key: The name of the file in error messages, such as ``--sites``.
 
@@ -61,10 +61,11 @@ class JobSpec:
 
     Args:
         spec: The name of the file with the spec, in the job's configuration folder.
-        folder: The path of the run folder in a simulation. In a deployment, the server computes it with ``run_of``. A
-            run that is already in the folder is resumed.
+        folder: The path of the run folder in a simulation. In a deployment, the server computes the path with
+            ``run_of``. A run that is already in the folder is resumed.
         clients: The number of clients.
-        sites: The name of each client's site in a deployment. If empty, clients are divided among the connected sites.
+        sites: The name of each client's site in a deployment. If ``sites`` is empty, clients are divided among the
+            connected sites.
         own_data: Whether sites have their own data. If not, the spec's partition divides the data set of the spec.
         patience: The number of seconds within which a site must answer.
         direct: Whether a model that clients train in turn goes from site to site instead of through the server.
@@ -104,16 +105,16 @@ class SiteSettings(Setting):
     Args:
         data: The data file of the site or the server; None if the spec names the data.
         keys: The folder with the keys that all sites share to mask labels. It is never set at the server.
-        patience: The number of seconds that the site waits for the server or another site.
+        patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
         states: The folder of the clients' states. Default: a folder inside the site's own folder.
-        allow: Top-level packages, installed on this machine, from which a spec may name ``module:Class``.
+        allow: Top-level packages on this machine from which a spec may name code, as ``module:Class``.
         catalog: Data sets and files of this machine that a spec may name, in addition to scikit-learn's data sets.
-        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``), in
-            addition to sums.
-        simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, missing keys
-            are created, specs may name any code, and the server sees the full text of errors.
+        tells: Whether the server may see the metrics on this site's own samples (``evaluation.client_test``). In every
+            case, the server sees sums over samples.
+        simulated: Whether this is a simulation on one machine. In a simulation, the job may name folders, and specs may
+            name any code. Missing keys are created, and the server sees the full text of errors.
     """
 
     data: Path | None = None
@@ -137,7 +138,7 @@ class SiteSettings(Setting):
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """Read the settings from the folder of the server or a site; return the defaults if it has no settings file.
+        """Read the settings from the folder of the server or a site. Return the defaults without a settings file.
 
         Raises:
             SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.

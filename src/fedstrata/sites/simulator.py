@@ -1,4 +1,4 @@
-"""Experiments in NVFlare's simulator: server and sites are processes on this machine, without certificates."""
+"""Run experiments in NVFlare's simulator: server and sites are processes on this machine, without certificates."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Experiments, each with its run folder, or with None if the run folder is not needed.
+        runs: Pairs of an experiment and its run folder. The run folder is None if it is not needed.
         sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
-            max(3, number of processors). A resumed run keeps its sites, because they have stored their clients' states.
+            max(3, number of processors). A resumed run keeps its sites, because they store their clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of every round.
         patience: The number of seconds within which a site must answer.

@@ -1,4 +1,4 @@
-"""A site, which holds the data and states of its clients, and answers the messages that the server sends to them."""
+"""Answer the server's messages at a site, which stores the data and states of its clients."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class SiteServer:
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: A function that sends bytes to another site (or, for a term of a sum, to the server), and returns the
+        send: A function that sends bytes to another site, or to the server (for a term of a sum), and returns the
             answer.
-        settings: The site's settings. In a simulation, the site also answers methods that do not declare their
-            questions, and the server sees the text of all errors. In a deployment, the server sees only the text of
+        settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
+            requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
-        keys: The keys that all clients share to mask labels. Default: the keys that the environment variables name.
+        keys: The keys that all clients share to mask labels. Default: the keys that environment variables name.
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
         ledger: The site's ledger of answers and refusals; optional.
         credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses
@@ -169,7 +169,7 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Make an ``Entry`` about a question, with the fields ``about``.
+        """Make an ``Entry`` about a question from the fields in ``about``.
 
         The entry is written to the ledger (the site's log of all answers) before the answer leaves the site.
         """
@@ -239,9 +239,9 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the text that the server may see of an error; see ``settings`` of this class.
+        """Return the part of an error's text that the server may see; see ``settings`` of this class.
 
-        If a client raised the error, ``reason`` is the client's description of it.
+        If a client raised the error, ``reason`` is the client's description of the error.
         """
         if reason is None:
             if self.settings.simulated and isinstance(error, UnusableDataError):
@@ -420,11 +420,10 @@ class SiteRun:
 
     @classmethod
     def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
-        """Begin a run with the clients' states after round ``begin.round``, or after the last stored round before.
+        """Begin a run with the clients' states after round ``begin.round``, or after the last stored round before it.
 
         Returns:
-            The run, the round of the states, and the clients whose states are missing because the clients were at other
-            sites.
+            The run, the round of the states, and the clients without states, because they were at other sites.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -458,8 +457,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site. Otherwise, a client without a state would seem
-        to be missing.
+        The checkpoint also lists all clients at this site. Without this list, a client without a state would seem to be
+        missing.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
@@ -489,7 +488,7 @@ class SiteRun:
             self.site_server.note(client=client, round=self.guard.round, **about(ack, member))
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """Let clients of this site answer questions, and return the answers."""
+        """Let clients of this site answer questions, and return their answers."""
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
@@ -601,7 +600,7 @@ class SiteRun:
         return about(request, self.context.member)
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return the next answers of the last exchange that did not fit into earlier messages."""
+        """Return the next answers of the last exchange, which did not fit into earlier messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the answers of exchange {more.exchange} are no longer stored")
         return self._next_answers()
@@ -697,7 +696,7 @@ class HopResult:
 
     Args:
         hop: The index of the hop.
-        ticket: The secret with which the next site can fetch the model.
+        ticket: The secret that the next site needs to fetch the model.
         weights: The model after the hop.
         client: The id of the client.
         samples: The number of samples from which the result was computed.
@@ -739,14 +738,14 @@ class RelayLeg:
         return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """Record that the last client's result counts. The server has acknowledged this result."""
+        """Record that the last client's result counts, because the server acknowledged it."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
     def end(self, ack: wire.RelayEnd) -> None:
-        """Store the new states of the clients whose results count, and delete the travelling model."""
+        """Store the new states of the clients with accepted results, and delete the travelling model."""
         if ack.relay_id != self.number:
             return
         for client, state in self._states.items():
@@ -755,7 +754,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop; None if this was neither the site's last hop nor its last counted hop."""
+        """Return the result of a hop if it is the site's last hop or its last counted hop; otherwise None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

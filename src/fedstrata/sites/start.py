@@ -2,9 +2,9 @@
 
 KIT is the folder of the server or the site, with its certificate, settings and scripts.
 
-The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice. First, it runs in
-the foreground with ``--check``, which only prints problems. Then, it runs in the background with ``--checked``, which
-does not check the folder again.
+The script ``start.sh`` in this folder runs ``python -m fedstrata.sites.start KIT [--verbose]`` twice. The first call,
+in the foreground with ``--check``, only prints problems. The second call, in the background with ``--checked``, does
+not check the folder again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
         checked: Whether the folder has just been checked, so that the check is skipped.
 
     Returns:
-        The exit code: 0 if the server or site may start.
+        The exit code, which is 0 if the server or site may start.
     """
     if not checked and checked_kit(kit):
         return 1

@@ -1,4 +1,4 @@
-"""The progress of a run, read from the folder of the administrator, the server or a site, or from a run folder."""
+"""Read the progress of a run from the folder of the administrator, the server or a site, or from a run folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ class Source:
     """A source of the progress of a run.
 
     Args:
-        table: A function that returns the progress of the run, or of a site's work in the run, as a table; None without
-            a run. If the server does not answer, the table has only the key ``away`` with the reason. If a job was
-            submitted and its run has not reported yet, the table has only the key ``waiting`` with the status of the
-            job.
-        result: A function that returns the run folder once the run is over, and otherwise None.
+        table: A function that returns the progress of the run, or of a site's work in it, as a table; None without a
+            run. If the server does not answer, the table has only the key ``away`` with the reason. If a submitted job
+            has not reported yet, the table has only the key ``waiting`` with the job's status.
+        result: A function that returns the run folder after the run is over, and otherwise None.
         close: A function that closes the connections.
     """
 
@@ -52,8 +51,9 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
     """Return the source that reads the progress from a folder.
 
     Args:
-        folder: One of these: the administrator's folder (the server is asked for the progress); the folder of the
-            server or of a site (their processes write the progress to it); or a run folder.
+        folder: The administrator's folder, the folder of the server or of a site, or a run folder. With the
+            administrator's folder, the server is asked for the progress. The processes of the server and of a site
+            write their progress to their folders.
         report: A function that is called with a line about each event.
 
     Raises:
@@ -88,10 +88,10 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
         as_json: Whether to print the progress as JSON.
 
     Raises:
-        SpecError: ``folder`` is not such a folder.
+        SpecError: The argument ``folder`` is not such a folder.
         DataError: A file of the run is damaged.
         FedstrataError: The server refuses the request, or cannot be reached. With ``watch``, an unreachable server is
-        asked again, and no error is raised.
+            asked again instead of raising an error.
     """
     from rich.console import Console
     from rich.live import Live

@@ -24,7 +24,7 @@ def stop(kit: Path) -> int:
         kit: The folder of the server or the site.
 
     Returns:
-        The exit code: 0, or 1 if the process was not running.
+        The exit code, which is 1 if the process was not running, and otherwise 0.
     """
     import psutil
 

@@ -53,15 +53,15 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted. The job is also submitted again if a connected site does not
-    take part because the site joined late or was restarted. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted. It is also submitted again if a connected site joined late
+    or was restarted, and therefore does not take part. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, as ``provision`` wrote it.
         out: The run folder to write.
         sites: The number of sites to wait for before the first submission; 0 for all sites.
         wait: The largest number of seconds to wait for the sites.
-        lost: If the server is unreachable for this number of seconds, an error is raised.
+        lost: The number of seconds for which the server may be unreachable before an error is raised.
         report: A function that is called with a line about each event.
 
     Raises:
@@ -106,11 +106,11 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server, which submits and watches a job, and fetches its result.
 
-    While the server is unreachable, each request waits for ``POLL`` seconds and has no result.
+    While the server is unreachable, each request waits for ``POLL`` seconds, and has no result.
 
     Args:
         admin: The administrator's folder.
-        lost: An error is raised if the server is unreachable for longer than these seconds.
+        lost: The number of seconds for which the server may be unreachable before an error is raised.
         report: A function that is called with a line about each event.
     """
 
@@ -138,7 +138,7 @@ class Watch:
         self._states: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
-        """Wait, for at most ``wait`` seconds, until ``count`` sites are connected; 0 for all sites of the job."""
+        """Wait for at most ``wait`` seconds until ``count`` sites (0 for all sites of the job) are connected."""
         end = time.monotonic() + wait
         while time.monotonic() < end:
             if (names := self._connected()) is not None:
@@ -159,7 +159,7 @@ class Watch:
         return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Poll once: submit the job if it is not submitted, and return True if the job has ended with a result."""
+        """Submit the job if it is not submitted yet. Return True if the job has ended with a result."""
         if self._job is None:
             if self._given_up:
                 # Wait for the sites before the job is submitted again, because they connect one after another if the
@@ -311,7 +311,7 @@ class Watch:
                 return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
-        """Fetch the run folder of a job, by default the current job; return False if the server is unreachable."""
+        """Fetch the run folder of a job, by default of the current job. Return False if the server is unreachable."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             fetched = self._call(lambda session: [session.download_job_result(job or self._job, place)])

@@ -1,4 +1,4 @@
-"""Sums of tensors over a group of clients at several sites, for example to normalise one batch over all of them.
+"""Add up tensors over a group of clients at several sites, for example to normalise one batch over all clients.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """
@@ -27,8 +27,8 @@ class Sums:
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server waits for a shorter time than a site has for its whole answer. A site that hangs therefore does not delay
-    the answers of all other sites.
+    For the terms of a sum, the server waits for a shorter time than for a site's whole answer. A site that hangs
+    therefore does not delay the answers of all other sites.
 
     Args:
         patience: The number of seconds that a site has for its whole answer.
@@ -41,7 +41,7 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Accept terms from now on from a new group of clients that add up tensors together.
+        """Accept terms from a new group of clients that add up tensors together.
 
         Args:
             group: The name of the group.
@@ -51,14 +51,14 @@ class Sums:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
     def abort(self, group: str, reason: str) -> None:
-        """Let all further sums of a group of clients fail."""
+        """Make all further sums of a group of clients fail."""
         with self._lock:
             entry = self._groups.get(group)
         if entry is not None:
             entry[0].abort(reason)
 
     def leave(self, group: str, site: str) -> None:
-        """Record that a site has sent its clients' answers, and will not send terms of further sums."""
+        """Record that a site has sent its clients' answers, and will not send terms for further sums."""
         with self._lock:
             members, places = self._groups.get(group, (None, {}))
         if members is not None:
@@ -97,7 +97,7 @@ class SiteGroup(LocalGroup):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         send: A function that sends an encoded ``Part`` to the server, and returns the answer.
-        patience: The number of seconds within which the site must answer. A client waits for the other clients for the
+        patience: The number of seconds within which the site must answer. A client waits for the other clients for a
             fraction ``SHARE`` of this time.
     """
 

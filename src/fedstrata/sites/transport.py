@@ -1,4 +1,4 @@
-"""The server's calls to its sites. Heartbeats show whether a site is busy or dead, and stalled calls are repeated."""
+"""Call the sites from the server. Heartbeats show whether a site is busy or dead, and stalled calls are repeated."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Call = Callable[[bytes, float], object]
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     """Begin a call in a daemon thread, and return a future that will contain the answer.
 
-    A call to a dead site lasts for its whole timeout. An executor is not used, because the process would wait for such
-    calls before it ends.
+    A call to a dead site lasts for its whole timeout. We do not use an executor, because the process would then wait
+    for such calls before it ends.
     """
     future = Future[object]()
 
@@ -64,7 +64,7 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
     Args:
         call: A function that asks the question.
         data: The encoded question.
-        patience: The number of seconds within which there must be an answer.
+        patience: The number of seconds within which an answer must arrive.
         beside: Whether to repeat the question while an earlier call still waits. If not, the question is repeated only
             after a call has failed.
 
@@ -109,10 +109,10 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return how many bytes may be in transit: the size of the question or, after the site's work, of the answer.
+        """Return the bytes that may be in transit: of the question or, after the site's work, of the answer.
 
         Args:
-            number: The number of the question.
+            number: The sequence number of the question.
             size: The size of the question in bytes.
         """
         if self.size == AT_WORK:
@@ -126,10 +126,9 @@ class CollabTransport:
     Args:
         calls: A mapping from the name of each site to the function that calls it.
         over: The class of the exception that a call raises when the job is over.
-        signal: An object like ``JobEnd``, whose ``triggered`` is True when the job is over.
+        signal: An object like ``JobEnd``. Its attribute ``triggered`` is True when the job is over.
         clock: A function that returns the time in seconds.
-        struck: A function that returns whether a site was removed
-            from the list of sites that may connect.
+        struck: A function that returns True if a site was removed from the list of sites that may connect.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class CollabTransport:
 
         Args:
             site: The name of the site.
-            number: The number of the last question that the site began.
+            number: The sequence number of the last question that the site began to answer.
             size: The size in bytes of the answer to this question; ``AT_WORK`` while the site works on the answer.
         """
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
@@ -159,15 +158,15 @@ class CollabTransport:
                 heart.record(self._clock(), number, size)
 
     def is_reachable(self, site: str) -> bool:
-        """Return whether a site may connect and sent a heartbeat in the last ``SILENCE`` seconds."""
+        """Return True if a site may connect and has sent a heartbeat in the last ``SILENCE`` seconds."""
         if self._signal.triggered:
             raise self._over("the job is over")
         return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """Return a site's answer. If the question or the answer seems to be lost, the call is repeated.
+        """Return a site's answer. Repeat the call if the question or the answer seems to be lost.
 
-        The call to a dead site ends within seconds, but a busy site has ``patience`` seconds.
+        The call to a dead site ends within seconds, but a busy site may work for ``patience`` seconds.
 
         Raises:
             SiteLostError: The site is dead, late, or removed from the list. An answer that arrives later is ignored.

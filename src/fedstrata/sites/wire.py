@@ -1,4 +1,4 @@
-"""The messages between server and sites. The server sends a question and acknowledgements in one ``Envelope``."""
+"""Messages between server and sites. The server sends a question and acknowledgements in one ``Envelope``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SiteRefusedError(FedstrataError):
     """A site refused a message.
 
     Args:
-        reason: The reason, as text.
+        reason: The reason as text.
         for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
@@ -35,10 +35,10 @@ class Survey(Message):
     """The question for statistics of a site's training samples, which is sent before a run on the sites' own data.
 
     Args:
-        spec: The experiment as TOML; its ``[data]`` describes the data.
+        spec: The experiment as TOML. Its section ``[data]`` describes the data.
         clients: The id of the client at this site, as a list with one element.
         total: The total number of clients.
-        tests: Whether the site must have samples on which models are measured.
+        tests: Whether the site must have test samples.
     """
 
     spec: str
@@ -49,7 +49,7 @@ class Survey(Message):
 
 @record("Surveyed")
 class Surveyed(Message):
-    """The statistics of a site whose data fit the spec.
+    """The statistics of a site with data that fit the spec.
 
     Args:
         statistics: The statistics of the site's training samples.
@@ -65,13 +65,13 @@ class Begin(Message):
     """The first message of a new or resumed run.
 
     Args:
-        run: The name of the run, under which a site stores its clients' states.
+        run: The name of the run. A site stores its clients' states under this name.
         spec: The experiment as TOML.
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The last round that counts; the site restores its clients' states after this round. The value is 0 for a
-            new run.
+        round: The last round that counts. The site restores its clients' states at the end of this round. The value is
+            0 for a new run.
     """
 
     run: str
@@ -84,7 +84,7 @@ class Begin(Message):
 
 @record("BeginOnBase")
 class BeginOnBase(Begin):
-    """The first message of a run whose model has frozen tensors, which are not sent because each site has them.
+    """The first message of a run with frozen tensors in the model. They are not sent, because each site has them.
 
     Args:
         frozen: A mapping from the name of each frozen tensor to its fingerprint.
@@ -98,8 +98,8 @@ class Begun(Message):
     """The answer of a site that is ready for the run.
 
     Args:
-        round: The round after which the clients' states were stored. This is the requested round or an earlier round,
-            or 0 if no states are stored.
+        round: The round after which the clients' states were stored. This round is the requested round or an earlier
+            round, or 0 if no states are stored.
         lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -122,11 +122,11 @@ class BegunWithKeys(Begun):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement that says which answers of an exchange are accepted. Other clients' new states are discarded.
+    """An acknowledgement of the accepted answers of an exchange. The new states of other clients are discarded.
 
     Args:
-        exchange: The number of the exchange.
-        clients: The ids of the clients whose answers count.
+        exchange: The sequence number of the exchange.
+        clients: The ids of the clients with accepted answers.
     """
 
     exchange: int
@@ -135,9 +135,9 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement which says that a hop counts, unless its model is lost later.
+    """An acknowledgement that a hop counts, unless its model is lost later.
 
-    In a relay, one model travels from client to client, and each client trains it; one such step is a hop.
+    In a relay, one model travels from client to client, and each client trains it. The training at one client is a hop.
 
     Args:
         relay_id: The id of the relay.
@@ -154,7 +154,7 @@ class RelayEnd(Message):
 
     Args:
         relay_id: The id of the relay.
-        void: The ids of the clients whose training of the model does not count.
+        void: The ids of the clients whose training does not count.
     """
 
     relay_id: int
@@ -166,10 +166,10 @@ class Ask(Message):
     """Requests to clients of one site.
 
     Args:
-        exchange: The number of the exchange; numbers ascend.
+        exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
         clients: The ids of the clients.
-        requests: The different requests; often many clients get the same request.
-        which: For each client, the index of its request in ``requests``.
+        requests: The requests without duplicates. Many clients often get the same request.
+        which: The index of each client's request in ``requests``.
         group: The name of the group of clients that add up tensors together; empty if each client answers separately.
         places: The indices of these clients within the group.
     """
@@ -184,10 +184,10 @@ class Ask(Message):
 
 @record("Failed")
 class Failed(Message):
-    """The outcome of a client that did not answer.
+    """The outcome for a client that did not answer.
 
     Args:
-        reason: The reason, as text.
+        reason: The reason as text.
         bystander: Whether the client failed only because another client, with which it adds up tensors, failed.
         refused: Whether the site or the client refused to answer.
     """
@@ -202,9 +202,9 @@ class Answers(Message):
     """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client of the question, in its order. If some outcomes are missing,
-            they are in the next message.
-        left: The number of answers that did not fit into this message; ``More`` asks for them.
+        outcomes: A reply or ``Failed`` for each client of the question, in the question's order. If some outcomes are
+            missing, they are in the next message.
+        left: The number of answers that did not fit into this message. The message ``More`` asks for these answers.
         ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
 
@@ -218,7 +218,7 @@ class More(Message):
     """A request for the answers that did not fit into the last message.
 
     Args:
-        exchange: The number of the exchange.
+        exchange: The sequence number of the exchange.
     """
 
     exchange: int
@@ -226,19 +226,20 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """The task for one client of a relay to train the travelling model. Such a step is a hop.
+    """A task for one client of a relay, which is to train the travelling model. The training at one client is a hop.
 
     Args:
-        exchange: The number of the exchange; numbers ascend.
-        relay_id: The id of the relay; ids ascend.
+        exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
+        relay_id: The id of the relay, which is larger than the id of every earlier relay.
         hop: The index of the hop in this relay.
         client: The id of the client.
         task: The request to the client.
         holder: The site that has the model; empty if the model is in this message.
         base: The index of the hop that produced the holder's model.
         weights: The model, if it is in this message.
-        back: Whether the model returns to the server with the reply, and is not kept at the site.
-        ticket: A secret for fetching the model after this hop; the server later gives it only to the next site.
+        back: Whether the model returns to the server with the reply, instead of staying at the site.
+        ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
+            the next site.
         key: The ticket of the hop ``base``, with which this site fetches the model from the holder.
     """
 
@@ -275,7 +276,7 @@ class Unmoved(Message):
     """The answer to ``Hop``, if the site could not fetch the model.
 
     Args:
-        reason: The reason, as text.
+        reason: The reason as text.
     """
 
     reason: str
@@ -283,7 +284,7 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """A request for a relay's model as it was after a hop (one client's training) at the site that is asked.
+    """A request for a relay's model after a hop (one client's training) at the site that gets the request.
 
     Args:
         relay_id: The id of the relay.
@@ -309,7 +310,7 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """The answer of a site that has done what it was asked. It has no content."""
+    """The answer of a site that has done what the server asked. This answer has no content."""
 
 
 @record("Refused")
@@ -317,7 +318,7 @@ class Refused(Message):
     """The answer to a message that a site refuses.
 
     Args:
-        reason: The reason, as text.
+        reason: The reason as text.
         for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 
@@ -333,7 +334,7 @@ class Part(Message):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         tensors: The term of each client.
-        step: The number of the sum, by which a repeated message gets the same total; 0 if the message is never
+        step: The sequence number of the sum, so that a repeated message gets the same total; 0 if the message is never
             repeated.
     """
 
@@ -345,7 +346,7 @@ class Part(Message):
 
 @record("Total")
 class Total(Message):
-    """The sum of the terms of all clients of a group; the answer to ``Part``."""
+    """The answer to ``Part``, with the sum of the terms of all clients of a group."""
 
     tensor: Tensor
 
@@ -358,8 +359,8 @@ class Envelope(Message):
         acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``). Each acknowledgement is
             sent again until the site has answered a message that contains the acknowledgement.
         body: The question, such as ``Ask``.
-        number: The number of the message; numbers ascend. A site that gets a number again repeats its answer. 0 for a
-            message that is never repeated.
+        number: The sequence number of the message. Later messages have larger numbers. A site that receives the same
+            number again repeats its answer. The number is 0 for a message that is never repeated.
     """
 
     acks: list[Any]

@@ -1,1 +1,1 @@
-"""The settings of a spec: experiments, callbacks and tracking, and the reference generated from them."""
+"""The settings of a spec: experiments, callbacks and tracking, and the generated reference of the settings."""

@@ -1,4 +1,4 @@
-"""Callbacks, which observe a run and may stop it.
+"""Define callbacks, which observe a run and may stop it.
 
 A callback is a ``Setting``, so that a spec can name it. A callback stores its state in the run's ``memory``, which
 every checkpoint contains. A run that is killed and resumed therefore continues as if it had not been killed.
@@ -49,16 +49,16 @@ class Callback(Setting):
         """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` does not set."""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Prepare for the rounds; called before the first round of a run, and again when the run is resumed."""
+        """Prepare for the rounds, before the first round of a run and again when the run is resumed."""
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Handle the end of a round; ``record`` contains the round's metrics and counts."""
+        """Handle the end of a round. The argument ``record`` contains the round's metrics and counts."""
 
     def on_end(self, simulation: Simulation, history: History) -> None:
         """Handle the end of the last round, before the final model is stored."""
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Release resources at the very end, also after an error.
+        """Release resources at the very end of a run, even after an error.
 
         Args:
             simulation: The run.
@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples or, without such samples, on the test set; None if not measured."""
+        """Return the metric on validation samples, or on the test set without these; None if it is not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -113,7 +113,7 @@ class EarlyStopping(_Best):
     """Stops a run that no longer improves, and makes the model of the best round the final model.
 
     The callback uses the validation samples (``evaluation.validation``), never the test set. The model of the best
-    round is also the final model of a run that is not stopped.
+    round is also the final model if the run is not stopped early.
 
     Args:
         patience: Number of evaluations without an improvement after which the run stops.
@@ -131,7 +131,7 @@ class EarlyStopping(_Best):
             raise SpecError("callbacks", f"{problem} Set evaluation.validation, for example to 0.1.")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Remember the model if the metric has improved; stop after ``patience`` evaluations without improvement."""
+        """Remember the model if the metric has improved. Stop after ``patience`` evaluations without improvement."""
         if record.get("validation") is None:
             return
         best = simulation.memory.get(self.name)

@@ -1,4 +1,4 @@
-"""The specification of an experiment, in Python and as TOML."""
+"""Define the specification of an experiment, in Python and as TOML."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables, without sections that have no effect and that early versions do not know."""
+        """Return nested tables. Omit sections that early versions do not know, if these sections have no effect."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
@@ -124,7 +124,7 @@ class Experiment(Setting):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
-        """Build the experiment from nested tables, such as parsed TOML; ignore the section ``compare``.
+        """Build the experiment from nested tables, such as parsed TOML. Ignore the section ``compare``.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -136,7 +136,7 @@ class Experiment(Setting):
         """Build the experiment from a file and from overrides of the form ``section.key=value``.
 
         Raises:
-            SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the
+            SpecError: The file is missing or not TOML, a key is unknown, or a value is wrong. The message names the
                 line.
         """
         table = read_table(path, overrides)
@@ -149,7 +149,7 @@ class Experiment(Setting):
         """Return an experiment with other settings, which are checked as in a new experiment.
 
         Args:
-            sections: New values. A table changes only the settings that it contains; a table with another ``name``
+            sections: New values. A table changes only the settings that it contains, but a table with another ``name``
                 replaces the section.
 
         Raises:
@@ -183,7 +183,7 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read the tables of a spec file and apply overrides to them.
 
-    A file that the partition or the availability names is first looked for in the spec's folder.
+    If the partition or the availability names a file, this function first looks for the file in the spec's folder.
 
     Args:
         path: The spec file; None to apply the overrides to empty tables.
@@ -252,7 +252,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add the path of the spec file and the line of the error's key to an error, if the file contains the key."""
+    """Add the path of the spec file, and the line of the error's key, to an error if the file contains this key."""
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
 
@@ -261,7 +261,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Set the key of an override ``section.key=value`` in nested tables.
 
     Raises:
-        SpecError: The override does not contain ``=``, or a part of the key is a value, not a section.
+        SpecError: The override does not contain ``=``, or a part of the key is a value instead of a section.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -312,7 +312,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The value that errors show, such as the whole override.
 
     Raises:
-        SpecError: The key has an empty part, or a part of it is a value, not a section.
+        SpecError: The key has an empty part, or a part of it is a value instead of a section.
     """
     parts = key.split(".")
     if not all(parts):
@@ -369,15 +369,15 @@ def variants(
 ) -> dict[str, Experiment]:
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
-    A label is the name of a method, or of a table ``[compare.LABEL]``, whose sections are merged into the spec. The
-    table of a label chooses its method by ``method.name``. Without this key, the method with the name of the label is
-    used or, if there is no such method, the spec's method.
+    A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
+    spec, and its key ``method.name`` chooses the method. Without this key, the label is the name of the method. If no
+    method has this name, the spec's method is used.
 
     Args:
         table: The spec as nested tables.
         labels: The labels to compare. Default: all labels of ``[compare]``.
         overrides: Texts ``section.key=value``, which take precedence over the spec and the tables of the labels. If
-            only some methods have a setting, it is set only for these methods.
+            only some methods have a setting, the override applies only to these methods.
 
     Raises:
         SpecError: A label is unknown, a setting is wrong, or an override is not a setting of any of the methods.
@@ -470,7 +470,7 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 
 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the nested tables ``base`` in which values of ``overlay`` replace values of ``base``.
+    """Return a copy of the nested tables ``base``, in which values from ``overlay`` replace values from ``base``.
 
     If an inner table has different values of ``name`` in ``base`` and ``overlay``, the table of ``overlay`` replaces
     the whole table of ``base``.

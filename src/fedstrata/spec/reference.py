@@ -1,4 +1,4 @@
-"""The reference of all sections, names and keys of a spec, generated from the classes of settings."""
+"""Generate the reference of all sections, names and keys of a spec from the classes of settings."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Row = tuple[str, str, str, str]
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield each name that a section accepts and the name's class, or ("", class) if the section has only one class.
+    """Yield each name that a section accepts, with its class, or ("", class) if the section has only one class.
 
     Raises:
         SpecError: The section does not exist.
@@ -104,7 +104,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the rows of the keys that all classes of a section share; for methods, the keys of ``Recipe``."""
+    """Return the rows of the keys that all classes of a section share. For methods, return the keys of ``Recipe``."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []
@@ -140,7 +140,7 @@ def summary(cls: type[Setting]) -> str:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the reference in Markdown: a file for each entry of ``PAGES``.
+    """Write the reference in Markdown, with a file for each entry of ``PAGES``.
 
     If a file exists, the text before its first section is kept.
     """

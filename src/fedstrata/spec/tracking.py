@@ -1,8 +1,9 @@
-"""Trackers, which show a running experiment in TensorBoard and MLflow.
+"""Define trackers, which show a running experiment in TensorBoard and MLflow.
 
 Trackers are callbacks that only read the records of a run, and do not store state in checkpoints. A run may be resumed
-with other trackers, because they are not part of its identity (the settings that must not change). A run writes exactly
-the same files with and without trackers. A tracker shows a resumed run as one run, in which each round appears once.
+with other trackers, because trackers are not part of its identity (the settings that must not change). A run writes
+exactly the same files with and without trackers. A tracker shows a resumed run as one run, in which each round appears
+once.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class TensorBoard(Tracker):
             raise ExtraMissingError("TensorBoard", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Open the event files; after a resume, make TensorBoard ignore earlier records of repeated rounds."""
+        """Open the event files. After a resume, make TensorBoard ignore earlier records of repeated rounds."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -244,7 +245,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
     """Return the name under which a tracker shows a run. The name is stored in the run folder at its first use.
 
     Args:
-        folder: The run folder; None if the run does not have one, so that the name is not stored.
+        folder: The run folder; None if the run has no folder, so that the name is not stored.
         key: The key of the name in the file.
         make: A function that returns a new name.
     """

@@ -26,8 +26,9 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
 
     Args:
         size: The number of samples in a batch, over all clients.
-        window: The accepted values of ``Reserve.window``, the range (from, to) of a client's samples that may be used.
-        lr: The accepted learning rate of the clients' steps; unused if ``local_steps`` is 1.
+        window: The accepted values of ``Reserve.window``, which is the range (from, to) of a client's samples that may
+            be used.
+        lr: The accepted learning rate of the clients' steps. Not used if ``local_steps`` is 1.
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
     """
@@ -44,8 +45,9 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     """Return the request of single-sample mode.
 
     Args:
-        window: The accepted values of ``Steps.window``, the range (from, to) of a client's samples that may be used.
-        longest: The largest number of samples in one request.
+        window: The accepted values of ``Steps.window``, which is the range (from, to) of a client's samples that may be
+            used.
+        longest: The largest number of samples per request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """
     where = {"window": window, "labels": Bound(f"at most {longest} labels", lambda value, _: len(value) <= longest)}
@@ -54,12 +56,12 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Return the requests of enrolment, by which the server learns which clients have samples of the same label.
+    """Return the requests of enrolment, in which the server learns which clients have samples of the same label.
 
     Args:
         masking: How labels are hidden from the server; see ``Stratify``.
         weighted: Whether clients are drawn in proportion to their numbers of samples.
-        classes: C, the number of classes; None if C is not known.
+        classes: The number C of classes; None if C is not known.
     """
     if masking == "none":
         return [Allowed(LabelReport), Allowed(Assign)]

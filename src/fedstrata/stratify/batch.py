@@ -38,12 +38,12 @@ LRRule = Literal["none", "linear", "sqrt"]
 
 
 def rate(training: Training, server: ServerOptimizer | None, scale: float, round: int) -> float:
-    """Return the learning rate of the batches of a round: the product of three factors.
+    """Return the learning rate of a round's batches, which is the product of three factors.
 
     Args:
         training: The training settings. The first factor is the learning rate of the round.
-        server: The server's optimiser. The second factor is the optimiser's ``lr``, decayed by its schedule, or 1
-            without an optimiser.
+        server: The server's optimiser. The second factor is this optimiser's learning rate ``lr`` according to its
+            schedule, or 1 without an optimiser.
         scale: The third factor; see ``BatchMode.scale``.
         round: The round, counted from 1.
     """
@@ -53,7 +53,7 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
 
 @dataclass(frozen=True)
 class BatchMode:
-    """Batch mode, in which each batch consists of samples of many clients; ``Stratify`` describes the fields."""
+    """Batch mode, in which each batch consists of samples of many clients. ``Stratify`` describes the fields."""
 
     batch_size: int | None
     lr_rule: LRRule
@@ -61,22 +61,22 @@ class BatchMode:
     server: ServerOptimizer | None
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if BatchNorm would get batches of one sample."""
+        """Raise ``SpecError`` if BatchNorm would get batches of only one sample."""
         if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return this mode, which trains every round, and the range (0, 1), because it uses all samples."""
+        """Return this mode, because it trains every round, and the range (0, 1), because it uses all samples."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
-        """Return the factor of the learning rate that ``batch_size`` and ``lr_rule`` determine."""
+        """Return the factor by which ``batch_size`` and ``lr_rule`` change the learning rate."""
         ratio = (self.batch_size or training.batch_size) / training.batch_size
         return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
 
     def form(self, config: FederationConfig) -> GradientForm:
-        """Return the form in which the gradients of a batch are summed (``privacy.sums``)."""
+        """Return the form in which secure sums (``privacy.sums``) add the gradients of a batch."""
         return GradientForm(config, self.batch_size or config.training.batch_size, self.local_steps)
 
     def run_epoch(
@@ -85,8 +85,8 @@ class BatchMode:
         """Train one epoch, with one request to clients and one step of the server's optimiser per batch.
 
         Args:
-            roster: The clients that can be asked.
-            wanted: The label to train at each position of the schedule, as an index into
+            roster: The clients that the server can ask.
+            wanted: The label to train at each of the L positions of the schedule, as an index into
                 ``roster.holders.placeholders``, shape (L,).
             weights: The global model.
             optimizer: The state of the server's optimiser.
@@ -181,17 +181,17 @@ class BatchMode:
 
 
 class BatchPlan:
-    """The plan of an epoch, which assigns a client and its reserved sample to each position of the schedule.
+    """The plan of an epoch, which assigns a client and one of its reserved samples to each position of the schedule.
 
     The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. Clients are chosen
     batch by batch (Algorithm 2), but one request asks a client to reserve its samples for all batches. If a client has
     no sample for a position, a further request asks another client.
 
     A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with fewer samples moves
-    them to another batch, or *holds them back*, which means that it does not reserve them.
+    these samples to another batch, or does not reserve them (*holds them back*).
 
     Args:
-        roster: The clients that can be asked.
+        roster: The clients that the server can ask.
         wanted: The label to train at each position, as an index into ``roster.holders.placeholders``, shape (L,).
         batch_size: The number of positions in a batch.
         pairs: Whether every batch must have at least two samples, which BatchNorm requires.
@@ -217,7 +217,7 @@ class BatchPlan:
         """For each label, whether clients hold back all its unused samples, shape (P,)."""
 
     def work(self, batch: int) -> dict[int, float]:
-        """Return a mapping from each client of a batch to the number of its samples in the batch, sorted by client."""
+        """Return a mapping from each client of a batch, in ascending order, to its number of samples in the batch."""
         if self._work is None:
             served = self.owner >= 0
             clients = self.roster.federation.config.clients
@@ -236,7 +236,7 @@ class BatchPlan:
         self.reserve(later[np.argsort(self.batch_of[later], kind="stable")])
 
     def reserve(self, positions: Ints) -> None:
-        """Find, for each position, a client with an unused sample, and let the client reserve the sample."""
+        """For each position, find a client with an unused sample, and let the client reserve the sample."""
         self._work = None
         while len(positions):
             wanted = self.wanted[positions]

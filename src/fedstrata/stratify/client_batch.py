@@ -1,4 +1,4 @@
-"""Stratify's batch mode on a client, which reserves samples of each label and computes gradients of their loss.
+"""Run Stratify's batch mode on a client, which reserves samples of each label and computes gradients of their loss.
 
 A *placeholder* is a number that stands for a label. A client's *part* of a batch consists of the samples that the
 client reserved for this batch.
@@ -67,7 +67,7 @@ class Pool:
 
 @record("Reserved")
 class Reserved:
-    """The samples that a client has reserved for the batches of an epoch, and its samples of each label.
+    """The samples that a client has reserved for the batches of an epoch, and all its samples of each label.
 
     Args:
         round: The epoch, counted from 1.
@@ -93,7 +93,7 @@ class Reserved:
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
 
     def part(self, batch: int) -> Ints:
-        """Return the samples that are reserved for a batch, as indices into the client's samples; possibly empty."""
+        """Return the samples that are reserved for a batch, as indices into the client's samples (possibly none)."""
         begins, ends = self._bounds
         return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
@@ -101,13 +101,13 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return the client's pools for a request: its shuffled samples of each label, and how many of them are used.
+    """Return the client's pools for a request, with its shuffled samples of each label and the number of used samples.
 
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all samples of
     the pool are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know
     the placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not
-    report labels with so few samples before the first round, and no request may draw them. The order of a pool depends
-    on the label and not on the placeholder, so that training is the same with and without masking.
+    report labels with so few samples before the first round. Requests may not draw these samples. The order of a pool
+    depends on the label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
@@ -116,8 +116,7 @@ def opened(
         placeholders: The placeholders from which the request draws samples.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes. Many refills could fill the client's
-        memory.
+        FedstrataError: The request refills more pools than there are classes. Many refills could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
         raise FedstrataError("the request refills more pools than there are classes")
@@ -186,18 +185,18 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
     """Move a client's new samples between batches, so that no batch has too few samples of the client.
 
     The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
-    part until the result is large enough. A small part at the end is merged with the part before it. Samples that were
-    reserved earlier stay in their batches. No sample is moved to a batch before ``batches[0]``, because earlier batches
-    may have been trained already.
+    parts until the result is large enough. If the last part is too small, it is merged with the previous part. Samples
+    that were reserved earlier stay in their batches. No sample is moved to a batch before ``batches[0]``, because
+    earlier batches may have been trained already.
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
-        before: The batch of each sample that was reserved earlier, ascending. All parts of these samples are large
-            enough.
+        before: The batch of each sample that was reserved earlier, ascending. All parts that consist of these samples
+            are large enough.
         least: The smallest number of samples in a part.
 
     Returns:
-        The batch in which each new sample is trained, shape (n,); −1 if no part can be large enough.
+        The batch in which each new sample is trained, shape (n,). The value is −1 if no part can be large enough.
 
     >>> gathered(np.array([0, 2, 2, 3, 5, 5, 8]), np.array([], dtype=int), 2).tolist()
     [2, 2, 2, 5, 5, 5, 5]
@@ -243,7 +242,7 @@ def reserved(clients: Sequence[Client], request: Gradient) -> Batch:
 
 @handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
-    """Compute the gradient over a client's samples of a batch; BatchNorm uses the statistics of the whole batch."""
+    """Compute the gradient over a client's samples of a batch. BatchNorm uses the statistics of the whole batch."""
     return _part(client, request, summed_gradient)
 
 
@@ -288,7 +287,7 @@ def stepped(
 
 @handles_sum(Gradient)
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
-    """Compute the sum of all clients' gradients in one pass over the whole batch, for clients of one process.
+    """Compute the sum of all clients' gradients in one pass over the whole batch, for clients that share a process.
 
     The sums are the same as with one pass per client, and BatchNorm sees the whole batch. For 100 clients and an MLP,
     this function is nine times as fast as one pass per client (``benchmarks/fast_paths.py``).
@@ -322,7 +321,7 @@ def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
 def summed_gradient(
     shared: ClientContext, model: Model, params: Params, request: Gradient, batch: Batch
 ) -> GradientReply:
-    """Return the gradient of the summed loss of a batch, with respect to the loaded parameters."""
+    """Return the gradient of the summed loss of a batch with respect to the loaded parameters."""
     task, size = shared.config.task, len(batch.y)
     chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:

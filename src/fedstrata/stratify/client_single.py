@@ -1,4 +1,4 @@
-"""Stratify's single-sample mode on a client: one SGD step on one sample for each label in a task.
+"""Run Stratify's single-sample mode on a client: one SGD step on one sample for each label in a task.
 
 A *task* is one ``Steps`` request, which lists *placeholders* (numbers that stand for labels). In a *relay*, the model
 travels from client to client, with one task at each client.
@@ -39,12 +39,12 @@ model is finite."""
 
 @record("Stepped")
 class Stepped:
-    """A client's used and unused samples of each label in an epoch of single-sample mode, and its number of steps.
+    """A client's used and unused samples of each label in an epoch of single-sample mode, and its steps so far.
 
     Args:
         round: The epoch, counted from 1.
         pools: A mapping from each placeholder (a number that stands for a label) to the samples of the label.
-        steps: The number of samples that the client has trained in this epoch.
+        steps: The number of samples on which the client has trained in this epoch.
     """
 
     round: int
@@ -56,8 +56,9 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
     """Draw one unused sample for each label in a task, except for labels without unused samples.
 
     Returns:
-        Three values: the indices of the samples in the data set, in order; the number of steps that the client took
-        earlier in this epoch; and the reply, with a loss of 0 because the samples are not trained yet.
+        Three values. First, the indices of the samples in the data set, in order. Second, the number of steps that the
+        client took earlier in this epoch. Third, the reply, with a loss of 0 because the client has not trained on the
+        samples yet.
     """
     client.authorize_release(1)  # A single sample may have changed the model that leaves the client.
     before = client.state.get(STATE)
@@ -84,7 +85,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
 
 @handles_hop(Steps)
 def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, StepsReply]:
-    """Take the steps of one task, starting at ``weights``; return the new model and the reply."""
+    """Take the steps of one task, starting at ``weights``. Return the new model and the reply."""
     indices, steps, reply = draw_samples(client, request)
     if len(indices) == 0:
         return weights, reply
@@ -96,10 +97,10 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """Training of a relay, in which the model travels from client to client, for clients that share one process.
+    """The training in a relay, in which the model travels from client to client, for clients that share one process.
 
-    At first, each task only draws its samples. The steps for a *block* of many tasks are taken later, all at once. The
-    model is bit for bit the same as if each client took its steps itself. If the model is not finite after a block, the
+    At first, each task only draws its samples. The steps for many tasks (a *block*) are taken later, all at once. The
+    model is bit for bit the same as if each client took its own steps. If the model is not finite after a block, the
     block is repeated task by task. A task is then undone if the model is not finite after the task.
 
     Args:
@@ -121,7 +122,7 @@ class FusedSteps:
         self._block = max(1, BLOCK_BYTES // context.data.sample_bytes)
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
-        """Let a client draw the samples of its task in the relay; the steps on these samples are taken later."""
+        """Let a client draw the samples of its task in the relay. The steps on these samples are taken later."""
         indices, steps, reply = draw_samples(client, task)
         self._last = (client.number, steps, indices), reply, task.round
         return reply
@@ -138,7 +139,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Train the remaining tasks; return the model and, for each task, a reply with the loss or a failure."""
+        """Train the remaining tasks. Return the model and, for each task, a reply with the loss, or a failure."""
         self._flush()
         # If all tasks failed, the original model is returned.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
@@ -176,7 +177,7 @@ class FusedSteps:
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest stepper that works for the model; the stepper is cached until a call with another model."""
+    """Return the fastest stepper that works for the model. The stepper is cached until a call with another model."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -252,10 +253,10 @@ class TracedStepper:
         self._sgd.load(weights.params)
 
     def run(self, x: Inputs, y: Tensor, lr: float) -> Tensor:
-        """Take one step per sample, in order; return the loss before each step.
+        """Take one step per sample, in order. Return the loss before each step.
 
         Args:
-            x: The inputs, shape (n, …), n ≥ 1.
+            x: The inputs of n ≥ 1 samples, shape (n, …).
             y: The labels, shape (n,).
             lr: The learning rate.
 

@@ -1,4 +1,4 @@
-"""Stratify's hybrid mode: rounds in batch mode, then rounds in single-sample mode on data that arrive later."""
+"""Run Stratify's hybrid mode: rounds in batch mode, then rounds in single-sample mode on data that arrive later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HybridMode:
     stream: float
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if single-sample mode is impossible, or if no rounds are left for it."""
+        """Raise ``SpecError`` if single-sample mode is impossible, or if no rounds are left for this mode."""
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
@@ -34,7 +34,7 @@ class HybridMode:
         return self.pretraining or max(1, agreed.training.rounds // 2)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
-        """Return the mode that trains a round, and the range of each client's samples that the round may use.
+        """Return the mode that trains in a round, and the range of each client's samples that may be used in the round.
 
         The range is a pair of fractions (from, to) in [0, 1]. For each label, the client's samples are sorted by their
         time of arrival.

@@ -1,8 +1,8 @@
-"""The requests of Stratify, for labels, reserved samples, gradients and SGD steps.
+"""Requests and replies of Stratify for reserved samples, gradients and SGD steps.
 
 The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
-a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server need
-not know the label. The *pool* of a placeholder contains the client's unused samples of this label.
+a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server does
+not need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests, batches that are over or out of order, and batches without reserved
-        samples.
+        The client refuses malformed requests and batches without reserved samples. It also refuses batches that were
+        already used or come in the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
@@ -72,7 +72,7 @@ class Epoch(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Record that the epoch has begun, or that the batch of a ``Gradient`` request is over."""
+        """Record that the epoch has begun, or that the batch of a ``Gradient`` request is now used."""
         if isinstance(request, Gradient):
             self._last = request.batch
         else:
@@ -91,11 +91,11 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("ReserveReply")
 class ReserveReply(Reply):
-    """The entries of a request's list of labels for which a client could not reserve a sample.
+    """The entries in a request's list of labels for which a client could not reserve a sample.
 
     Args:
-        missing: One bool per entry, which is True if the client reserved no sample, because it has used all its samples
-            of the label.
+        missing: One bool per entry. The value is True if the client did not reserve a sample, because it has used all
+            its samples of the label.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
     """
@@ -106,15 +106,15 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply of a client that moves its samples between batches, so that no batch has too few of them.
+    """The reply of a client that moves its samples between batches, so that no batch has too few samples of the client.
 
-    Samples are moved because the client computes no gradient over fewer samples than ``privacy.min_samples``.
+    Samples are moved because the client never computes a gradient over fewer samples than ``privacy.min_samples``.
 
     Args:
-        batches: For each entry of the request's list of labels: the batch in which its sample is now trained, int64;
-            meaningless if ``missing`` is True.
-        held: One bool per entry, which is True if the client does not reserve the sample, because it has too few
-            samples for any batch. ``missing`` is then True, too, and the sample stays unused.
+        batches: The batch in which a client now trains on the sample for each entry of the request's list of labels,
+            int64. The value has no meaning if ``missing`` is True.
+        held: One bool per entry. The value is True if the client does not reserve the sample, because it has too few
+            samples for any batch. In this case, ``missing`` is True, too, and the sample stays unused.
     """
 
     batches: Tensor
@@ -127,11 +127,11 @@ class Reserve(Request):
 
     Args:
         round: The epoch, counted from 1.
-        batches: For each sample that the client is asked to reserve: the index of its batch, int64, ascending.
-        labels: For each of these samples: the placeholder, a number that stands for the sample's label, int64.
-        refill: The placeholders of which all samples become unused again before samples are reserved, int64.
+        batches: The index of the batch of each sample to reserve, int64, ascending.
+        labels: The placeholder of each sample to reserve, int64. A placeholder is a number that stands for a label.
+        refill: The placeholders for which all samples become unused again before samples are reserved, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
-            earlier, interrupted attempt at the epoch.
+            earlier attempt at this epoch, which was interrupted.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
             The samples are sorted by their time of arrival.
     """
@@ -152,7 +152,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """Refuse replies that lack an answer for a sample, or that move a sample to an impossible batch."""
+        """Refuse replies without an answer for a sample, or with an impossible batch for a sample."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -171,7 +171,8 @@ class GradientReply(Reply):
     """Sums over the samples that a client reserved for a batch.
 
     Args:
-        gradient: A mapping from each parameter's name to the gradient of the summed loss.
+        gradient: A mapping from each parameter's name to the gradient of the summed loss with respect to this
+            parameter.
         samples: The number of samples.
         loss: The sum of the samples' losses.
         buffers: The model's buffers after the batch, which are equal at all clients of the batch.
@@ -192,13 +193,13 @@ class GradientReply(Reply):
 
     @property
     def size(self) -> float:
-        """The number by which the summed gradient is divided for a step."""
+        """The number by which a step divides the summed gradient."""
         return self.samples
 
 
 @record("WeightedGradientReply")
 class WeightedGradientReply(GradientReply):
-    """Sums over the samples of a batch, for tasks whose samples have different weights.
+    """Sums over the samples of a batch, for tasks in which samples have different weights.
 
     Args:
         weight: The sum of the weights of the samples, such as their number of tokens.
@@ -240,7 +241,7 @@ class Gradient(ModelRequest):
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """Refuse gradients and buffers whose shapes differ from the model's, and a batch without samples."""
+        """Refuse gradients and buffers with other shapes than in the model, and a batch without samples."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
@@ -249,7 +250,7 @@ class Gradient(ModelRequest):
 
 @record("GradientSteps")
 class GradientSteps(Gradient):
-    """A request for several SGD steps on the client's samples in a batch, and for the sum of their gradients.
+    """A request for several SGD steps on the client's samples in a batch, and for the sum of the steps' gradients.
 
     Args:
         steps: The number of steps, at least 2.
@@ -265,11 +266,11 @@ class StepsReply(Reply):
     """The labels for which a client had no unused sample, and the summed loss of the trained samples.
 
     Args:
-        missing: One bool per label of the request, which is True if no sample was trained, because all samples of the
-            label are used.
+        missing: One bool per label of the request. The value is True if no sample was trained, because all samples of
+            the label are used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
-        loss: The sum of the samples' losses, each computed before the step on the sample; a scalar, float32.
+        loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.
     """
 
     missing: Tensor
@@ -279,16 +280,16 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """A request to take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
+    """A request for one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
 
     The steps change the model that travels from client to client.
 
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of which all samples become unused again before the first step, int64.
-        fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
-            interrupted attempt at the epoch.
+        refill: The placeholders for which all samples become unused again before the first step, int64.
+        fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier
+            attempt at this epoch, which was interrupted.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
     """
 
@@ -308,7 +309,7 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """Refuse replies that lack an answer for a label of the request, or whose loss is not a scalar."""
+        """Refuse replies without an answer for a label of the request, or with a loss that is not a scalar."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():

@@ -1,4 +1,4 @@
-"""Stratify, which trains on a random sequence of labels, in batches over all clients or sample by sample."""
+"""Stratify, a method that trains on a random sequence of labels, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Stratify(Method):
     step. In mode ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
-    client's samples of each label get a random order of arrival. The last samples, which are the fraction ``stream``,
-    arrive in equal portions. One portion arrives before each round of single-sample mode, and is used in this round.
-    All other samples are available from the start. Each client rounds its portions down, and a sample may be used twice
-    to fill the schedule.
+    client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
+    equal portions. One portion arrives before each round of single-sample mode, and is used in this round. All other
+    samples are available from the start. Each client rounds its portions down, and a sample may be used twice to fill
+    the schedule.
 
-    A round is one epoch over the schedule. ``training.clients_per_round`` and ``training.local_epochs`` have no effect.
-    ``training.batch_size`` is the number of samples in a batch over all clients. Client optimisers other than SGD are
-    refused.
+    A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
+    have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
+    optimisers other than SGD are refused.
 
     Args:
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
@@ -178,7 +178,7 @@ class Stratify(Method):
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Find out which clients have which labels. With masking, the server sees numbers instead of labels."""
+        """Learn which clients have which labels. With masking, the server sees numbers instead of labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

@@ -1,4 +1,4 @@
-"""The clients that can still be asked for samples of each label in an epoch."""
+"""Record which clients the server can still ask for samples of each label in an epoch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from fedstrata.stratify.schedule import Holders
 class Roster:
     """The clients that can be asked in an epoch, and which of them have unused samples of each label.
 
-    - A *placeholder* is a number that stands for a label. The *holders* of a placeholder have samples of this label.
+    - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients with samples
+      of this label.
+
     - A placeholder's *place* is its index in ``holders.placeholders``.
-    - A *row* is an index of a pair (placeholder, holder). There are R pairs, in the order of ``holders.clients``.
+
+    - A *row* is the index of a pair (placeholder, holder). There are R pairs, in the order of ``holders.clients``.
+
     - A client's *pool* of a placeholder contains the client's samples of this label that are not used yet in the epoch.
       A *refill* makes all samples of the label usable again.
 
@@ -61,13 +65,13 @@ class Roster:
         return slice(self.holders.offsets[place], self.holders.offsets[place + 1])
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
-        """Return the rows (indices of pairs) of ``client`` for which the client has no unused samples left.
+        """Return the rows (indices of pairs) of the labels for which ``client`` has no unused samples left.
 
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The labels of which the client has used all samples according to its reply, given as placeholders
-                and not as indices.
+            exhausted: The labels of which all samples are used according to the client's reply, as placeholders and not
+                as indices.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
@@ -82,11 +86,11 @@ class Roster:
             self.available[rows] = self.present[rows] = False
 
     def refill(self, place: int, positions: int) -> bool:
-        """Let the present holders of a label use all their samples of the label again, from the next request on.
+        """Let the present holders of a label use all their samples of the label again, beginning with the next request.
 
         Args:
             place: The index of the label's placeholder in ``holders.placeholders``.
-            positions: The number of entries of the schedule that need a sample of the label. An event reports this
+            positions: The number of positions of the schedule that need a sample of the label. An event reports this
                 number if no holder is present.
 
         Returns:
@@ -109,7 +113,7 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
+            refill: The labels for which the client may use all samples again, as indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

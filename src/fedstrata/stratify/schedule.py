@@ -1,9 +1,9 @@
-"""The order of the labels in an epoch (the schedule), and the clients with samples of each label.
+"""Draw the order of the labels in an epoch (the schedule), and list the clients with samples of each label.
 
 The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
 label.
 
-A *placeholder* is a number that stands for a label, so that the server need not know the label.
+A *placeholder* is a number that stands for a label, so that the server does not need to know the label.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Holders:
     Args:
         placeholders: The numbers that stand for the labels in requests to clients (placeholders), shape (P,). Other
             arrays of the server represent a placeholder by its *place*, which is its index in this array.
-        offsets: The index at which each placeholder's entries begin in ``clients`` and ``counts``; the last offset is
-            the length of ``clients`` and ``counts``. Shape (P + 1,).
-        clients: The holders of the first placeholder, then the holders of the second placeholder, and so on. The
-            holders of a placeholder are ascending. Shape (offsets[-1],).
-        counts: The number of samples of the label at each holder in ``clients``, the same shape.
+        offsets: The indices at which each placeholder's entries begin in ``clients`` and ``counts``, shape (P + 1,).
+            The last offset is the length of ``clients`` and ``counts``.
+        clients: The holders of the first placeholder, then the holders of the second placeholder, and so on, shape
+            (offsets[-1],). The holders of each placeholder are in ascending order.
+        counts: The number of samples of the label at each holder in ``clients``, with the same shape as ``clients``.
     """
 
     placeholders: Ints
@@ -66,16 +66,16 @@ class Holders:
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return f_l, how many samples of each label l are trained in an epoch (Stratify §III-A).
+    """Return f_l, the number of samples of each label l that are trained in an epoch (Stratify §III-A).
 
     Args:
         totals: The number of samples of each label, shape (P,).
-        rule: ``uniform`` gives every label the mean of ``totals``. ``capped`` gives ``totals``, but at most ``cap``.
-            ``uncapped`` gives ``totals``.
+        rule: The rule for f_l. ``uniform``: the mean of ``totals`` for every label. ``capped``: ``totals``, but at most
+            ``cap``. ``uncapped``: ``totals``.
         cap: The largest number for ``capped``; by default, the median of ``totals``.
 
     Returns:
-        f_l for every label, shape (P,).
+        The number f_l for every label, shape (P,).
 
     >>> frequencies(np.array([10, 4, 1])).tolist()
     [4, 4, 1]
@@ -94,7 +94,7 @@ def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
     """Return the stratified label schedule (SLS): f_l copies of every label l, in random order.
 
     Args:
-        frequency: f_l, the number of samples of each label to train in the epoch, shape (P,).
+        frequency: The number f_l of samples of each label to train in the epoch, shape (P,).
         generator: The random generator.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Batches of Stratify in which the server learns only the sum of the clients' gradients (``privacy.sums``)."""
+"""Train batches of Stratify in which the server learns only the sum of the clients' gradients (``privacy.sums``)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class GradientForm(ModelForm):
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of steps whose gradients are added up. The range of a gradient is ``privacy.range`` per step.
+        steps: Number of steps. The gradients of these steps are added up. The range of a gradient is ``privacy.range``
+            per step.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:
@@ -61,7 +62,7 @@ class GradientForm(ModelForm):
 def ask_gradients(
     federation: Federation, clients: Iterable[int], request: Gradient, form: GradientForm, work: Work
 ) -> Summed | None:
-    """Ask the clients of a batch for the sum of their gradients; return None if too few clients answer."""
+    """Ask the clients of a batch for the sum of their gradients. Return None if too few clients answer."""
     from fedstrata.federation.secure.simulated import ask_sum
 
     summed = ask_sum(federation, clients, request, form.ring, work=work)
@@ -72,10 +73,10 @@ def ask_gradients(
 
 
 def check_secure_batches(config: FederationConfig, mode: str) -> None:
-    """Check that batches have secure sums.
+    """Check that secure sums are possible for batches.
 
     Raises:
-        SpecError: The model has buffers, or samples are not trained in batches.
+        SpecError: The model has buffers, or training does not use batches.
     """
     if config.privacy.sums != "secure":
         return

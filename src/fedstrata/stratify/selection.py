@@ -1,4 +1,4 @@
-"""Client selection for Stratify, which chooses the client that trains each position of the schedule.
+"""Select clients for Stratify: choose the client that trains each position of the schedule.
 
 The schedule is the sequence of labels of an epoch. A *position* is one entry of the schedule, at which a client trains
 on one sample of the label. A *placeholder* is a number that stands for a label. In this module, placeholders are the
@@ -30,10 +30,11 @@ def assign_runs(
     """Choose the client that trains each position of a schedule (Stratify, Algorithm 1).
 
     The schedule is cut into chunks of consecutive positions. Each position has a placeholder (a number that stands for
-    a label). In each chunk, only a random subset of the clients with samples of a placeholder may train it; see
-    ``retained``. The positions of a chunk are assigned in order. At position i, the server chooses the client that may
-    train the longest run of positions i, i + 1, … in the chunk. Ties break at random. The client gets the whole run,
-    and the next client is chosen for the position after the run.
+    a label). In each chunk, only a random subset of the clients with samples of a placeholder may train this
+    placeholder; see ``retained``. The positions of a chunk are assigned in order. At position i, the server chooses the
+    client that may train the longest run of positions i, i + 1, … in the chunk. If several clients may train equally
+    long runs, one of them is drawn at random. The client gets the whole run, and the next client is chosen for the
+    position after the run.
 
     For speed, all chunks are processed at the same time, with a few operations on arrays of positions × clients.
 
@@ -43,11 +44,11 @@ def assign_runs(
         weights: The number of samples that each client has of each placeholder, shape (P, N); None for uniform
             selection.
         chunk_size: The number of positions in a chunk.
-        retain: The fraction of a placeholder's available clients that may train it in a chunk, in (0, 1].
+        retain: The fraction of a placeholder's available clients that may train this placeholder in a chunk, in (0, 1].
         generator: The random generator.
 
     Returns:
-        The client of every position, −1 if no client is available, shape (L,).
+        The client of every position, shape (L,). The value is −1 if no client is available.
 
     >>> both = np.array([[True, True], [True, False]])  # placeholder 0: clients 0 and 1; placeholder 1: client 0
     >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, generator=np.random.default_rng(0)).tolist()
@@ -73,19 +74,20 @@ def assign_runs(
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
     """Draw a subset of the available clients, without replacement, for each of several labels.
 
-    Of n available clients, r = max(1, ceil(retain · n)) are drawn. If selection is uniform, all clients are equally
-    likely. If selection is weighted, clients are drawn one after another, with probabilities in proportion to the
-    weights of the remaining clients. To do this, each client gets a random key Exp(1) / weight, and the r clients with
-    the smallest keys are drawn (Efraimidis and Spirakis 2006).
+    The number of drawn clients is r = max(1, ceil(retain · n)) for n available clients. If selection is uniform, all
+    clients are equally likely. If selection is weighted, clients are drawn one after another, with probabilities in
+    proportion to the weights of the remaining clients. To do this, each client gets a random key: an exponential random
+    number, divided by the weight. The r clients with the smallest keys are drawn (Efraimidis and Spirakis 2006).
 
     Args:
         able: Whether each client is available for each label, shape (…, N).
-        weights: The number of samples that each client has of each label, the same shape; None for uniform selection.
+        weights: The number of samples that each client has of each label, in the shape of ``able``; None for uniform
+            selection.
         retain: The fraction of the available clients to draw, in (0, 1].
         generator: The random generator.
 
     Returns:
-        Whether each client was drawn for each label, the same shape.
+        Whether each client was drawn for each label, in the shape of ``able``.
     """
     if retain >= 1:
         return able
@@ -107,8 +109,8 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
         chunk_size: The number of positions in a chunk.
 
     Returns:
-        Two arrays of shape (T,): the first position of each task, and the position after its last position. Positions
-        without a client belong to no task.
+        The first position of each of T tasks, and the position after its last position, both of shape (T,). Positions
+        without a client do not belong to a task.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]
@@ -183,13 +185,13 @@ def select_batch(
 
     Args:
         wanted: The placeholder of every position, shape (B,).
-        available: A mapping from each placeholder to the clients that have samples of it.
+        available: A mapping from each placeholder to the clients with samples of this placeholder.
         weights: A mapping from each placeholder to the weights of these clients, in the same order; None for uniform
             selection.
         generator: The random generator.
 
     Returns:
-        The client of every position, −1 if no client is available, shape (B,).
+        The client of every position, shape (B,). The value is −1 if no client is available.
     """
     return select_batches(wanted, np.zeros(len(wanted), dtype=np.int64), available, weights, generator)
 
@@ -206,12 +208,12 @@ def select_batches(
     Args:
         wanted: The placeholder (a number that stands for a label) of every position of the schedule, shape (L,).
         batch_of: The index of the batch to which each position belongs, ascending, shape (L,).
-        available: A mapping from each placeholder to the clients that have samples of it.
-        weights: A mapping from each placeholder to these clients' weights, or None; see ``select_batch``.
+        available: A mapping from each placeholder to the clients with samples of this placeholder.
+        weights: A mapping from each placeholder to the weights of these clients, or None; see ``select_batch``.
         generator: The random generator.
 
     Returns:
-        The client of every position, −1 if no client is available, shape (L,).
+        The client of every position, shape (L,). The value is −1 if no client is available.
     """
     chosen = np.full(len(wanted), -1, dtype=np.int64)
     for p in np.unique(wanted).tolist():

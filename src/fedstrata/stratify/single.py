@@ -1,4 +1,4 @@
-"""Stratify's single-sample mode: the model travels from client to client along the label schedule (Algorithms 1, 3)."""
+"""Run Stratify's single-sample mode: the model travels from client to client along the schedule (Algorithms 1, 3)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ The number is 8 at first and after a change of plan, and then doubles each time,
 
 @dataclass(frozen=True)
 class SingleMode:
-    """Single-sample mode, in which the model travels from client to client; ``Stratify`` describes the fields."""
+    """Single-sample mode, in which the model travels from client to client. ``Stratify`` describes the fields."""
 
     chunk_size: int
     retain: float
@@ -66,13 +66,13 @@ class SingleMode:
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return this mode, which trains every round, and the range (0, 1), because it uses all samples."""
+        """Return this mode, because it trains every round, and the range (0, 1), because it uses all samples."""
         return self, ALL
 
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Let the model travel until the schedule is trained; see ``BatchMode.run_epoch`` for arguments and results.
+        """Let the model travel until the schedule is complete; see ``BatchMode.run_epoch`` for arguments and results.
 
         This mode does not use a server optimiser. The argument ``optimizer`` is ignored, and the returned state is
         None.
@@ -102,7 +102,7 @@ class Task:
     Args:
         client: The client's id.
         places: The label of each of these entries, shape (n,).
-        refill: The labels of which the client may use all samples again.
+        refill: The labels for which the client may use all samples again.
     """
 
     client: int
@@ -115,14 +115,14 @@ class Route:
 
     The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
     because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
-    or when positions that were not trained are put back.
+    or when positions that were not trained return to the schedule.
 
     Args:
-        roster: The clients that can be asked.
+        roster: The clients that the server can ask.
         wanted: The label to train at each position of the schedule, as an index into ``roster.holders.placeholders``,
             shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
-        retain: The fraction of a label's available clients that may train it in a chunk, in (0, 1].
+        retain: The fraction of a label's available clients that may train this label in a chunk, in (0, 1].
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
@@ -141,15 +141,15 @@ class Route:
         """A mapping from a task's index in ``_sent`` to the labels that it trained, as in ``Task.places``."""
 
     def open(self) -> bool:
-        """Prepare for another relay; return True if positions of the schedule are left to train."""
+        """Prepare for another relay. Return True if positions of the schedule are left to train."""
         self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 
     def tasks(self) -> Iterator[tuple[int, Steps]]:
         """Yield the client and the request of each task.
 
-        Each task is decided before the previous task is yielded, so that the previous client knows where to send the
-        model next. The decision takes into account the replies to all tasks before the previous task.
+        Each task is chosen before the previous task is yielded, so that the previous client knows where to send the
+        model next. The choice takes into account the replies to all tasks before the previous task.
         """
         while True:
             while len(self._queue) < QUEUE and len(self._left):
@@ -165,8 +165,8 @@ class Route:
 
         Args:
             position: The index of the task among the tasks that were sent.
-            reply: The client's reply; None if the task failed. If a failure is noticed later, a second call with None
-                follows.
+            reply: The client's reply; None if the task failed. If a failure is noticed later, this method is called
+                again with None.
         """
         task, roster = self._sent[position], self.roster
         if reply is None:

@@ -1,1 +1,1 @@
-"""The handlers: the functions with which clients answer requests."""
+"""Handlers, which are the functions with which clients answer requests."""

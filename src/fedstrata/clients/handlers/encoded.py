@@ -1,7 +1,7 @@
-"""Handlers of encoded requests, in which a codec compresses the model and the update.
+"""Answer encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from the latest model that it received and from the changes since then. The client
-answers the inner request, encodes the change in its reply (such as the model update), and stores the encoding error.
+The client computes the new model from the latest model that it received, and from later changes. The client answers the
+inner request, and encodes the change in its reply, such as the model update. It then stores the encoding error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Residual:
 
     Args:
         round: The round of the latest change.
-        lost: The latest change, plus the error before it, minus the change that the server decodes, as named tensors.
+        lost: The encoding error as named tensors: the latest change, plus the previous error, minus the change that the
+            server decodes.
     """
 
     round: int
@@ -65,8 +66,8 @@ class Pending:
         round: The round of the exchange.
         state: The client's new state, which becomes valid when the client answers for the second sum.
         reply: The reply without its change.
-        change: The change to encode, to which the error of earlier changes has been added.
-        behind: Number of samples that contribute to the reply.
+        change: The change to encode, including the error of earlier changes.
+        behind: Number of samples that contribute to this reply.
     """
 
     exchange: int

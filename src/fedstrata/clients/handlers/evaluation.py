@@ -1,4 +1,4 @@
-"""The handler of evaluation: a client measures a model on its own samples."""
+"""Answer requests to evaluate a model on a client's own samples."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the client's own model: the global model with the parts that stay at the client, after fine-tuning.
+    """Return the client's own model. This is the global model with the client's own parts, after fine-tuning.
 
     BatchNorm statistics, layers, or a whole model may stay at a client. Fine-tuning takes ``request.epochs`` epochs on
     the client's training samples.

@@ -1,4 +1,4 @@
-"""The handler of FedTAN.
+"""Answer FedTAN's requests to train together.
 
 In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
 later steps, BatchNorm normalises with the running statistics after the first step.
@@ -37,7 +37,7 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(TrainingRequest):
-    """A request to train as in ``Fit``, but to take the first step together with the round's other clients.
+    """A request to train as in ``Fit``, but to take the first step together with the other clients of the round.
 
     The reply is a ``FitReply``.
 
@@ -68,7 +68,7 @@ class FitTogether(TrainingRequest):
 
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
-    """Train for one round. In the first step, BatchNorm's statistics are averaged over the clients of the group."""
+    """Train for one round. In the first step, average BatchNorm's statistics over the clients of the group."""
     first_batch = min(len(client), client.context.config.training.batch_size)
     client.authorize_release(first_batch)  # only sums over the first batch leave the client
     shared, model, group = client.context, client.model, client.group

@@ -1,4 +1,4 @@
-"""The handler of local training, which most methods use."""
+"""Answer requests to train locally, which most methods use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the model of a request, with the layers and the BatchNorm statistics that stay at the client."""
+    """Return the model of a request, but with the client's own layers and BatchNorm statistics, if it keeps any."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

@@ -1,4 +1,4 @@
-"""Handlers of secure sums: clients answer with vectors of the ring, masked or not."""
+"""Answer requests in secure sums with vectors modulo 2³², with or without masks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @handles(Masked)
 def answer(client: Client, request: Masked) -> MaskedReply:
-    """Answer the inner request with a vector of the ring.
+    """Answer the inner request with a vector modulo 2³².
 
-    With masks, the client's new state is kept apart until the server says that the sum was opened.
+    With masks, the client's new state becomes valid only when the server says that the sum was opened (unmasked).
     """
     from fedstrata.federation.secure.member import question_of
     from fedstrata.federation.secure.protocol import Begin
@@ -44,7 +44,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
 
 @handles(Step)
 def step(client: Client, request: Step) -> StepReply:
-    """Answer a message of the protocol. When the sum is opened, the client's new state becomes valid."""
+    """Answer a message of the protocol. When the server has unmasked the sum, the client's new state becomes valid."""
     return StepReply(_answer(client, request))
 
 
@@ -70,7 +70,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return the forms in which the clients' replies are summed."""
+    """Return the forms in which secure sums add the clients' replies."""
     return context.forms(context.config)
 
 

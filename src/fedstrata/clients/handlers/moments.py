@@ -1,4 +1,4 @@
-"""The moments of a client's features, per class: the request, the reply and the handler (CCVR)."""
+"""Compute the moments of a client's features per class, with the request and the reply (CCVR)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MomentsReply(Reply):
     """The moments of the features of each class, as sums over the client's samples.
 
     Args:
-        samples: n_k(c), the number of samples of each class, shape (C,), float32.
-        first: Σ z, the sum of the features of each class, shape (C, d), float32.
-        second: Σ z zᵀ, the sum of the outer products of these features, shape (C, d, d), float32.
+        samples: The number n_k(c) of samples of each class c, shape (C,), float32.
+        first: The sum Σ z of the features z of each class, shape (C, d), float32.
+        second: The sum Σ z zᵀ of the outer products of the features z of each class, shape (C, d, d), float32.
     """
 
     samples: Tensor
@@ -72,7 +72,7 @@ class Moments(ModelRequest):
 @handles(Moments)
 @torch.no_grad()
 def report_moments(client: Client, request: Moments) -> MomentsReply:
-    """Return the moments of the features, in evaluation mode; 0 for classes with too few samples to be sent."""
+    """Return the moments of the features in evaluation mode. They are 0 for classes with too few samples."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     classes, size = client.context.config.outputs, feature_size(client.model)

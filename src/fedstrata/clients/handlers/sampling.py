@@ -1,4 +1,4 @@
-"""The handlers of the requests with which samplers learn about clients, such as their sizes and losses."""
+"""Answer requests of samplers, which ask for facts about clients, such as their sizes and losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedstrata.sampling.sketches import sketch
 
 @handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
-    """Return the client's number of samples; with ``request.bound`` > 0, randomised for local differential privacy."""
+    """Return the client's number of samples. With ``request.bound`` > 0, add noise for local differential privacy."""
     if request.bound == 0:
         client.authorize_release(len(client))
         return SizeReply(len(client))
@@ -72,7 +72,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to parameters that ``objective`` trains and clients send."""
+        """Return cross-entropy, restricted to the parameters that ``objective`` trains and clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
@@ -86,7 +86,7 @@ class _TrainsLike(CrossEntropy):
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Return a sketch of the model after a round of training with cross-entropy; the client's state does not change."""
+    """Return a sketch of the model after a round of training with cross-entropy. Do not change the client's state."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)

@@ -1,4 +1,4 @@
-"""The handler of sequential federated learning: a model travels from client to client, and each client trains it."""
+"""Answer requests of sequential federated learning: a model travels between clients, and each client trains it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class VisitReply(Reply):
     """The counts and the loss of local training.
 
     Args:
-        samples: Number of samples of the client, n_k.
-        seen: Total number of samples in the batches of all steps, repetitions included.
+        samples: Number n_k of samples of the client.
+        seen: Total number of samples in the batches of all steps, including repetitions.
         loss: Mean training loss over the steps.
     """
 
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the model that travels from client to client, on all samples of one client, as ``Fit`` does.
+    """A request to train the model that travels between clients, on all samples of one client, as ``Fit`` does.
 
     Args:
         round: The round, counted from 1.

@@ -1,4 +1,4 @@
-"""Augmentation of the batches on which clients train."""
+"""Augment the batches on which clients train."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedstrata.objectives.base import Batch
 def augmented(
     context: ClientContext, x: Any, *, client: ClientId, round: int, step: int, seed: int | None = None
 ) -> Any:
-    """Return the inputs of a client's batch after augmentation; unchanged if ``data.augment`` is not set.
+    """Return the augmented inputs of a client's batch, or the unchanged inputs if ``data.augment`` is not set.
 
     The random numbers depend only on the seed, the client, the round and the step.
 
     Args:
         context: The context of the client.
-        x: The inputs of the batch, which may change in place.
+        x: The inputs of the batch. This tensor may change in place.
         client: The client.
         round: The round, counted from 1.
-        step: The number of the client's step in this round, from 0.
+        step: The index of the client's step in this round, counted from 0.
         seed: The seed of the random numbers. Default: the spec's seed.
     """
     augment = context.config.augment
@@ -39,10 +39,10 @@ def augmented(
 
 
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
-    """Yield the augmented batches of a client's steps; each step draws its own random numbers.
+    """Yield the augmented batches of a client's steps. Each step draws its own random numbers.
 
-    With ``training.accumulate``, the mini-batches of a step are augmented together, so that the number of mini-batches
-    does not change the result.
+    With ``training.accumulate``, the mini-batches of a step are augmented together. The number of mini-batches
+    therefore does not change the result.
 
     Args:
         client: The client.

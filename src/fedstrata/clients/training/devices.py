@@ -1,4 +1,4 @@
-"""The device on which clients compute: the CPU, or a GPU with its own copy of the model and perhaps of the data."""
+"""Choose the device on which clients compute: the CPU, or a GPU with its own copy of the model and perhaps the data."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Placed:
 
     Args:
         device: The device.
-        model: The model, whose parameters are on the device.
-        data: The data set, which is on the device if it is small enough (see ``RESIDENT``), otherwise in main memory.
+        model: The model with its parameters on the device.
+        data: The data set. It is on the device if it is small enough (see ``RESIDENT``), and otherwise in main memory.
     """
 
     device: torch.device

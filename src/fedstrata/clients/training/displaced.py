@@ -1,4 +1,4 @@
-"""Gradients that are not computed at the point from which a step starts, but at another point."""
+"""Compute gradients at a point that differs from the starting point of the step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BatchGradient = Callable[[Batch], tuple[Tensor, Tensors]]
 class DisplacedGradient:
     """The gradient at w + δ, with the objective's ``displacement`` δ.
 
-    The loss is computed at w if the objective needs the gradient at w, and otherwise at w + δ. If a batch is passed
-    through the model twice, only the first pass, at w, updates buffers such as BatchNorm's statistics.
+    The loss is computed at w if the objective needs the gradient at w, and otherwise at w + δ. If a batch passes
+    through the model twice, only the first pass (at w) updates buffers, such as BatchNorm's statistics.
 
     Args:
         of_batch: The loss and the gradient at the current values of the parameters.
@@ -30,7 +30,7 @@ class DisplacedGradient:
         params: The trained parameters w. The parameters change in place while a gradient is computed, and are restored
             exactly.
         context: The arguments of the loss.
-        model: The model into which w is loaded; None if w is not loaded into a model; there are then no buffers.
+        model: The model into which w is loaded, or None. Without a model, there are no buffers.
     """
 
     of_batch: BatchGradient

@@ -1,4 +1,4 @@
-"""Local training: the loop over mini-batches, for every objective and device."""
+"""Train locally, in a loop over mini-batches, for every objective and device."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ converted batch by batch.
 
 
 class LocalData:
-    """The samples that a client uses in a round, read as batches of tensors.
+    """The samples that a client uses in a round, which are read as batches of tensors.
 
     Args:
         client: The client.
-        chosen: Positions of these samples among the client's own samples, shape (n,).
+        chosen: Positions of the n used samples among the client's own samples, shape (n,).
         device: The device on which batches are returned.
     """
 
@@ -63,7 +63,7 @@ class LocalData:
         return float(self._data.task.weights(self.y).sum())
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
-        """Return one batch with the samples at these positions of ``chosen``."""
+        """Return one batch with the samples at some positions of ``chosen``."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         if self._fits:
             return Batch(self._inputs(), self.y)[where]
@@ -86,16 +86,16 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch for each step of a round; with ``training.accumulate``, the batch has all its mini-batches.
+        """Yield one batch per step of a round. With ``training.accumulate``, a batch has all mini-batches of a step.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.
 
         Args:
-            training: The settings: samples per step, and epochs or steps.
+            training: The settings of local training, such as the samples per step, and epochs or steps.
             generator: The random generator that draws the order of the samples.
-            pairs: Whether a step needs at least two samples, as BatchNorm does. A single sample at the end of an epoch
-                then joins the batch before it, and a client with a single sample takes no step.
+            pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
+                end of an epoch then joins the previous batch, and a client with a single sample takes no step.
         """
         n = self._size
         size = min(training.batch_size * training.accumulate, n)
@@ -156,11 +156,12 @@ class Outcome:
 
     Args:
         weights: The model after the last step.
-        steps: Number of steps, K.
-        seen: Number of sample-gradients: the samples in the batches of all steps, repetitions included.
+        steps: Number K of steps.
+        seen: Number of sample-gradients, which is the number of samples in the batches of all steps, including
+            repetitions.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
-        kept: The new state of the objective, which the client keeps.
+        kept: The objective's new state, which the client keeps.
     """
 
     weights: Weights
@@ -173,16 +174,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The settings of local training that depend only on the model and the objective, not on the client.
+    """The parts of local training that depend only on the model and the objective, not on the client.
 
     Args:
         objective: The objective.
         chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
         trained: Names of the parameters that the objective trains.
-        pairs: Whether a step needs at least two samples, as BatchNorm does.
+        pairs: Whether a step needs at least two samples, for example because of BatchNorm.
         prepares: Whether the objective overrides ``client_prepare`` or ``client_init``, which run before training.
         corrects: Whether the objective overrides ``correction``, which is added to each gradient.
-        displaces: Whether the objective overrides ``displacement``, which moves the point of each gradient.
+        displaces: Whether the objective overrides ``displacement``, which moves the point at which each gradient is
+            computed.
         finishes: Whether the objective overrides ``client_final``, which runs after the last step.
     """
 
@@ -197,7 +199,7 @@ class TrainingSetup:
 
     @classmethod
     def of(cls, context: ClientContext, objective: Objective) -> TrainingSetup:
-        """Determine how a client trains with an objective: which parameters, and with which code."""
+        """Determine which parameters a client trains with an objective, and which code computes the gradients."""
         config, training = context.config, context.config.training
         named = config.model.module.named_parameters()
         on_cpu = context.cached(on_device).device == CPU
@@ -234,8 +236,8 @@ def train(
         data: The samples to train on.
         round: The round, counted from 1.
         message: The message that the server sends for the objective.
-        objective: An objective without a state. Default: the objective of the context, whose state is read from the
-            client's state.
+        objective: An objective without a state. Default: the objective of the context, with the state that the client
+            stores for it.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
@@ -299,7 +301,7 @@ def _take_steps(
     Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
     velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
     and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
-    If the objective has a ``displacement`` δ, the gradient is taken at w + δ. All other terms are computed at w.
+    If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms are computed at w.
 
     The batches are augmented (``data.augment``). With ``privacy.dp``, the client takes the steps of DP-SGD; see
     ``NoisyGradient``.
@@ -408,14 +410,15 @@ def _descend(
 def accumulated(
     loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
-    """Return the loss of a batch and its gradient, which are computed for one mini-batch after another.
+    """Return the loss of a batch and its gradient, which are computed for one mini-batch after the other.
 
     Args:
         loss_and_gradient: A function that returns the mean loss of a mini-batch, and its gradient.
         batch: The batch.
         size: The largest number of samples in a mini-batch.
-        pairs: Whether a mini-batch needs at least two samples. Mini-batches are then larger than ``size`` if necessary.
-        task: The task, which gives the weights of the samples.
+        pairs: Whether a mini-batch needs at least two samples. If necessary, mini-batches are then larger than
+            ``size``.
+        task: The task, which defines the weights of the samples.
     """
     n = batch.y.shape[0]
     parts = -(-n // size)

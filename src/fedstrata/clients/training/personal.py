@@ -1,4 +1,4 @@
-"""Training in addition to the run's objective: layers that stay local, a first stage, personal models, fine-tuning."""
+"""Train in addition to the run's objective: layers that stay local, a first stage, personal models, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PERSONAL = "personal"
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model with the layers that the client stores; unchanged if the client has not stored any layers."""
+    """Return the model with the layers that the client stores, or the unchanged model if the client stores none."""
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors, which affects rounding in convolutions.
     return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
 
 
 def train_in_stages(client: Client, weights: Weights, data: LocalData, request: Fit) -> Outcome:
-    """Train all stages of a round, and store the layers that stay at the client; see ``train``.
+    """Train all stages of a round, and store the layers that stay at the client. See ``train``.
 
     Args:
         client: The client.
@@ -38,8 +38,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of training with the run's objective. The outcome counts the samples of all stages, and contains the
-        received values of the layers that stay at the client.
+        The outcome of training with the run's objective. It counts the samples of all stages. The values of layers that
+        stay at the client are the received values.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)
@@ -49,7 +49,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client, and return the trained model with the received values of these layers.
+    """Store the layers that stay at the client. Return the trained model, with the received values of these layers.
 
     Args:
         client: The client.
@@ -74,8 +74,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        The model after the stage, which changes only the parameters that the stage trains, and the total number of
-        samples in the batches of all steps.
+        The model after the stage, and the total number of samples in the batches of all steps. In this model, only the
+        parameters that the stage trains have changed.
     """
     stage = client.context.objective.first_stage()
     if stage is None:
@@ -113,7 +113,7 @@ def train_personal(client: Client, weights: Weights, data: LocalData, round: int
 
 
 def personal_model(client: Client, weights: Weights) -> Weights:
-    """Return the client's personal model; the model ``weights`` if the client has no personal model yet."""
+    """Return the client's personal model, or the model ``weights`` if the client has no personal model yet."""
     kept = client.state.get(PERSONAL)
     if not isinstance(kept, dict):
         return weights
@@ -122,7 +122,7 @@ def personal_model(client: Client, weights: Weights) -> Weights:
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
-    """Return the client with other random numbers, for training in addition to the run's objective.
+    """Return a copy of the client with other random numbers, for training in addition to the run's objective.
 
     Args:
         client: The client.

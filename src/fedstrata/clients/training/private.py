@@ -1,4 +1,4 @@
-"""Local training with differential privacy of single samples: DP-SGD (Abadi et al. 2016, Algorithm 1)."""
+"""Train locally with differential privacy of samples by DP-SGD (Abadi et al. 2016, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ CHUNK = 32
 
 
 def poisson_draws(client: Client, training: Training, round: int, samples: int) -> Iterator[NDArray[np.int64]]:
-    """Yield, for each step of a round, the positions of its samples; a step may have no samples.
+    """Yield the positions of the samples for each step of a round. A step may have no samples.
 
     Args:
-        client: The client, which draws with its own random numbers. At real sites, the seed of these numbers is a
-            secret.
-        training: The settings of local training, which give the probability of a sample and the number of steps.
+        client: The client, which draws its own random numbers. At real sites, the seed of these numbers is a secret.
+        training: The settings of local training, which determine the probability of a sample and the number of steps.
         round: The round, counted from 1.
         samples: The client's number of samples.
     """
@@ -63,13 +62,13 @@ def noise_of(client: Client, round: int) -> Noise:
 
 
 def secret_noise(shape: torch.Size) -> Tensor:
-    """Return standard normal numbers that nobody can repeat: from ChaCha20 with a new key from the operating system.
+    """Return standard normal numbers that nobody can repeat, from ChaCha20 with a new key of the operating system.
 
-    Each number is the quantile of a uniform number of 53 bits. The numbers are rounded to float32, so attacks on
-    floating-point noise (Mironov 2012) remain possible.
+    Each number is the normal quantile of a uniform random number of 53 bits. The numbers are rounded to float32, so
+    attacks on floating-point noise (Mironov 2012) remain possible.
 
     Args:
-        shape: The shape of the numbers.
+        shape: The shape of the returned tensor.
     """
     from scipy.special import ndtri
 
@@ -84,16 +83,16 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    Here g_i is the gradient of the loss of sample i, C the largest norm, z the noise, ξ a vector of standard normal
-    numbers, and b the expected number of samples in a step.
+    The gradient of the loss of sample i is g_i, and C is its largest norm after clipping. The symbol z is the noise, ξ
+    is a vector of standard normal numbers, and b is the expected number of samples in a step.
 
     Args:
-        model: The model, with the parameters ``params`` loaded into it.
-        objective: The objective, whose loss of one sample depends on no other sample.
+        model: The model into which the parameters ``params`` are loaded.
+        objective: The objective. The loss of a sample must not depend on other samples.
         context: The further arguments of the objective's loss.
         dp: The settings C and z.
-        expected: The expected number of samples in a step, b.
-        noise: The source of ξ, on the CPU, so that every device has the same noise.
+        expected: The expected number b of samples in a step.
+        noise: The source of ξ. It is on the CPU, so that every device gets the same noise.
     """
 
     model: Model
@@ -107,7 +106,7 @@ class NoisyGradient:
     def of(
         cls, client: Client, model: Model, objective: Objective, context: Context, round: int, samples: int
     ) -> NoisyGradient:
-        """Return the gradient for a client's round, given its number of samples."""
+        """Return the gradient for a client's round, given the client's number of samples."""
         config = client.context.config
         assert config.privacy.dp is not None
         expected = min(config.training.batch_size, samples)
@@ -165,7 +164,7 @@ def descend_privately(
     batches: Iterable[Batch],
     optimizer_state: Tree,
 ) -> tuple[list[Tensor], int, Tree]:
-    """Take one step on each batch; the parameters change in place.
+    """Take one step on each batch. The parameters change in place.
 
     The objective's correction and the optimiser's own terms, such as weight decay, are added after the noise.
 
@@ -179,8 +178,8 @@ def descend_privately(
         optimizer_state: The state with which the optimiser starts.
 
     Returns:
-        The loss before each step, the total number of samples that were expected in all batches, and the new state of
-        the optimiser. The losses must not leave the client.
+        The loss before each step, the expected total number of samples in all batches, and the new state of the
+        optimiser. The losses must not leave the client.
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()

@@ -1,6 +1,6 @@
-"""Steps of SGD: with gradients of autograd, or with handwritten gradients for simple networks.
+"""Take steps of SGD with gradients of autograd, or with handwritten gradients for simple networks.
 
-For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` avoids autograd: it
+For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` avoids autograd. It
 computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end.
 The gradient of a weight is a product ``δᵀ a``, which ``addmm_`` adds to the weight without storing the product. The
 results are equal to autograd's results, except that sums are added in another order. FedAvg on an MLP is 1.6 times as
@@ -28,11 +28,12 @@ _THRESHOLD = torch.ops.aten.threshold_backward.default
 class SGD:
     """SGD with momentum: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
 
-    Here g is the gradient and r the correction. An instance keeps the velocity v, so all its steps must update the same
+    The gradient is g, and the correction is r. An instance keeps the velocity v, so all its steps must update the same
     parameters w.
 
     Args:
-        training: The settings: momentum μ, weight decay λ, and ``clip``, the largest norm of g + r.
+        training: The settings, which contain the momentum μ, the weight decay λ, and the largest norm of g + r
+            (``clip``).
         lr: The learning rate η.
     """
 
@@ -69,7 +70,7 @@ class SGD:
 def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None) -> Tensors:
     """Return clip(g + r) for a gradient g and a correction r, without changing tensors in place.
 
-    Gradients must not change in place, because autograd may return one tensor as the gradient of two parameters.
+    Gradients must not change in place, because autograd may return the same tensor as the gradient of two parameters.
     """
     if correction is not None:
         gradient = torch._foreach_add(gradient, correction)
@@ -77,7 +78,7 @@ def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None)
 
 
 def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
-    """Return a gradient, scaled down so that its norm over all tensors is at most ``limit``."""
+    """Return a gradient that is scaled down so that its norm over all tensors is at most ``limit``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
     shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
     return list(torch._foreach_mul(gradient, shrinkage))
@@ -85,10 +86,10 @@ def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class ManualSGD:
-    """A chain of linear layers with ReLU between them, as a function of its parameters.
+    """A chain of linear layers with ReLU between the layers, as a function of the parameters.
 
     Args:
-        names: For each layer, the names of its weight (out, in) and its bias (out,); "" for a layer without bias.
+        names: The names of each layer's weight and bias. The name of a missing bias is "".
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}
@@ -122,16 +123,16 @@ class ManualSGD:
         return cls(tuple(names))
 
     def step(self, params: Params, batch: Batch, lr: float, weight_decay: float = 0.0) -> Tensor:
-        """Take one step of SGD in place: w ← w − η (∇ loss + λ w); call it in ``torch.inference_mode``.
+        """Take one step of SGD in place: w ← w − η (∇ loss + λ w). Call this in ``torch.inference_mode``.
 
         Args:
-            params: The parameters w by name; autograd does not track them.
+            params: A mapping from names to the parameters w. Autograd does not track these parameters.
             batch: The inputs and labels.
             lr: The learning rate η.
             weight_decay: The weight decay λ.
 
         Returns:
-            The mean loss before the step, a scalar.
+            The mean loss before the step, as a scalar.
         """
         loss, parts = self._backward(params, batch)
         keep, ones = 1.0 - lr * weight_decay, loss.new_ones(batch.y.shape[0])

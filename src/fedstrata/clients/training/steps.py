@@ -1,4 +1,4 @@
-"""Steps of PyTorch's optimisers, and the state of an optimiser that a client keeps from round to round."""
+"""Take steps of PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OPTIMIZER = "optimizer"
 
 
 class TorchSteps:
-    """Steps of an optimiser of PyTorch with the gradient clip(g + r), where g is the gradient and r the correction.
+    """Steps of a PyTorch optimiser with the gradient clip(g + r), where g is the gradient and r is the correction.
 
     Args:
-        training: The settings: the optimiser, its momentum and weight decay, and ``clip``.
+        training: The settings, which contain the optimiser, its momentum and weight decay, and ``clip``.
         lr: The learning rate η.
         params: The parameters, which the steps change in place.
-        kept: The state of an earlier instance, which is copied; None to begin without a state.
+        kept: The state of an earlier instance, which this instance copies; None to begin without a state.
     """
 
     def __init__(self, training: Training, lr: float, params: Tensors, kept: Tree = None) -> None:
@@ -39,14 +39,14 @@ class TorchSteps:
 
     @torch.no_grad()
     def step(self, params: Tensors, gradient: Tensors, correction: Tensors | None = None) -> None:
-        """Take one step, which changes the parameters in place; see ``SGD.step``."""
+        """Take one step, which changes the parameters in place. See ``SGD.step``."""
         for parameter, part in zip(params, corrected(gradient, correction, self._clip), strict=True):
             parameter.grad = part
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def state(self) -> Tree:
-        """Return the state of the optimiser, as its ``state_dict``."""
+        """Return the state of the optimiser, which is its ``state_dict``."""
         return self._optimizer.state_dict()
 
 

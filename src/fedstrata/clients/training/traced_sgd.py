@@ -1,17 +1,17 @@
-"""SGD steps on single samples, replayed from a trace of tensor operations.
+"""Take SGD steps on single samples by replaying a trace of tensor operations.
 
 With one sample per step, most of the time is spent on bookkeeping. Autograd records a graph and allocates gradients as
 large as the parameters, and an optimiser adds these gradients to the parameters. This module records the tensor
-operations of one step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample. Views
-of parameters are made once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds to the weight without
-storing the product. Tracing takes a tenth of a second and needs no compiler.
+operations of one step (forward, backward, update) in a graph. It simplifies the graph, and runs the graph for each
+sample. Views of parameters are created only once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds
+to the weight without storing the product. Tracing takes a tenth of a second and needs no compiler.
 
-A model cannot be traced if the operations of its forward pass depend on the values of tensors, or if it uses tensors
-other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and autograd give the
-same results, except that sums may be added in another order.
+A model cannot be traced if the operations of its forward pass depend on values of tensors. It also cannot be traced if
+it uses tensors other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and
+autograd give the same results, except that sums may be added in another order.
 
-On an MLP, Stratify with single samples is 2.4 times as fast as with autograd; on a convolutional network, 1.9 times
-(``benchmarks/fast_paths.py``).
+Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
+network (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class TracedSGD:
 
     Args:
         loss: The function to minimise.
-        params: The initial parameters; they are copied.
-        x: An example input (1, …); only its shape and dtype matter.
-        y: An example label (1,); only its dtype matters.
+        params: The initial parameters, which are copied.
+        x: An example input (1, …). Only its shape and dtype matter.
+        y: An example label (1,). Only its dtype matters.
         weight_decay: The weight decay λ.
 
     Raises:
@@ -80,7 +80,7 @@ class TracedSGD:
         """Take one step per sample, in order.
 
         Args:
-            x: Inputs, (n, …), n ≥ 1.
+            x: The inputs of n ≥ 1 samples, shape (n, …).
             y: Labels, shape (n,).
             lr: The learning rate η.
 

@@ -1,7 +1,7 @@
-"""The algorithms of the partition schemes, as pure functions on arrays.
+"""Compute partitions with pure functions on arrays.
 
-An *owner* is the client that has a sample. A *holding* is a pair of a client and a class of which the client has
-samples.
+An *owner* is the client that has a sample. A *holding* is a pair of a client and a class: the client has samples of
+this class.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw the logarithms of Dirichlet shares along the last axis. The logarithms are finite even for very small α.
+    """Draw logarithms of Dirichlet shares along the last axis. These logarithms are finite even for very small α.
 
     Dirichlet shares are gamma variates divided by their sum. With α = 0.001, nearly all gamma variates underflow to 0,
-    and 0/0 is NaN. Therefore, the logarithm of a Gamma(α) variate is drawn as the logarithm of a Gamma(α + 1) variate
-    plus log(U)/α for a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in logarithms.
+    and 0/0 is NaN. The function therefore draws the logarithm of each gamma variate. It draws log(Gamma(α)) as
+    log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in
+    logarithms.
 
     Args:
         alpha: The concentrations α, all positive, shape (…, C).
         rng: The generator of the draws.
 
     Returns:
-        The logarithms, in the shape of ``alpha``; the shares add up to 1 along the last axis.
+        The logarithms, in the shape of ``alpha``. The shares themselves add up to 1 along the last axis.
     """
     draws: Floats = np.log(rng.standard_gamma(alpha + 1)) + np.log(1 - rng.random(alpha.shape)) / alpha
     draws -= draws.max(axis=-1, keepdims=True)
@@ -37,9 +38,9 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    The boundaries between clients are rounded down to whole samples, after the same random number in [0, 1) was added
-    to all boundaries of a class. The expected number of samples of a client is then exactly proportional to its draw.
-    Without the random number, the last client would get half a sample per class too many on average.
+    In each class, the same random number in [0, 1) is added to all boundaries between clients. The boundaries are then
+    rounded down to whole samples. The expected number of samples of a client is therefore exactly proportional to its
+    draw. Without the random number, the last client would get half a sample per class too many on average.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
@@ -60,15 +61,15 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 
 
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
-    """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
+    """Give each client a fixed number of samples. Their classes are drawn from the client's own class probabilities.
 
-    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, randomly chosen
-    draws get its samples. The other draws are repeated in another pass, with class probabilities renormalised over
-    classes that have samples left. Every pass except the last uses up a class, so there are at most C passes.
+    All clients draw their classes simultaneously. If the draws of a class outnumber its samples, randomly chosen draws
+    get the samples. The other draws are repeated in another pass, with class probabilities that are normalised over the
+    classes with samples left. Every pass except the last uses up a class, so there are at most C passes for C classes.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
-        sizes: The number of samples of each client, shape (N,); the sum must be the number of all samples.
+        sizes: The number of samples of each client, shape (N,). The sum must be the number of all samples.
         log_mix: The logarithms of each client's class probabilities, shape (N, C).
         rng: The generator of the draws.
 
@@ -99,11 +100,11 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 
 
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Choose at random the classes of which each client has samples.
+    """Choose the classes of each client at random.
 
-    A client's classes are all different, and each class has equally many clients (±1). Dealing the classes to the
+    A client's classes are all different, and each class goes to equally many clients (±1). Dealing the classes to the
     clients in turn ensures both properties. After that, random pairs of clients swap random classes if both properties
-    remain true. Any two classes may therefore occur together at a client.
+    remain true. Therefore, any two classes can occur together at a client.
 
     Args:
         each: The number of classes of each client, at most ``classes``, shape (N,).
@@ -111,7 +112,7 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
         rng: The generator of the choices.
 
     Returns:
-        The client and the class of each holding, (Σ each,), sorted by client.
+        The client and the class of each holding, sorted by client. Both arrays have one entry per holding.
     """
     owner = np.repeat(np.arange(len(each)), each)
     held = rng.permutation(classes)[np.arange(len(owner)) % classes]
@@ -131,17 +132,18 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
 
 
 def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generator, quota: Ints | None = None) -> Ints:
-    """Split the samples of every class among the holders, the clients that were chosen for the class.
+    """Split the samples of every class among its holders, which are the clients that were chosen for the class.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
-        owner: The client of each holding, as ``hold_classes`` returns it.
-        held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The generator that chooses the samples of each client, and the clients that get the remainder of a split.
+        owner: The client of each holding, which ``hold_classes`` returns.
+        held: The class of each holding, which ``hold_classes`` returns.
+        rng: The random generator that chooses the samples of each client, and the clients that get the remainder of a
+            split.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
-        The owner of every sample, as an array of shape (samples,); −1 for samples beyond the quotas.
+        The owner of every sample, as an array of shape (samples,). The value is −1 for samples beyond the quotas.
     """
     classes = int(codes.max()) + 1
     pool, starts, _ = by_class(codes, classes, rng)
@@ -186,7 +188,7 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Return how many samples each client loses if ``amount`` samples are taken in turn from the largest client.
+    """Return how many samples each client loses if ``amount`` samples are taken one by one from the largest client.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]
@@ -201,7 +203,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:
-    """Return, for each entry of an ascending array, its position among the equal entries.
+    """Return the index of each entry of an ascending array within its group of equal entries.
 
     >>> ranks(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""The base class of all partition schemes, their registry, and their result: which client has which samples."""
+"""Define the base class of all partition schemes, their registry, and their result: which client has which samples."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ UNUSED = -1
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """The samples of N clients, in one array for all clients (compressed sparse rows).
+    """The samples of N clients in one array for all clients (compressed sparse rows).
 
     Client k has the samples ``indices[offsets[k]:offsets[k + 1]]``. A million clients therefore need only two arrays,
     and not a million Python objects.
 
     Args:
         indices: The indices of the samples in the training set, client after client, int64.
-        offsets: The start of each client in ``indices``, and the end of the last client, shape (N + 1,), int64.
+        offsets: The start of each client's samples in ``indices``, and the end of the last client's samples, shape (N +
+            1,), int64.
         codes: The index of each client in the data set's ``client_names``, shape (N,); None if the data set does not
             define the clients.
 
@@ -56,7 +57,7 @@ class Assignment:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Ints]) -> Assignment:
-        """Build an assignment from one array per client, with the indices of its samples."""
+        """Build an assignment from one array per client with the indices of the client's samples."""
         sizes = [len(part) for part in lists]
         indices = np.concatenate([np.asarray(part, dtype=np.int64) for part in lists])
         return cls(indices, np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
@@ -113,7 +114,7 @@ Clients = Annotated[PositiveInt, Field(le=10_000_000)]
 class Partition(Setting):
     """The division of the training set among the clients.
 
-    Your own scheme derives from this class and implements ``assign``; ``split`` checks its result.
+    Your own scheme derives from this class and implements ``assign``. The method ``split`` checks its result.
 
     Args:
         clients: Number of clients.
@@ -133,7 +134,7 @@ class Partition(Setting):
 
     @abstractmethod
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints | Sequence[Ints]:
-        """Divide the samples; the result depends only on the arguments and settings.
+        """Divide the samples. The result depends only on the arguments and settings.
 
         Args:
             labels: The label of every training sample, shape (samples,).
@@ -141,14 +142,14 @@ class Partition(Setting):
             rng: The only source of randomness.
 
         Returns:
-            The owner of every sample, shape (samples,); or, for each client, an array with the indices of its samples.
+            The owner of every sample, shape (samples,), or a list with the sample indices of each client.
         """
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
         """Divide the training samples with ``assign``, and check that no sample is lost or given to two clients.
 
         Args:
-            dataset: The data set whose training samples are divided.
+            dataset: The data set. Its training samples are divided.
             seed: The experiment's seed.
 
         Raises:

@@ -19,7 +19,7 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 class Classes(Partition):
     """Label skew with k classes per client (#C = k); each class is divided equally among the clients of the class.
 
-    Stratify (section V) and many other papers use this division. The classes of a client are random, but each class has
+    Stratify (section V) and many other papers use this division. The classes of a client are random. Each class has
     equally many clients (±1), and at least one client.
 
     Args:
@@ -60,8 +60,8 @@ class Groups(Partition):
     """Groups of clients with different numbers of random classes.
 
     Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
-    clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups, whose clients have
-    2, 2, 3, 3 and 5 classes.
+    clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups with 2, 2, 3, 3 and
+    5 classes per client.
 
     Args:
         groups: The groups, each with a number of clients and a number of classes per client. The partition has as many

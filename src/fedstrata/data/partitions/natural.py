@@ -1,4 +1,4 @@
-"""The partition by client ids in the data, and the partition with a single client for comparison."""
+"""Partition data by the client ids in the data, or give all data to a single client for comparison."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 class Natural(Partition):
     """One client for each client id in the data, such as a hospital, writer or device.
 
-    The ids are ``client_train`` of arrays and ``.npz`` files, the column ``data.client`` of a hub data set, or
-    ``data.schema.client`` of a table. Clients are numbered in the order of their ids.
+    The ids are ``client_train`` in arrays and ``.npz`` files, the column ``data.client`` in a hub data set, or
+    ``data.schema.client`` in a table. Clients are numbered in the order of their ids.
 
     Args:
         clients: Number of clients to draw at random. Default: all.
@@ -72,8 +72,8 @@ class Natural(Partition):
 class SingleClient(Partition):
     """One client that holds samples of another partition, as a baseline for federated training.
 
-    The client has the samples of all clients of another partition (centralised training), or of one of these clients
-    (local training).
+    In centralised training, the single client has the samples of all clients of another partition. In local training,
+    it has the samples of one of these clients.
 
     Args:
         clients: Number of clients, which is always 1.

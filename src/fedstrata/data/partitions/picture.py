@@ -30,16 +30,16 @@ SHADE = style.SCALE.light
 
 
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
-    """Write a picture of the number of samples of each label at each client, and of each client's number of samples.
+    """Write a picture that shows each client's number of samples, in total and for each label.
 
-    For up to 100 clients and 50 labels, there is a bubble per client and label, with an area proportional to the number
-    of samples. With more clients or labels, the picture is a heat map of at most 1,000 clients, sorted by their most
-    frequent label.
+    For up to 100 clients and 50 labels, the picture has a bubble per client and label. The bubble's area is
+    proportional to the number of samples. With more clients or labels, the picture is a heat map of at most 1,000
+    clients, sorted by their most frequent label.
 
     Args:
         assignment: The partition.
         dataset: The data set that was divided.
-        path: The file; its suffix, such as ``.png``, is the format.
+        path: The file. Its suffix, such as ``.png``, determines the format.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
@@ -121,7 +121,7 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
     Args:
         assignment: The partition.
         dataset: The data set that was divided.
-        rows: The number of clients that are shown. Three more rows show minimum, mean and maximum over all clients.
+        rows: The number of clients to show. Three more rows show minimum, mean and maximum over all clients.
         every: Whether the terminal shows all columns even if it is narrow.
 
     Returns:

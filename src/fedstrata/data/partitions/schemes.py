@@ -1,4 +1,4 @@
-"""The partition schemes of the literature. Each training sample goes to exactly one client, except with ``Given``."""
+"""Partition schemes of the literature. Each training sample goes to exactly one client, except with ``Given``."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Shards(Partition):
     """Samples are sorted by label and cut into shards of equal size (±1); each client gets the same number of shards.
 
     McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
-    has samples of both classes. A client may therefore have a few samples of one more class. Sizes differ by at most
-    ``per_client``.
+    has samples of both classes. A client may therefore have a few samples of an additional class. Sizes differ by at
+    most ``per_client`` samples.
 
     Args:
         per_client: Number of shards of each client.

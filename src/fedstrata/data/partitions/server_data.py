@@ -1,4 +1,4 @@
-"""The training samples without a client, which are the only samples that a server may use."""
+"""Select the training samples without a client, which are the only samples that a server may use."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ServerData:
     def indices(self) -> Ints:
         """Return the indices of the samples in the training set, ascending.
 
-        The result is empty if the clients come from the data set itself, because samples that the partition leaves out
-        then belong to other clients.
+        The result is empty if the clients come from the data set itself. Samples that the partition leaves out then
+        belong to other clients.
         """
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)

@@ -1,1 +1,1 @@
-"""Learning tasks, which define the targets, the loss and the results that an evaluation records."""
+"""Learning tasks. A task defines the targets, the loss, and the results that an evaluation records."""

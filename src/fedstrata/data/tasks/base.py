@@ -1,8 +1,9 @@
-"""The base class of learning tasks, and the task names that a spec accepts.
+"""Define the base class of learning tasks, and the task names that a spec accepts.
 
 A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
-or pixel. A task defines how targets are checked and stored, how a loss is computed from them, and what an evaluation
-records for each sample. A task also divides samples into *strata*, such as classes or ranges of values.
+or pixel. A task defines how targets are checked and stored, and how a loss is computed from targets. It also defines
+what an evaluation records for each sample. A task also divides samples into *strata*, such as classes or ranges of
+values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Targets:
     Args:
         train: The targets of the training samples, shape (N, …).
         test: The targets of the test samples, in the form of ``train``.
-        names: The name of each output of the model, such as the classes; empty if outputs have no names.
+        names: The name of each output of the model, such as the name of a class; empty if outputs have no names.
         outputs: The number of outputs of the model for a sample, a token or a pixel.
     """
 
@@ -42,10 +43,10 @@ class Targets:
 
 
 class Task(Setting):
-    """A learning task. A task of your own derives from this class; see the guide "Your task".
+    """A learning task. Your own task derives from this class; see the guide "Your task".
 
-    In all methods, *outputs* are what the model returns for a batch of B samples, and *targets* are the stored targets
-    of these samples, shape (B, …).
+    In all methods, *outputs* are the values that the model returns for a batch of B samples. The *targets* are the
+    stored targets of these samples, shape (B, …).
     """
 
     default_metrics: ClassVar[tuple[str, ...]] = ()
@@ -90,12 +91,12 @@ class Task(Setting):
         """Compute the loss of each sample.
 
         Returns:
-            The loss of each sample, summed over its tokens or pixels, and the weight of each sample (1, or its number
-            of tokens or pixels that are not ignored); both of shape (B,).
+            The loss of each sample, summed over its tokens or pixels, and the weight of each sample, both of shape
+            (B,). The weight is 1, or the number of tokens or pixels that are not ignored.
         """
 
     def mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch, a scalar: the sum of the losses, divided by the sum of the weights."""
+        """Return the mean loss of a batch as a scalar: the sum of the losses, divided by the sum of the weights."""
         losses, weights = self.losses(outputs, targets)
         return losses.sum() / weights.sum().clamp(min=1e-12)
 
@@ -109,18 +110,18 @@ class Task(Setting):
 
     @abstractmethod
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return what an evaluation records for each sample, as small tensors (B, …).
+        """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        The entries that ``tables`` lists are summed for metrics. The entries ``targets`` and ``predictions``, if
-        present, are the arguments of a user's own metric functions.
+        For metrics, the entries that ``tables`` lists are added up over samples. The entries ``targets`` and
+        ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Return predictions for a user, such as ``labels``, ``probabilities`` or ``values``, each (B, …)."""
+        """Return predictions for a user, such as ``labels``, ``probabilities`` or ``values``, each of shape (B, …)."""
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> Ints | None:
-        """Return the index of each sample's stratum, (N,); None if the task does not divide samples into strata.
+        """Return the index of each sample's stratum, shape (N,); None if the task does not divide samples into strata.
 
         Args:
             targets: The targets of N samples.
@@ -142,7 +143,7 @@ class Task(Setting):
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
-        """Return a sort key for each sample, (N,). Held-out samples are spread evenly over the sorted samples."""
+        """Return a sort key for each sample, shape (N,). Held-out samples are spread evenly over the sorted samples."""
         return np.zeros(len(targets), dtype=np.int64)
 
     @property
@@ -154,13 +155,13 @@ class Task(Setting):
         """Return the task with settings that depend on the training targets, such as their mean.
 
         Args:
-            known: The statistics of the clients' training targets: one column for each value of a target, and in
-                ``counts["y"]`` how often each value of ``counted`` occurs.
+            known: The statistics of the clients' training targets, with one column for each value of a target. The
+                entry ``counts["y"]`` contains how often each value of ``counted`` occurs.
         """
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values, shape (N,), whose frequencies ``fitted`` needs; None if no frequencies are needed."""
+        """Return the values that ``fitted`` needs to count, shape (N,); None if it does not need to count values."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
@@ -174,7 +175,7 @@ class Task(Setting):
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
-        """Return an empty string if a model's outputs fit the targets of a batch; otherwise the shape that is needed.
+        """Return the required shape if a model's outputs do not fit the targets; otherwise an empty string.
 
         Args:
             outputs: The outputs of the model.
@@ -186,7 +187,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata if the task has no strata."""
+    """Return the error for a setting that needs strata, although the task has no strata."""
     problem = f"needs classes, and the task {task.name!r} has none. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

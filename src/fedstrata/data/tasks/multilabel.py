@@ -1,4 +1,4 @@
-"""Classification with several labels per sample, each of which is present or absent."""
+"""Classification with several labels per sample. Each label is present or absent."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss
 class Regression(Task):
     """The prediction of numbers, such as a length of stay.
 
-    The model learns standardised targets: (target − mean) / deviation. Losses are in these units; metrics and
-    predictions are in the unit of the targets. By default, mean and deviation are computed from the clients' training
-    targets.
+    The model learns standardised targets: (target − mean) / deviation. Losses refer to standardised targets, and
+    metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
+    clients' training targets.
 
     Args:
         loss: Loss of a standardised target, averaged over the targets. ``mse``: squared error. ``mae``: absolute error.
@@ -165,10 +165,10 @@ class Regression(Task):
 
 
 def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
-    """Return the boundaries between ranges that contain equally many values, as far as ties permit.
+    """Return boundaries between ranges with equally many values. Ranges differ in size only if values are tied.
 
     Args:
-        counts: The distinct values, ascending, and how often each value occurs, shape (V, 2).
+        counts: The V distinct values in ascending order, and how often each value occurs, shape (V, 2).
         bins: The number of ranges.
 
     Returns:

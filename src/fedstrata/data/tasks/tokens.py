@@ -17,10 +17,10 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class PerPlace(Task):
-    """Base class of tasks that predict a class at each position of a sample: at each token or pixel.
+    """Base class of tasks that predict a class for each position of a sample, which is a token or a pixel.
 
-    The weight of a sample is its number of positions whose target is not ``ignore``. Batches, clients and evaluations
-    therefore average over these positions, and padding has no effect.
+    The weight of a sample is the number of its positions with a target other than ``ignore``. Batches, clients and
+    evaluations therefore average over these positions, and padding has no effect.
 
     Args:
         ignore: Target value of positions that loss and metrics leave out, such as padding.
@@ -79,8 +79,8 @@ class PerPlace(Task):
 class NextToken(PerPlace):
     """The prediction of the next token at each position of a sequence.
 
-    Inputs and targets are ids of tokens, (N, T): the target of a position is the next token. Sequences are padded to
-    the same length, and the targets of padding are ``ignore``. The model returns logits (B, T, outputs).
+    Inputs and targets are ids of tokens, shape (N, T). The target of a position is the next token. Sequences are padded
+    to the same length, and the target of padding is ``ignore``. The model returns logits (B, T, outputs).
 
     Args:
         ignore: Target value of positions that loss and metrics leave out, such as padding.

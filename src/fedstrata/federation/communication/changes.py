@@ -1,4 +1,4 @@
-"""Select the tensors that are encoded, apply changes to a model, and compute digests, at the server and at clients."""
+"""Select the tensors to encode, apply changes to a model, and compute digests, at the server and at clients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedstrata.federation.messages import Params
 
 
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
-    """Divide a client's update into tensors that are encoded and tensors that are sent without encoding.
+    """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, the errors of several rounds are added up. Tensors of a training objective that must not be
-    added up, such as prototypes, are sent without encoding.
+    With error feedback, the encoding errors of several rounds are added up. The objective's tensors that must not be
+    added up, such as prototypes, are therefore sent without encoding.
 
     Args:
         change: The update in a client's reply, with the objective's tensors.
@@ -50,8 +50,8 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Return the digest that identifies a version of the model.
 
-    The digest is computed from the bytes that were sent. Parameters that a client computes from changes would be
-    unsuitable, because their last bit may differ between processors.
+    The digest is computed from the bytes that were sent. A digest of the parameters would be unsuitable, because their
+    last bits may differ between processors.
 
     Args:
         before: The digest of the previous version; empty if the whole model is sent.

@@ -1,9 +1,9 @@
 """Codecs, which encode changes of a model in fewer bytes, and decode them.
 
 A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
-encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts (*forms*)
-depend only on the shapes and dtypes of the change, so that sender and receiver know the forms. Only the values of the
-parts are therefore sent (``pack``), and the size of a message does not depend on the values.
+encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts are called
+*forms*. The forms depend only on the shapes and dtypes of the change, so that sender and receiver know the forms. Only
+the values of the parts are therefore sent (``pack``), and the size of a message does not depend on the values.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Codec(Setting):
 
 
 def pack(payload: Payload, forms: Forms) -> Tensor:
-    """Return the values of all tensors of a payload as bytes, one tensor after another.
+    """Return the values of all tensors of a payload as bytes, one tensor after the other.
 
     Args:
         payload: The payload.
         forms: The forms that sender and receiver expect.
 
     Returns:
-        The bytes, uint8, shape (bytes,).
+        The bytes as a tensor of shape (bytes,) and dtype uint8.
 
     Raises:
-        FedstrataError: The payload does not have these forms, because the codec's ``forms`` and ``encode`` contradict
-            each other.
+        FedstrataError: The payload does not have these forms, because the codec's methods ``forms`` and ``encode``
+            contradict each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in actual | forms:
@@ -206,7 +206,7 @@ class QSGD(Codec):
     """Random rounding to multiples of M / ``levels``; M is a bucket's largest absolute value (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
-    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s levels (``levels``), the variance of a
+    paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the variance of a
     coordinate is at most (M / s)² / 4, and each coordinate takes ⌈log₂(2 s + 1)⌉ bits.
 
     Args:
@@ -223,14 +223,14 @@ class QSGD(Codec):
         return (2 * self.levels).bit_length()
 
     def forms(self, like: Params) -> Forms:
-        """Return the shapes and dtypes of two tensors under the key ``all``: the buckets' scales, the packed codes."""
+        """Return the shapes and dtypes of the tensors under the key ``all``: the buckets' scales and packed codes."""
         d = _coordinates(like)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
         parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the scale M of each bucket, and the code of each coordinate: from 0 for −M to 2 · ``levels`` for M."""
+        """Return the scale M of each bucket, and each coordinate's code, from 0 (for −M) to 2 · ``levels`` (for M)."""
         flat = _flat(change)
         bucket = self._size(len(flat))
         rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
@@ -242,7 +242,7 @@ class QSGD(Codec):
         return {"all": {"scales": torch.from_numpy(scales), "codes": _pack(codes, self.bits)}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return each coordinate, (code − s) × M / s, with s = ``levels`` and the scale M of its bucket."""
+        """Return each coordinate as (code − s) × M / s, where s is ``levels`` and M is the scale of the bucket."""
         d, parts = _coordinates(like), payload["all"]
         codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
         if d and codes.max() > 2 * self.levels:
@@ -262,9 +262,9 @@ class QSGD(Codec):
 class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
-    At any time, the changes decoded so far and the remaining error add up to the sum of all changes (Seide et al. 2014;
-    Karimireddy et al. 2019). If a client takes part rarely, its error comes from an old model, and pulls the new model
-    towards the old model. ``damping`` and ``forget_after`` limit this effect.
+    The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
+    et al. 2019). If a client takes part rarely, its error refers to an old model, and pulls the new model towards the
+    old model. The settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -277,7 +277,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor by which an error that is ``age`` rounds old is multiplied."""
+        """Return the factor by which an error is multiplied after ``age`` rounds."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
@@ -306,7 +306,7 @@ class TopK(WithMemory):
         return {"all": {"places": indices, "values": ((k,), torch.float32)}}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return indices and values of the coordinates with the largest absolute values; of equal values, the first."""
+        """Return the indices and values of the coordinates with the largest absolute values."""
         flat = _flat(change)
         k = self._sent(len(flat))
         indices = _largest(np.abs(flat), k)
@@ -326,12 +326,12 @@ class TopK(WithMemory):
 class PowerSGD(WithMemory):
     """A low-rank approximation of every matrix, with error feedback (Vogels et al. 2019).
 
-    A tensor is treated as a matrix: its first dimension gives the rows, and all other dimensions give the columns. The
-    sum M = Σ M_k of the matrices M_k of all clients k is approximated in two steps. First, clients send M_k Q, and the
-    server sends back the sum P = Σ M_k Q with orthonormalised columns. Then, clients send M_kᵀ P, whose sum is the new
-    Q. The decoded matrix is P Qᵀ. The next exchange begins with this Q, so that each exchange is one power iteration. A
-    client's error is M_k − P (M_kᵀ P)ᵀ. Tensors of one dimension, and tensors that would not become smaller, are not
-    approximated.
+    The codec treats a tensor as a matrix: the first dimension gives the rows, and all other dimensions give the
+    columns. The matrix of client k is M_k. The codec approximates the sum M = Σ M_k in two steps. First, clients send
+    M_k Q, and the server sends back the sum P = Σ M_k Q with orthonormalised columns. Then, clients send M_kᵀ P, and
+    the sum of these matrices is the new Q. The decoded matrix is P Qᵀ. The next exchange begins with this Q. Each
+    exchange is therefore one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
+    tensors that would not become smaller, are not approximated.
 
     The server decodes only the sums, unless a method needs each client's change.
 
@@ -368,7 +368,7 @@ class PowerSGD(WithMemory):
         return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
-        """Return a client's term of the first sum: P_k = M_k Q, for each matrix M_k of its change."""
+        """Return a client's term of the first sum: P_k = M_k Q for each matrix M_k of the client's change."""
         return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
     def orthonormal(self, summed: Payload) -> Payload:
@@ -377,7 +377,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and the rounded other tensors."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other rounded tensors."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -398,9 +398,10 @@ class PowerSGD(WithMemory):
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
-        """Return the matrices Q with which the next exchange begins: Σ M_kᵀ P over the clients k, divided by its norm.
+        """Return the matrices Q for the next exchange, each the sum Σ M_kᵀ P over the clients k, divided by its norm.
 
-        An exchange has two sums over the clients' matrices M_k: first Σ M_k Q, from which P follows, then Σ M_kᵀ P.
+        An exchange has two sums over the clients' matrices M_k. The first sum is Σ M_k Q, from which P is computed. The
+        second sum is Σ M_kᵀ P.
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
@@ -442,7 +443,7 @@ class PowerSGD(WithMemory):
 
 
 def with_frame(payload: Payload, frame: Payload) -> Payload:
-    """Add the factors P to a change encoded by ``PowerSGD``, which so far contains only the factors Q of P Qᵀ.
+    """Add the factors P to an encoded change that contains only the factors Q of PowerSGD's product P Qᵀ.
 
     Args:
         payload: A client's term of PowerSGD's second sum, or the second sum itself.
@@ -556,5 +557,5 @@ class Communication(Setting):
 
     @property
     def plain(self) -> bool:
-        """True if neither messages to clients nor messages from clients are encoded."""
+        """Whether all messages to clients and from clients are sent without encoding."""
         return isinstance(self.up, Uncompressed) and isinstance(self.down, Uncompressed)

@@ -1,4 +1,4 @@
-"""Compression at the server, which stores the version of the model that each client has, and decodes replies."""
+"""Compress messages at the server, which remembers each client's version of the model, and decodes replies."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class CompressionState:
         exchange: Id of the latest exchange.
         version: The latest version of the model that clients get; −1 before the first version.
         digest: The digest of the latest version.
-        params: The parameters of the latest version, which differ from the server's model by the error of the codec.
-        changes: The encoded changes that lead to the latest version, one for each of the most recent versions, oldest
-            first.
-        confirmed: The version that each client has, shape (N,); −1 if the server does not know the version.
+        params: The parameters of the latest version. They differ from the server's model by the error of the codec.
+        changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
+        confirmed: The version of the model that each client has, shape (N,); −1 if the server does not know the
+            version.
         basis: The matrices Q with which the next exchange begins, for the codec ``PowerSGD``; otherwise empty.
     """
 
@@ -62,10 +62,10 @@ class CompressionState:
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader checks and decodes the encoded replies to one request.
+    """A decoder that checks and decodes the encoded replies to one request.
 
     Args:
-        request: The request, with the model as the server has it.
+        request: The request, with the model that the server has.
         codec: The codec with which clients encode their model updates.
         like: Tensors with the names, shapes and dtypes of an update.
         forms: The shapes and dtypes of an encoded update (payload).
@@ -111,7 +111,7 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its model update and without tensors that replace the update."""
+        """Return the reply without its model update, and without tensors that stand for the update."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
@@ -141,14 +141,14 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """The compression of a run: it encodes requests that contain a model, and decodes the replies to these requests.
+    """The compression of a run, which encodes requests that contain a model, and decodes the replies to these requests.
 
     Args:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function of the model and the settings, which returns tensors with the names, shapes and dtypes of
-            the objective's message.
+        expected: A function of the model and the settings. It returns tensors with the names, shapes and dtypes of the
+            objective's message.
         additive: Names of the groups in the objective's message that may be added up over rounds.
     """
 

@@ -1,7 +1,7 @@
-"""Messages with encoded models and updates: a request around another request, and a reply with an encoded update.
+"""Messages with encoded models and updates: requests that contain another request, and replies with encoded updates.
 
-PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange. ``Encoded`` asks each
-client for its term of the first sum, and ``Coefficients`` for its term of the second sum.
+PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange. The request ``Encoded``
+asks each client for its term of the first sum, and ``Coefficients`` asks for its term of the second sum.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ModelDelivery(Message):
 
     Args:
         version: Version of the model, counted from 0.
-        digest: Digest of this version. The digest of a whole model is computed from its parameters, and every later
-            digest from the previous digest and the encoded change.
+        digest: Digest of this version. The digest of a whole model is computed from its parameters. Every later digest
+            is computed from the previous digest and the encoded change.
         base: The version to which the changes apply; −1 for a whole model.
         changes: The changes from each version to the next, encoded and packed into bytes.
         params: The parameters of the whole model; empty if the client needs only changes, or has the model already.
@@ -38,7 +38,7 @@ class ModelDelivery(Message):
 
 @record("EncodedReply")
 class EncodedReply(Reply):
-    """A reply whose model update is encoded.
+    """A reply with an encoded model update.
 
     Args:
         reply: The reply without its update; None if the payload is the client's term of PowerSGD's first sum.
@@ -50,7 +50,7 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """A check of encoded requests: ids of exchanges ascend, and the second sum of an exchange follows its first sum."""
+    """A check that the ids of exchanges ascend, and that the second sum of an exchange follows its first sum."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
@@ -74,8 +74,8 @@ class Sums(Order):
 def repeated_forms(request: Encoded) -> list[Request]:
     """Return the variants in which an encoded request may be repeated after an exchange failed.
 
-    The id of the exchange may differ in each variant. A client that already has the model does not get it again: in one
-    variant, the delivery therefore contains only the version and the digest.
+    The id of the exchange may differ in each variant. A client that already has the model does not get the model again.
+    In one variant, the delivery therefore contains only the version and the digest.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:
@@ -86,16 +86,16 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """An envelope around another request. The model of this inner request, or the update in the reply, is encoded.
+    """A request that contains another request. The model of the inner request, or the update in the reply, is encoded.
 
     Args:
         request: The inner request; its model has no parameters if there is a ``delivery``.
         round: The round, counted from 1.
-        exchange: Id of the exchange in this run; ids ascend from 1.
+        exchange: Id of the exchange in this run. Ids start at 1 and ascend.
         delivery: The encoded model; None if the inner request contains the model.
         plain: Whether the update is sent without encoding, even if the spec names a codec.
-        basis: For PowerSGD, the matrices Q by which clients multiply their updates for the first sum, packed into
-            bytes. If ``basis`` is empty, the reply contains the whole encoded update.
+        basis: The matrices Q of PowerSGD, packed into bytes. Clients multiply their updates by Q for the first sum. If
+            ``basis`` is empty, the reply contains the whole encoded update.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -114,7 +114,7 @@ class Coefficients(Request):
     """A request for a client's term of PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
-        exchange: Id of the exchange, the same as for the first sum.
+        exchange: Id of the exchange. It is the same as for the first sum.
         frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
     """
 

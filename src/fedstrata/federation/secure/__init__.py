@@ -1,1 +1,1 @@
-"""Secure sums: the server learns the sum of the sites' vectors, and no single vector."""
+"""Secure sums: the server learns the sum of the sites' vectors, but not the vector of any site."""

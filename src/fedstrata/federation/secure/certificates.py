@@ -1,4 +1,4 @@
-"""Certificates of sites, which tie a site's keys in secure sums to the site."""
+"""Certificates of sites, which prove that keys in secure sums belong to a site."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Identity:
 
     @classmethod
     def of(cls, certificate: x509.Certificate, key: RSAPrivateKey | Ed25519PrivateKey) -> Identity:
-        """Return the identity with a certificate and its private key."""
+        """Make an identity from a certificate and its private key."""
 
         def sign(signed: bytes) -> bytes:
             if isinstance(key, RSAPrivateKey):
@@ -50,7 +50,7 @@ class Identity:
 
 
 class Trust(Protocol):
-    """The rules by which a certificate and a signature are accepted."""
+    """The rules that decide whether a certificate and a signature are accepted."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
         """Return the reason why a signature is not accepted; an empty text if the signature is accepted.
@@ -65,7 +65,7 @@ class Trust(Protocol):
 
 @dataclass(frozen=True)
 class IssuedBy:
-    """Trust in all certificates that a root certificate issued.
+    """Rules that accept all certificates issued by a root certificate.
 
     Args:
         root: The root certificate.

@@ -1,4 +1,4 @@
-"""Replies in secure sums: the numbers of a reply that are added up, and the sums that the server learns."""
+"""Choose the numbers in a reply that a secure sum adds up, and read the sums that the server learns."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ LOSS_RANGE = 64.0
 
 @dataclass(frozen=True)
 class Weight:
-    """The factor by which a client's numbers are multiplied in a sum.
+    """The factor of a client's numbers in a sum.
 
     Args:
-        name: The name of the sum of all factors: ``"clients"`` for equal weights, and otherwise an entry of the sums.
-        of: A function that returns the factor, given the client's reply.
+        name: The name of the sum of all factors. The name is ``"clients"`` for equal weights; otherwise it is a key of
+            the sums.
+        of: A function that computes the factor from the client's reply.
         largest: The largest factor. A client with a larger factor does not answer.
     """
 
@@ -43,10 +44,10 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Numbers:
-    """Real numbers that each client computes from its reply, and whose weighted sum the server learns.
+    """Real numbers that each client computes from its reply. The server learns their weighted sum over the clients.
 
     Args:
-        values: A function that returns the numbers, given the model that the client received and the client's reply.
+        values: A function that computes the numbers from the model that the client received and the client's reply.
         like: Tensors with the names, shapes and dtypes of the numbers.
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
@@ -59,16 +60,16 @@ class Numbers:
 
     @property
     def part(self) -> Part:
-        """The numbers as a part of a vector in the ring."""
+        """The form of these numbers within a client's vector."""
         return Part(sum(tensor.numel() for tensor in self.like.values()), self.range)
 
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number that each client computes from its reply, and whose sum the server learns.
+    """A whole number that each client computes from its reply. The server learns the sum over the clients.
 
     Args:
-        value: A function that returns the number (at least 0), given the client's reply.
+        value: A function that computes the number (at least 0) from the client's reply.
         most: The largest number. A client with a larger number does not answer.
     """
 
@@ -103,13 +104,13 @@ def size_of_weights(weight: Weight) -> Summands:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the clients' replies to training requests; the bounds are known before the first round.
+    """Bounds on the clients' replies to training requests, which are known before the first round.
 
     Args:
         config: The settings that server and clients share.
         params: The parameters that clients change, with the names and shapes of the model's parameters.
-        sample_gradients: A function that returns the number of sample-gradients that a client computes, given its
-            number of samples.
+        sample_gradients: A function of a client's number of samples. It returns the number of sample-gradients that the
+            client computes.
     """
 
     config: FederationConfig
@@ -118,7 +119,7 @@ class Bounds:
 
     @property
     def largest(self) -> int:
-        """W, the largest number of samples of a client."""
+        """The largest number W of samples of a client."""
         return largest_size(self.config)
 
     @property
@@ -133,7 +134,7 @@ class Bounds:
         return weight_by_size(self.config, self.largest)
 
     def size(self) -> Summands:
-        """Return the sum of the weights ``by_size``: a whole number, unless samples have different weights."""
+        """Return the sum of the weights ``by_size``, which is a whole number unless samples have different weights."""
         if self.config.task.weighted:
             return size_of_weights(self.by_size)
         return {"samples": Count(lambda reply: reply.samples, self.largest)}
@@ -156,7 +157,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Return a round's numbers for the record: the sample-gradients, and the loss weighted by sample-gradients.
+        """Return the numbers that a round records: the sample-gradients, and the loss weighted by sample-gradients.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -177,7 +178,7 @@ class Sums:
     Args:
         summands: The numbers that were summed.
         clients: Number of clients.
-        total: The sum, in which each weight is divided by its largest value.
+        total: The weighted sum. Each weight is divided by its largest value.
     """
 
     summands: Summands
@@ -189,7 +190,7 @@ class Sums:
         return self.total.counts[name]
 
     def of(self, name: str, by: float = 1.0) -> Params:
-        """Return a weighted sum of real numbers, divided by ``by``."""
+        """Return the weighted sum of real numbers, divided by ``by``."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         row = self.total.parts[name] * (numbers.weight.largest / by)
@@ -209,7 +210,7 @@ class Sums:
         return self.count(name) if isinstance(self.summands[name], Count) else self.number(name)
 
     def updates(self, weight: str, params: Params, by: float = 1.0) -> Params:
-        """Return the weighted sum of the updates, divided by ``by``, with zeros for parameters that no client changes.
+        """Return the weighted sum of the updates, divided by ``by``. Parameters that no client changes get zeros.
 
         Args:
             weight: The name of the weight.
@@ -221,7 +222,7 @@ class Sums:
 
 
 class Form(Protocol):
-    """The form in which the replies to requests of one Python class are summed."""
+    """The form in which secure sums add the replies to requests of one Python class."""
 
     ring: Ring
     """The layout of the vectors that are summed."""
@@ -239,7 +240,7 @@ Forms = Mapping[type[Request], Form]
 
 
 class ModelForm:
-    """The form of replies to requests that contain a model: which numbers of a reply are summed.
+    """The numbers that a secure sum adds from each reply to a request with a model.
 
     Args:
         config: The settings that server and clients share.
@@ -247,7 +248,7 @@ class ModelForm:
         summands: The numbers that are summed.
 
     Raises:
-        SpecError: A sum could be too large for the ring.
+        SpecError: A sum could overflow the numbers modulo 2³².
     """
 
     def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:
@@ -267,7 +268,7 @@ class ModelForm:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
     def exchange(self, request: Any) -> int:
-        """Return the number of a request within its round; the random rounding depends on this number."""
+        """Return the index of a request within its round. The random rounding depends on this index."""
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:

@@ -1,4 +1,4 @@
-"""A client's part of secure sums, at a real site and in a simulation."""
+"""Take part in secure sums as a client, at a real site or in a simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def job_of(seed: int) -> bytes:
 
 
 class KeyIsCertificate:
-    """Accepts certificates that consist only of a public key, which is enough in a simulation."""
+    """Rules that accept certificates that consist only of a public key, which is enough in a simulation."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
         """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""
@@ -30,10 +30,10 @@ class KeyIsCertificate:
 
 @dataclass
 class Member:
-    """A client's part of the protocol, and the new state that the client keeps until the sum is opened.
+    """A client in the protocol, with the new state that the client keeps until the server has unmasked the sum.
 
     Args:
-        site: The state machine.
+        site: The state machine of the protocol.
         pending: The client's new state; None if no exchange is open.
     """
 
@@ -62,5 +62,5 @@ class Member:
 
 
 def question_of(request: Request) -> bytes:
-    """Return the hash of a question and of the model that it contains."""
+    """Return the hash of a question, including the model in the question."""
     return digest("question", records.encode(request))

@@ -1,4 +1,4 @@
-"""Keys, signatures, boxes (encrypted messages) and masks of secure sums, with the library ``cryptography``."""
+"""Make keys, signatures, boxes (encrypted messages) and masks for secure sums with the library ``cryptography``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def statement(use: str, *parts: Part) -> bytes:
     """Encode a purpose and several values unambiguously as bytes, for signatures, hashes and derived keys.
 
     Args:
-        use: The purpose of the bytes. Statements for different purposes differ.
+        use: The purpose of the bytes. Statements with different purposes differ.
         parts: Texts, bytes, whole numbers, and sequences of texts, bytes and whole numbers.
 
     >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")
@@ -69,7 +69,7 @@ def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
     Args:
         secret: A secret without structure, such as a seed or an agreed secret.
         salt: Public bytes, such as a roster's hash.
-        info: A statement that names the use of the key.
+        info: A statement that contains the purpose of the key.
     """
     return HKDF(SHA256(), KEY_BYTES, salt, info).derive(secret)
 
@@ -132,13 +132,13 @@ def seal(key: bytes, content: bytes, public: bytes) -> bytes:
     Args:
         key: The key.
         content: The content.
-        public: Bytes that the receiver must also know; these bytes are authenticated, but not sent.
+        public: Bytes that the receiver must also know. These bytes are authenticated, but not sent.
     """
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, public)
 
 
 def unseal(key: bytes, box: bytes, public: bytes) -> bytes | None:
-    """Return the content of a box; None if the box was changed, or the key or the public bytes do not fit the box."""
+    """Return the content of a box; None if the box was changed, or if the key or the public bytes are wrong."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, public)
     except (InvalidTag, ValueError):
@@ -146,7 +146,7 @@ def unseal(key: bytes, box: bytes, public: bytes) -> bytes | None:
 
 
 def mask(key: bytes, length: int) -> Words:
-    """Return a pseudo-random vector of the ring, shape (``length``,): the key stream of ChaCha20.
+    """Return a pseudo-random vector of shape (``length``,), which is the key stream of ChaCha20.
 
     Args:
         key: A key that is used for one mask only.

@@ -1,13 +1,14 @@
-"""The messages of secure sums, and the statements that sites sign.
+"""Define the messages of secure sums, and the statements that sites sign.
 
-The protocol is by Bonawitz et al. (2017), in the variant against an active server, with all pairs of sites. Keys
-and shares are made in advance, for several exchanges. ``Site`` and ``Server`` are the two state machines.
+The protocol is by Bonawitz et al. (2017), in the variant against an active server, with masks for all pairs of sites.
+Sites make keys and shares in advance for several exchanges. ``Site`` and ``Server`` are the two state machines.
 
 A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
 that the site adds to its vector. The *pair seed* gives a private key, from which the site derives one mask for each
-other site. Of two sites, one adds their common mask, and the other subtracts this mask. The sites hold shares of both
-seeds of each site, and t shares of a seed give the seed. To open the sum over a set U of sites, the server needs the
-self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, whose vectors are left out.
+other site. Each pair of sites has a common mask, which one site adds and the other site subtracts. The sites hold
+shares of both seeds of each site, and any t shares determine a seed. To open the sum over a set U of sites, the server
+needs the self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, because their
+vectors are missing.
 
 ====================  ==========================================  ==================================================
 message to a site     reply                                       checks of the site before it replies
@@ -26,37 +27,42 @@ message to a site     reply                                       checks of the 
 
 Security
 --------
+
 Let m sites collude with an active server, and let 2t > n + m and m ≤ t − 2. Then, per exchange, **the secrets of at
 most one set are opened, the two seeds of an honest site are never both opened, and each opened sum contains at least
 t − m honest inputs.** The proof needs three checks of honest sites:
 
 1. A site votes once per exchange: it answers ``RevealAll``, or it signs one set U.
+
 2. A site reveals shares for U only after t different members of R' have signed U.
+
 3. All signatures are about one *context*: the job, the roster, R', the exchange and the question.
 
-*At most one set is signed t times.* At least t − m honest sites sign such a set. For two sets, this takes 2(t − m)
-votes, but there are only n − m honest sites, and 2(t − m) > n − m.
+*At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
+This is more than the number of honest sites, n − m.
 
 *Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites voted otherwise. Honest sites
-that answered ``RevealAll`` revealed shares of self seeds. Together with the colluders' shares, the server has at most
-n − t + m < t shares of the self seed of an honest site outside U, so this seed stays secret. Nobody reveals shares of
-pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence no honest
-site loses both seeds. The masks of pairs of honest sites in U cancel only in the sum over all honest sites in U. An
-honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
+that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
+shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Nobody reveals
+shares of pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence the server
+never learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all
+honest sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest
+sites.
 
 *Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
-only in the sum over all honest sites of R'. R' has at least t members, of which at least t − m are honest.
+only in the sum over all honest sites of R'. At least t − m of the t or more members of R' are honest.
 
-Therefore ``RevealAll`` needs no round of signatures, unlike in the paper. A site's answer to ``RevealAll`` is its vote,
-and the few sites that vote otherwise cannot reach a threshold. The server may also send different contexts to different
-sites. Honest sites of different contexts do not accept each other's signatures. Each signed set and each R' that is
-revealed therefore takes t − m honest votes of its own context, and the same proof holds.
+Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
+and the few sites that vote otherwise cannot reach the threshold. The server may also send different contexts to
+different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
+revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
 
-The proof needs the true t. A server that could choose t close to n / 2 would reduce the number of colluders that the
-sites tolerate to zero. Sites therefore refuse a roster whose threshold is below ``default_threshold``.
+The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
+colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-Limits: across exchanges with different questions, the server may open sums over sets that differ by one site. A site
-that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
+The protocol has limits. In exchanges with different questions, the server may unmask sums over two sets that differ by
+only one site. A site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a
+run.
 """
 
 from __future__ import annotations
@@ -96,11 +102,11 @@ def default_threshold(sites: int) -> int:
 
 
 class RefusedError(WithheldError):
-    """The error for a message of the server that a site does not answer, because a check failed.
+    """A site does not answer a message of the server, because a check failed.
 
     Args:
         check: The name of the check.
-        problem: The problem, as the end of a sentence.
+        problem: The problem, as the last part of a sentence.
     """
 
     def __init__(self, check: str, problem: str) -> None:
@@ -120,8 +126,8 @@ class Package(Message):
         certificate: The site's certificate, DER-encoded.
         job_key: The Ed25519 key with which the site signs in this job.
         credential: The signature of ``job_key``, made with the certificate's key.
-        box_key: The X25519 key with which other sites encrypt boxes (messages) to this site in this job.
-        keys: The X25519 keys, one for each exchange.
+        box_key: The X25519 key with which other sites encrypt messages (boxes) for this site in this job.
+        keys: The public X25519 keys, one for each exchange.
         self_commitments: The hashes of the self seeds, one for each exchange.
         pair_commitments: The hashes of the pair seeds, one for each exchange.
         signature: The signature of all keys and hashes, made with ``job_key``.
@@ -138,7 +144,7 @@ class Package(Message):
     signature: bytes
 
     def signed(self, job: bytes) -> bytes:
-        """Return the bytes that ``signature`` signs."""
+        """Return the bytes over which ``signature`` is computed."""
         public = self.box_key, self.keys, self.self_commitments, self.pair_commitments
         return statement("package", job, self.name, *public)
 
@@ -160,7 +166,7 @@ class Package(Message):
         return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
 
     def form_defect(self) -> str:
-        """Return the reason why the keys cannot be used, regardless of signatures; an empty text if they can be."""
+        """Return the reason why the keys are invalid, regardless of signatures; an empty text if the keys are valid."""
         lengths = {len(self.keys), len(self.self_commitments), len(self.pair_commitments)}
         if len(lengths) > 1 or len(self.keys) % KEY_BYTES or not 1 <= self.exchanges <= MOST_EXCHANGES:
             return "its package has a wrong number of keys or hashes"
@@ -171,17 +177,17 @@ class Package(Message):
         return ""
 
     def signature_defect(self, job: bytes) -> str:
-        """Return the reason why the package's own signature is wrong; an empty text if the signature is right."""
+        """Return the reason why the package's signature is wrong; an empty text if the signature is correct."""
         return "" if valid(self.job_key, self.signature, self.signed(job)) else "the signature of its package is wrong"
 
 
 @record("secure/Roster")
 class Roster(Message):
-    """The sites whose vectors are summed in several exchanges.
+    """The sites that take part in the sums of several exchanges.
 
     Args:
         packages: The package of each site, sorted by the sites' names.
-        threshold: Number t of sites that can open a sum.
+        threshold: Number t of sites that are needed to open (unmask) a sum.
     """
 
     packages: list[Package]
@@ -198,7 +204,7 @@ class Roster(Message):
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the names of the sites of which a name, a key or a seed occurs more than once, here or at other sites."""
+    """Return the names of the sites that use a name, a key or a seed twice, or in common with another site."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
@@ -214,10 +220,10 @@ def repeated(packages: Sequence[Package]) -> set[str]:
 
 @record("secure/Deal")
 class Deal(Message):
-    """The shares of a site's seeds, for the other sites.
+    """The shares of a site's seeds that the other sites receive.
 
     Args:
-        boxes: For each other site of the roster, the encrypted shares of this site's seeds of all exchanges.
+        boxes: A mapping from each of the other sites to its encrypted shares of this site's seeds for all exchanges.
     """
 
     boxes: dict[str, bytes]
@@ -228,8 +234,8 @@ class Delivery(Message):
     """The members of a roster's sums, and the boxes that the other members sent to one site.
 
     Args:
-        members: R', the sites that have sent shares, in ascending order.
-        boxes: For each other member, the encrypted shares that this member sent to the site.
+        members: The sites that have sent shares (R'), in ascending order.
+        boxes: A mapping from each of the other members to the encrypted shares that it sent to this site.
     """
 
     members: list[str]
@@ -238,11 +244,11 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The message that begins an exchange; the site receives it together with the question.
+    """The message that begins an exchange. The site receives this message together with the question.
 
     Args:
         roster: The hash of the roster.
-        exchange: The number of the exchange, counted from 0.
+        exchange: The index of the exchange in the roster, counted from 0.
         delivery: The members and boxes, if this is the site's first exchange in the roster.
     """
 
@@ -269,8 +275,8 @@ class MaskedVector(Message):
     """A site's masked vector.
 
     Args:
-        vector: The vector modulo 2³², with its bits in an int32 tensor.
-        present: The site's signed statement.
+        vector: The vector modulo 2³², stored in an int32 tensor.
+        present: The site's signed statement that it has sent the vector.
     """
 
     vector: Tensor
@@ -282,8 +288,8 @@ class RevealAll(Message):
     """A request for shares after all members have sent their vectors.
 
     Args:
-        exchange: The exchange.
-        present: The statement of each member.
+        exchange: The index of the exchange.
+        present: The signed statement (``In``) of each member.
     """
 
     exchange: int
@@ -295,8 +301,8 @@ class Propose(Message):
     """A request to vote for the sum over some of the members.
 
     Args:
-        exchange: The exchange.
-        present: The statements of the sites in the set U.
+        exchange: The index of the exchange.
+        present: The signed statements (``In``) of the sites in the set U.
     """
 
     exchange: int
@@ -319,7 +325,7 @@ class RevealSet(Message):
     """A request for shares after t sites have voted for a set.
 
     Args:
-        exchange: The exchange.
+        exchange: The index of the exchange.
         votes: A mapping from each site that voted to the signature of its vote.
     """
 
@@ -329,7 +335,7 @@ class RevealSet(Message):
 
 @record("secure/Shares")
 class Shares(Message):
-    """The shares that a site holds, of other sites' seeds and of its own seeds.
+    """The shares that a site reveals, of other sites' seeds and of its own seeds.
 
     Args:
         selfs: A mapping from the owner of each self seed to the share.
@@ -342,10 +348,10 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """The message that the server has opened the sum over a set.
+    """A message which says that the server has opened (unmasked) the sum over a set.
 
     Args:
-        exchange: The exchange.
+        exchange: The index of the exchange.
         members: The sites of the set U, in ascending order.
     """
 
@@ -360,7 +366,7 @@ def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, qu
         job: The job's hash.
         roster: The roster's hash.
         members: The members R' of the roster's sums.
-        exchange: The exchange.
+        exchange: The index of the exchange.
         question: The hash of the question, with the model as the site decoded it.
     """
     return digest("exchange", job, roster, members, exchange, question)
@@ -382,7 +388,7 @@ def job_key_statement(job: bytes, name: str, job_key: bytes) -> bytes:
 
 
 def commitment(job: bytes, name: str, kind: Seed, exchange: int, seed: bytes) -> bytes:
-    """Return the hash of a seed; the seed's owner publishes the hash before any site sends a vector."""
+    """Return the hash of a seed. The seed's owner publishes the hash before any site sends a vector."""
     return digest("seed", job, name, kind, exchange, seed)
 
 
@@ -400,14 +406,14 @@ def self_mask(context: bytes, name: str, self_seed: bytes, length: int) -> Words
 def pair_mask(context: bytes, key: X25519PrivateKey, owner: str, other: Package, exchange: int, length: int) -> Words:
     """Return the mask that a site adds to its vector for one other site, shape (``length``,).
 
-    The other site subtracts this mask. Everybody who knows one of the two sites' private keys can compute the mask.
+    The other site subtracts this mask. The private key of either site is enough to compute the mask.
 
     Args:
         context: The exchange's context.
         key: The private key of one of the two sites for the exchange.
         owner: The name of this site.
         other: The package of the other site.
-        exchange: The exchange.
+        exchange: The index of the exchange.
         length: Number of elements.
     """
     names = sorted((owner, other.name))

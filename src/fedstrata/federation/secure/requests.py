@@ -1,4 +1,4 @@
-"""Requests to clients in secure sums, which contain the messages of the protocol, with their replies and sums."""
+"""Requests to clients in secure sums. They contain the messages of the protocol."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from fedstrata.federation.secure.ring import Total, Words
 
 @record("MaskedReply")
 class MaskedReply(Reply):
-    """A client's reply as a vector of the ring.
+    """A client's reply as a vector modulo 2³².
 
     Args:
-        vector: The vector modulo 2³², with its bits in an int32 tensor. The vector is masked if ``present`` is not
-            None.
+        vector: The vector modulo 2³², stored in an int32 tensor. The vector is masked if ``present`` is not None.
         present: The client's signed statement (``protocol.In``); None without masks.
     """
 
@@ -32,11 +31,11 @@ class MaskedReply(Reply):
 
 @record("Masked")
 class Masked(Request):
-    """A request whose replies the server sees only as a sum.
+    """A request for replies that the server sees only as a sum.
 
     Args:
         request: The request, which is the same for all clients.
-        begin: The beginning of the exchange (``protocol.Begin``); None without masks.
+        begin: The message that begins the exchange (``protocol.Begin``); None without masks.
     """
 
     reply_type: ClassVar[type[Reply]] = MaskedReply
@@ -52,10 +51,10 @@ class Masked(Request):
 
 @record("secure/StepReply")
 class StepReply(Reply):
-    """A client's message of the protocol.
+    """A message of the protocol from a client.
 
     Args:
-        message: The message; None if the protocol has no reply.
+        message: The message; None if the protocol does not need a reply.
     """
 
     message: Message | None
@@ -66,7 +65,7 @@ class Step(Request):
     """A message of the protocol to a client.
 
     Args:
-        message: The message; None asks for the client's keys.
+        message: The message. The value None is a request for the client's keys.
     """
 
     reply_type: ClassVar[type[Reply]] = StepReply
@@ -111,7 +110,7 @@ class SecureSum:
 
     Args:
         total: The sum.
-        clients: The clients whose replies are in the sum.
+        clients: The clients with replies in the sum.
     """
 
     total: Total
@@ -124,7 +123,7 @@ def words_of(reply: MaskedReply) -> Words:
 
 
 def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
-    """Return the reply that contains a vector of the ring."""
+    """Return a reply that contains the vector."""
     return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 

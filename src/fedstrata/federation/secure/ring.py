@@ -1,4 +1,4 @@
-"""The number format of secure sums: fixed point modulo 2³².
+"""Encode and decode numbers for secure sums, as fixed-point numbers modulo 2³².
 
 Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as a whole
 number, in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow.
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """A vector of real numbers inside a site's message, such as an update.
+    """A vector of real numbers within a site's message, such as an update.
 
     Args:
         size: Number of elements.
@@ -65,12 +65,13 @@ class Total:
 
 @dataclass(frozen=True)
 class Ring:
-    """The layout of the messages that are summed, and the unit of each number.
+    """The layout of the messages that are summed, and the units of their numbers.
 
     Args:
         sites: Largest number of sites in a sum.
-        parts: The vectors of real numbers, by name.
-        counts: The largest value of each count at one site, by name. A count is a whole number that is not negative.
+        parts: A mapping from the name of each vector of real numbers to its ``Part``.
+        counts: A mapping from the name of each count to its largest value at one site. A count is a whole number that
+            is not negative.
 
     Raises:
         SpecError: A sum could overflow.
@@ -96,7 +97,7 @@ class Ring:
 
     @property
     def scale(self) -> int:
-        """The whole number Q that stands for ``range``."""
+        """The whole number Q that represents the value ``range``."""
         return LARGEST // self.sites
 
     @property
@@ -117,7 +118,7 @@ class Ring:
         Real numbers are rounded up or down at random, so that the expected value of the result is the number itself.
 
         Args:
-            parts: The vectors, without their weight.
+            parts: The vectors before they are multiplied by ``weights``.
             counts: The counts.
             generator: The random generator for the rounding; see ``rounding``.
             weights: The factors of the parts, between 0 and 1. Default: 1.
@@ -166,8 +167,8 @@ class Ring:
             sites: Number of sites that contributed.
 
         Raises:
-            ReplyRefusedError: A sum is outside the range that valid messages of so many sites can give. At least one
-                site has sent an invalid vector.
+            ReplyRefusedError: A sum is larger than valid messages of this number of sites can give. At least one site
+                has sent an invalid vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
             raise ReplyRefusedError(
@@ -194,7 +195,7 @@ class Ring:
 
 
 def add(vectors: Iterable[Words]) -> Words:
-    """Return the sum of one or more vectors of the ring."""
+    """Return the sum of one or more vectors modulo 2³²."""
     first, *others = vectors
     total = first.copy()
     for vector in others:
@@ -205,7 +206,7 @@ def add(vectors: Iterable[Words]) -> Words:
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
     """Return the random generator that rounds the numbers of one client's message.
 
-    Everybody who knows the spec can repeat these random numbers. This reveals nothing, because the sum contains only
+    Everybody who knows the spec can compute these random numbers. They reveal nothing, because the sum contains only
     rounded numbers.
 
     Args:

@@ -1,4 +1,4 @@
-"""The server of secure sums: it forms a roster, collects masked vectors, and opens their sum."""
+"""The server of secure sums, which forms a roster, collects masked vectors, and opens (unmasks) their sum."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Event:
     """A problem in a secure sum.
 
     Args:
-        kind: ``refused``: the server does not use a site's message. ``wrong share``: shares of a seed contradict each
-            other, so the seed's owner or a site that sent a share is faulty. ``failed``: the sum or the roster has
-            failed.
+        kind: The kind of the problem. ``refused``: the server does not use a site's message. ``wrong share``: shares of
+            a seed contradict each other, because the seed's owner or a site that sent a share is faulty. ``failed``:
+            the sum or the roster has failed.
         sites: The names of the sites.
-        reason: The reason, as a sentence.
+        reason: The reason as a sentence.
     """
 
     kind: Literal["refused", "wrong share", "failed"]
@@ -63,13 +63,13 @@ class Event:
 class Server:
     """The server of one roster.
 
-    A site that does not answer in time is missing in the arguments of the methods. Messages of sites may contain any
+    A site that does not answer in time is missing in the arguments of the methods. The methods accept messages with any
     values. A faulty message counts as missing, and ``events`` contains the reason.
 
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Smallest number of sites with enough samples in a sum; sites refuse smaller sums.
+        parties: Smallest number of sites with enough samples in a sum. Sites refuse smaller sums.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
     """
@@ -94,7 +94,7 @@ class Server:
         self._used = 0
 
     def enrol(self, packages: Mapping[str, Any]) -> Roster | None:
-        """Form a roster of all sites with a valid package; return None if there are too few such sites.
+        """Form a roster of all sites with a valid package. Return None if too few packages are valid.
 
         Args:
             packages: The ``Package`` of each site.
@@ -116,7 +116,7 @@ class Server:
         return self.roster
 
     def deliver(self, deals: Mapping[str, Any]) -> bool:
-        """Determine the members of the roster's sums: the sites that have sent shares to all other sites.
+        """Determine the members of the roster's sums, which are the sites that have sent shares to all other sites.
 
         Args:
             deals: The ``Deal`` of each site.
@@ -143,7 +143,7 @@ class Server:
         return True
 
     def begin(self, question: bytes, length: int) -> Exchange | None:
-        """Begin the next exchange; return None if the roster has no keys left.
+        """Begin the next exchange. Return None if the roster has no keys left.
 
         Args:
             question: The hash of the question, with the model as the sites decode it.
@@ -203,13 +203,13 @@ class Exchange:
     """One secure sum, from the question to the opened sum.
 
     Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
-    Then send the last messages in ``outgoing``, which need no reply.
+    Then send the last messages in ``outgoing``, to which sites do not reply.
 
     Args:
         server: The server, which collects the events.
         roster: The roster.
         roster_hash: The roster's hash.
-        number: The number of the exchange.
+        number: The index of the exchange in the roster.
         question: The hash of the question.
         length: Number of elements of each site's vector.
     """
@@ -422,11 +422,11 @@ Answer = Callable[[str, Message], Message | None]
 
 
 def run(exchange: Exchange, answer: Answer) -> Words | None:
-    """Exchange messages until the sum is opened or has failed; return the sum, or None.
+    """Exchange messages until the sum is opened or has failed. Return the sum, or None if it has failed.
 
     Args:
         exchange: The exchange.
-        answer: A function that sends one message.
+        answer: A function that sends one message to a site and returns the reply.
     """
     while exchange.stage not in ("opened", "failed"):
         replies = {name: answer(name, message) for name, message in exchange.outgoing.items()}

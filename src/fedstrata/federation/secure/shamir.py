@@ -1,7 +1,8 @@
-"""Shamir's secret sharing (Shamir 1979): any t of n shares give the secret, and fewer than t shares reveal nothing.
+"""Share a secret (Shamir 1979): any t of n shares determine the secret, and fewer than t shares reveal nothing.
 
-The dealer draws a random polynomial of degree t − 1 whose value at 0 is the secret. The share of holder x is the
-polynomial's value at x = 1, …, n. All numbers are modulo a prime; the default is larger than any secret of 16 bytes.
+The dealer draws a random polynomial of degree t − 1 with the secret as its value at 0. Holder x, from 1 to n, gets the
+polynomial's value at x as a share. All numbers are modulo a prime. The default prime is larger than any secret of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def split(
 
     Args:
         secret: A number from 0 to ``prime`` − 1.
-        threshold: Number t of shares that give the secret.
+        threshold: Number t of shares that determine the secret.
         holders: Number n of shares.
         prime: The prime.
         draw: A function that returns a random number below its argument. Default: random numbers from the operating
@@ -43,12 +44,12 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return the factors of the holders' shares whose sum is the value of the polynomial at ``at``.
+    """Return the factor of each holder's share: the weighted sum of the shares is the polynomial's value at ``at``.
 
-    The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
+    The factors depend only on the holders, so the factors are the same for all secrets that these holders reconstruct.
 
     Args:
-        holders: Different holders, each at least 1 and below ``prime``.
+        holders: The numbers of the holders. The numbers are different, at least 1 and below ``prime``.
         at: The argument of the polynomial: 0 for the secret, x for the share of holder x.
         prime: The prime.
     """
@@ -66,13 +67,13 @@ def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> t
 
 
 def combine(holders: Sequence[int], shares: Sequence[int], *, at: int = 0, prime: int = PRIME) -> int:
-    """Return the value of the dealer's polynomial at ``at``; the value at 0 is the secret.
+    """Return the value of the dealer's polynomial at ``at``. The value at 0 is the secret.
 
     The result is wrong if a share is wrong, or if there are fewer shares than the dealer's threshold.
 
     Args:
         holders: The holders of the shares.
-        shares: Their shares.
+        shares: The shares of these holders.
         at: The argument of the polynomial.
         prime: The prime.
     """

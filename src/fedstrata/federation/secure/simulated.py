@@ -1,4 +1,4 @@
-"""Secure sums in simulations, with or without masks and with the same results. Engines of real sites have their own."""
+"""Simulate secure sums, with or without masks and with the same results. Real sites use ``fedstrata.sites`` instead."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _fail(federation: Federation, clients: Collection[ClientId], did: str, neede
 
 
 class Masks:
-    """Runs the protocol for one sum, with the clients of an engine.
+    """A run of the protocol for one sum, with the clients of an engine.
 
     Args:
         federation: The federation.
@@ -105,7 +105,7 @@ class Masks:
         self._present: dict[ClientId, Message | None] = {}
 
     def ask(self, requests: Requests, request: Request, length: int) -> Mapping[ClientId, MaskedReply | Failure]:
-        """Let all online clients exchange keys and shares, and let clients that are in time send their masked vectors.
+        """Let all online clients exchange keys and shares, and let the clients that answer in time send masked vectors.
 
         Args:
             requests: The requests to the clients that answer in time.
@@ -136,7 +136,7 @@ class Masks:
         return result
 
     def open(self, answers: Replies) -> Words:
-        """Return the sum of the vectors that the server accepted, after the clients have revealed their shares."""
+        """Let the clients reveal their shares, and return the sum of the vectors that the server accepted."""
         exchange = self._exchange
         assert exchange is not None
         exchange.receive(
@@ -168,12 +168,12 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Add the messages of the protocol to the log: the bytes follow from the number of clients.
+    """Add the protocol's messages to the log. Their number of bytes depends only on the number of clients.
 
     Args:
         federation: The federation.
-        question: The question without the beginning of an exchange. The log already counts the bytes of the question
-            and of the vectors.
+        question: The question without the protocol's message ``Begin``. The log already counts the bytes of the
+            question and of the vectors.
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.

@@ -1,4 +1,4 @@
-"""A site in secure sums: its secrets, its checks of the server's messages, and its votes."""
+"""A site in secure sums, with its secrets, its checks of the server's messages, and its votes."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ class Site:
     """The state of a site in the secure sums of one job.
 
     The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
-    ``answered`` must be saved. Otherwise, a server could make sites restart and ask the same question again without one
-    site. The difference of the two sums would then be this site's vector.
+    ``answered`` must be saved. If ``answered`` were not saved, a server could make sites restart, and ask the same
+    question again without one of the sites. The difference of the two sums would then be the vector of this site.
 
     Each method answers one message of the server. If a check fails, the method raises ``RefusedError``, and the state
     does not change. The server is the adversary, so its messages may contain any values.
 
     Args:
-        job: The hash of the job; the job contains the spec.
+        job: The hash of the job. The job contains the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
         parties: Smallest number of sites with enough samples in a sum, at least 3.
@@ -146,7 +146,7 @@ class Site:
         return self.identity.name
 
     def package(self) -> Package:
-        """Return new public keys for the next roster. Keys of an earlier call are no longer accepted in a roster."""
+        """Return new public keys for the next roster. Keys from earlier calls are no longer accepted."""
         seeds: list[dict[Seed, bytes]] = [
             {kind: secrets.token_bytes(SEED_BYTES) for kind in SEEDS} for _ in range(self.exchanges)
         ]
@@ -213,7 +213,7 @@ class Site:
         return Deal(boxes)
 
     def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
-        """Return this site's masked vector. The site never masks another vector for this question.
+        """Return this site's masked vector. The site never masks a second vector for the same question.
 
         Call this method only after the site's guard has accepted the question.
 
@@ -291,7 +291,7 @@ class Site:
         return Vote(self._job_key.sign(protocol.vote_statement(current.context, chosen)))
 
     def reveal_set(self, message: RevealSet) -> Shares:
-        """Return the shares that open the sum for which this site and at least t − 1 others have voted.
+        """Return the shares that open the sum for which this site and at least t − 1 other sites have voted.
 
         Raises:
             RefusedError: A check failed.
@@ -316,7 +316,7 @@ class Site:
         """Delete the secrets of an exchange that has ended.
 
         Returns:
-            Whether the server says that the sum contains this site's vector. The caller then makes the state that
+            True if the server says that the sum contains this site's vector. The caller then makes the state that
             belongs to this vector permanent.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The command ``fedstrata board``, which ranks methods under a fixed protocol of partitions and availability models."""
+"""The command ``fedstrata board``, which ranks methods under a fixed protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge a column of the board: the values, ranks and differences of all entries, and the best entry at equal cost."""
+"""Judge a column of the board: values, ranks and differences of all entries, and the best entry at equal cost."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class Outcome:
 
     @property
     def chosen(self) -> Mapping[str, Any]:
-        """The trial whose settings were chosen."""
+        """The trial with the chosen settings."""
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean over the seeds of a number in the results."""
+        """Return the mean of a number in the results over the seeds."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
-        """Return a measure's value for each seed; None if the first evaluation came after the budget was spent."""
+        """Return a measure's value for each seed; None if the budget was spent before the first evaluation."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
         return {
@@ -79,13 +79,13 @@ class Outcome:
 def within(points: Curve, place: int, budget: float) -> float | None:
     """Return a run's mean accuracy at the end of a budget; None if no evaluation is within the budget.
 
-    The mean is over the evaluations in the last fifth of the rounds within the budget. A run that spends less than the
-    budget in total has the accuracy of its last rounds.
+    The mean is over the evaluations in the last fifth of the rounds within the budget. For a run that spends less than
+    the budget in total, the accuracy of its last rounds is used.
 
     Args:
-        points: The curve; see ``running.curve``.
-        place: The index of the cost in each point of the curve.
-        budget: The largest cost, which may be exceeded by ``FEW_MORE``.
+        points: The points of the run's curve; see ``running.curve``.
+        place: The index of the cost within each point of the curve.
+        budget: The largest cost. Runs may exceed it by ``FEW_MORE``.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
@@ -102,7 +102,7 @@ class Verdicts:
         column: The column.
         outcomes: The results of all entries with at least one finished seed.
         seeds: The seeds of the protocol.
-        refused: A mapping from the entries that cannot run in the column to the reason.
+        refused: A mapping from each entry that cannot run in the column to the reason.
         missing: The names of the entries that have not finished all seeds.
     """
 
@@ -136,12 +136,12 @@ class Verdicts:
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """A mapping from each complete entry to the p-value of its difference of accuracies, corrected by Holm."""
+        """A mapping from each complete entry to the p-value of its difference of accuracies, with Holm's correction."""
         p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the entry whose chosen trial has the best validation accuracy at the cost of the baseline's trial.
+        """Return the best entry by the validation accuracy of its chosen trial, at the cost of the baseline's trial.
 
         Entries with personal models are left out, because their trials are measured on other samples.
         """
@@ -156,7 +156,7 @@ class Verdicts:
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
-    """Judge the entries of a column, with the stored results of their runs."""
+    """Judge the entries of a column by the stored results of their runs."""
     results = results_of(out, column)
     outcomes, refused, missing = dict[str, Outcome](), dict[str, str](), list[str]()
     for entry in entries:
@@ -181,6 +181,6 @@ def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results)
 
 
 def overall(columns: Sequence[Verdicts]) -> Ranking | None:
-    """Rank the entries that are complete in all columns, by their mean accuracies, with the columns as blocks."""
+    """Rank the entries that are complete in all columns by their mean accuracies, with the columns as blocks."""
     shared = [name for name in columns[0].complete if all(name in each.complete for each in columns)] if columns else []
     return ranking({name: [each.complete[name].mean("accuracy") for each in columns] for name in shared})

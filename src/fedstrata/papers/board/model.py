@@ -1,4 +1,4 @@
-"""The model of the board: a small convolutional network for images of half the height and half the width."""
+"""The model of the board: a small convolutional network for images that are reduced to half their height and width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedstrata.models.zoo import CNN
 
 
 class HalvedCNN(CNN):
-    """The network ``cnn`` on images whose 2x2 pixels are averaged, with approximately a quarter of the operations."""
+    """The network ``cnn`` on images with averaged 2x2 pixels, which needs approximately a quarter of the operations."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""

@@ -42,7 +42,7 @@ def write(
         columns: The columns to show.
         entries: The entries to show.
         out: The folder of the results and the page.
-        summary: The file of the summary; None for ``SUMMARY`` in ``out``.
+        summary: The file of the summary. Default: ``SUMMARY`` in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     verdicts = [judged(protocol, column, entries, out) for column in columns]
@@ -73,9 +73,10 @@ def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, An
     """Return the summary for programs.
 
     Returns:
-        ``protocol`` (the protocol's name) and ``columns``. Each column has its sections ``partition`` and
-        ``availability``, and a mapping ``methods``. Each method has its ``seeds`` and, in this order, its accuracies as
-        fractions. Costs are means over the seeds; ``hours`` are the core hours of all its trials and runs.
+        A dict with the keys ``protocol`` (the protocol's name) and ``columns``. Each column has its sections
+        ``partition`` and ``availability``, and a mapping ``methods``. Each method has its ``seeds`` and its accuracies
+        as fractions, in the order of the seeds. Costs are means over the seeds, and ``hours`` are the core hours of all
+        the method's trials and runs.
     """
     columns = {
         each.column.label: {

@@ -1,4 +1,4 @@
-"""The critical-difference picture of a ranking (Demšar 2006), with a row per method."""
+"""Draw the critical-difference picture of a ranking (Demšar 2006), with a row per method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 5.6
 
 
 def critical_difference_picture(ranking: Ranking, blocks: str) -> str:
-    """Draw the average rank of each method, with a bar over the ranks that cannot be distinguished from it.
+    """Draw the average rank of each method, with a bar over the ranks that cannot be distinguished from this rank.
 
     Args:
         ranking: The ranking.

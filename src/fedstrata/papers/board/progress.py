@@ -1,4 +1,4 @@
-"""The progress of the board: finished and missing runs of each column and entry, and the expected hours."""
+"""Report the progress of the board: finished and missing runs of each column and entry, and the expected hours."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ HEADINGS = {"columns": "column", "entries": "entry"}
 def progress(
     protocol: Protocol, columns: Sequence[Column], entries: Sequence[Entry], out: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return how much of the board has been run.
+    """Return how many of the board's cells are finished.
 
     Returns:
-        ``columns`` and ``entries``, each with a dict per column or entry: its ``name``, the numbers of ``cells`` and of
-        ``done`` cells (trials and seeds), and the expected ``hours`` for the missing cells on one core. Entries that
-        cannot run in a column have no cells there; ``refused`` counts them.
+        A dict with the keys ``columns`` and ``entries``. Each contains a dict per column or entry, with its ``name``,
+        its numbers of ``cells`` and of ``done`` cells, and the expected ``hours`` for the missing cells on one core. A
+        cell is a trial or a seed. Entries that cannot run in a column have no cells in the column; ``refused`` counts
+        such entries.
     """
     seconds = measured(out, protocol)
     counts = [

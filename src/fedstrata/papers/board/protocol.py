@@ -1,4 +1,4 @@
-"""The protocol of the board: its columns, its entries with their grids, and its cells."""
+"""Define the protocol of the board: its columns, its entries with their grids, and its cells."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Entry:
 
     Args:
         name: The name on the board.
-        method: The section ``method`` of its specs.
+        method: The section ``method`` of the entry's specs.
         grid: A mapping from a setting of the method to the values that are tried; empty if only the learning rate is
             tuned.
     """
@@ -56,7 +56,8 @@ class Column:
 
     Args:
         paper: The folder of the results, ``BOARD``.
-        name: The protocol and the column, such as ``absent-v1/dirichlet-label``, which name the file of the results.
+        name: The protocol and the column, such as ``absent-v1/dirichlet-label``. This is also the name of the file of
+            results.
         spec: The settings that all cells of the column share, as nested tables.
     """
 
@@ -79,18 +80,21 @@ class Protocol:
         title: The title of the page.
         seeds: The seeds of the runs that are ranked.
         tuning_seed: The seed of the trials that choose settings.
-        rates: The learning rates of an entry for which only the learning rate is tuned.
-        rates_with_setting: The learning rates of an entry for which a second setting is tuned, with two values.
+        rates: The learning rates that are tried for an entry if only the learning rate is tuned.
+        rates_with_setting: The learning rates that are tried for an entry if two values of a second setting are tuned,
+            too.
         spec: The settings that all cells share.
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of further columns to their settings. These columns run only if they are named.
-        grid: The setting of each method that is tuned, with its values.
-        compositions: A mapping from the names of compositions to their section ``method``.
-        seconds: The expected seconds of a run on one core, for each entry; the key "" stands for all other entries.
+        more: A mapping from the names of further columns to their settings. These columns run only if the user names
+            them.
+        grid: A mapping from each method to the setting that is tuned and the values that are tried.
+        compositions: A mapping from the name of each composition to its section ``method``.
+        seconds: A mapping from each entry to the expected seconds of a run on one core. The key "" stands for all other
+            entries.
         quick: The methods, columns, seeds and changed settings of ``--quick``.
-        is_quick: Whether the cells are small.
+        is_quick: Whether the cells are the small cells of ``--quick``.
     """
 
     name: str
@@ -115,7 +119,7 @@ class Protocol:
         return replace(self, seeds=self.quick["seeds"], is_quick=True)
 
     def columns(self, names: Sequence[str] = ()) -> list[Column]:
-        """Return the columns with the given names; by default all columns except ``more``.
+        """Return the columns with the given names. The default is all columns except ``more``.
 
         Raises:
             SpecError: A name is unknown.
@@ -130,7 +134,7 @@ class Protocol:
         return [Column(BOARD, f"{self.name}/{name}", deep_merge(self.spec, every[name])) for name in names]
 
     def entries(self, names: Sequence[str] = ()) -> list[Entry]:
-        """Return the entries with the given names; by default all methods and compositions.
+        """Return the entries with the given names. The default is all methods and compositions.
 
         Args:
             names: Names of methods and compositions, classes ``module:Class``, and classes ``FILE.py:Class``.
@@ -152,7 +156,7 @@ class Protocol:
         return Entry(name, {"name": name}, self.grid.get(name, {}))
 
     def expected(self, entry: str) -> float:
-        """Return the expected seconds of a run of an entry on one core."""
+        """Return the expected number of seconds for a run of an entry on one core."""
         return self.seconds.get(entry, self.seconds[""])
 
     def trials(self, column: Column, entry: Entry) -> list[tuple[Cell, dict[str, Any]]]:

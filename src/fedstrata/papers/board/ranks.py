@@ -1,4 +1,4 @@
-"""Average ranks of methods, with the tests of Friedman and Nemenyi (Demšar 2006, JMLR 7)."""
+"""Compute average ranks of methods, with the tests of Friedman and Nemenyi (Demšar 2006, JMLR 7)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Ranking:
     """The average ranks of methods over blocks, such as seeds. Rank 1 is the best.
 
     Args:
-        ranks: A mapping from each method to its average rank, best first. Equal values share the mean of their ranks.
+        ranks: A mapping from each method to its average rank, from best to worst. Equal values share the mean of their
+            ranks.
         blocks: The number of blocks.
         p: The p-value of Friedman's test that all methods have the same distribution of ranks; None if all values are
             equal.
-        critical: The critical difference of Nemenyi's test: average ranks that differ by less cannot be distinguished.
+        critical: The critical difference of Nemenyi's test. Average ranks that differ by less cannot be distinguished.
     """
 
     ranks: Mapping[str, float]
@@ -34,11 +35,11 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
     """Rank methods in each block, and average the ranks over the blocks.
 
     Args:
-        values: A mapping from each method to its value in each block; higher is better. A method without a value in a
-            block has the last rank there.
+        values: A mapping from each method to its value in each block. Higher values are better. A method without a
+            value in a block has the last rank in this block.
 
     Returns:
-        None for fewer than three methods or two blocks, for which Friedman's test is not defined.
+        The ranking; None for fewer than three methods or two blocks, for which Friedman's test is not defined.
     """
     from scipy.stats import friedmanchisquare, rankdata
 

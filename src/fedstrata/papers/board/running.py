@@ -1,6 +1,6 @@
-"""Run the cells of the board: first the trials of an entry, then its seeds with the settings of the best trial.
+"""Run the cells of the board: first the trials of an entry, and then its seeds with the settings of the best trial.
 
-As for the papers' tables, several processes may run cells at the same time, and a killed run is resumed.
+Several processes may run cells at the same time, and a killed run is resumed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all cells without a result; repeat this while other processes finish trials for which cells wait."""
+        """Run all cells without a result. Repeat this while cells wait for trials of other processes."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -137,11 +137,11 @@ class Board:
 
 
 def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
-    """Return the results of a trial: the accuracy in percent by which settings are chosen, and its curve.
+    """Return the results of a trial: the accuracy in percent by which settings are chosen, and the accuracy's curve.
 
     Args:
         history: The history of the trial.
-        personal: Whether personal models on the clients' own test samples are measured. Otherwise, the global model is
+        personal: Whether personal models on the clients' own test samples are measured. If not, the global model is
             measured on the validation samples.
     """
     column = "personal.accuracy.mean" if personal else "validation.accuracy"
@@ -151,12 +151,13 @@ def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, An
 
 
 def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of a run with the chosen settings. Accuracies are in percent, and means over ``late``.
+    """Return the results of a run with the chosen settings. Accuracies are means over ``late``, in percent.
 
     Returns:
-        ``accuracy`` and ``worst_class`` are measured on the test set. ``worst_client`` is the mean accuracy of the
-        worst tenth of the clients on their own test samples, and ``client_mean`` the mean over all clients. For each
-        evaluation, ``curve`` has the round, the accuracy, and the bytes and sample-gradients until this round.
+        A dict of results. The values ``accuracy`` and ``worst_class`` are measured on the test set. The value
+        ``worst_client`` is the mean accuracy of the worst tenth of the clients on their own test samples, and
+        ``client_mean`` is the mean over all clients. For each evaluation, ``curve`` has the round, the accuracy, and
+        the bytes and sample-gradients until this round.
     """
     records = late(history)
     by_class = np.array([record["per_class"] for record in records], dtype=np.float64)
@@ -187,7 +188,7 @@ def curve(history: History, column: str = "accuracy") -> list[tuple[int, float, 
     """Return the curve of an accuracy, against the bytes and the sample-gradients of all rounds so far.
 
     Returns:
-        For each evaluation: the round, the accuracy in percent, the bytes, and the sample-gradients.
+        A list with the round, the accuracy in percent, the bytes, and the sample-gradients of each evaluation.
     """
     points, spent, trained = [], 0, 0
     for record in history:

@@ -1,4 +1,4 @@
-"""The advice: methods with reasons, methods that cannot run, and how little is known."""
+"""Advise on methods: which methods to compare and why, which methods cannot run, and the limits of the advice."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ class Advice:
         properties: The measured properties of the spec.
         columns: The columns of the board, beginning with the nearest column.
         methods: The reasons for each advised method.
-        ahead: The number of methods at the beginning of ``methods`` that are ahead of FedAvg in a similar column.
+        ahead: The number of methods that are ahead of FedAvg in a similar column. These methods come first in
+            ``methods``.
         behind: The methods that are not advised because they are behind FedAvg in the nearest column, with reasons.
-        refused: The methods that cannot run with this spec, with the error.
-        limits: Sentences that say how little is known.
+        refused: A mapping from each method that cannot run with this spec to the error.
+        limits: Sentences about the limits of the advice.
     """
 
     properties: Properties
@@ -74,7 +75,7 @@ class Advice:
         return [*([] if BASELINE in self.refused else [BASELINE]), *self.methods]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all facts for programs."""
+        """Return all facts of the advice as JSON values for programs."""
         return {
             "properties": asdict(self.properties),
             "columns": [
@@ -100,7 +101,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
     """Measure a spec, and advise which methods to compare.
 
     Args:
-        spec: The experiment. The spec's method decides only how clients are invited; see ``sampler_of``.
+        spec: The experiment. The spec's method determines only how clients are invited; see ``sampler_of``.
         file: The results of the board.
 
     Raises:
@@ -134,14 +135,14 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is similar (``Column.alike``), its results decide first: methods ahead of FedAvg come first,
-    and methods behind FedAvg are left out. Methods that rules name follow. Each rule adds its first method before any
-    rule adds its second method.
+    If the nearest column is similar (``Column.alike``), its methods ahead of FedAvg come first, and its methods behind
+    FedAvg are left out. Methods that the rules name come next. Each rule adds its first method before any rule adds its
+    second method.
 
     Args:
         measured: The measured properties of the spec.
         columns: The columns of the board, beginning with the nearest column.
-        refused: The methods that cannot run with the spec.
+        refused: The methods that cannot run with the spec, with the errors.
     """
     results = {
         name: each
@@ -187,7 +188,7 @@ def _result(difference: Difference, column: Column) -> Reason:
 
 
 def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
-    """Return sentences that say how few results the advice is based on.
+    """Return sentences about the small number of results on which the advice is based.
 
     Args:
         board: The results of the board; None if the board has no results.
@@ -217,7 +218,7 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
 
 
 def simplifications(prepared: Prepared) -> list[str]:
-    """Return sentences that say what the measurement leaves out."""
+    """Return sentences about everything that the measurement leaves out."""
     spec, sampler = prepared.spec, sampler_of(prepared)
     sentences = []
     if spec.availability.deadline is not None:

@@ -1,4 +1,4 @@
-"""The columns of the board, compared with a spec by their measured properties."""
+"""Compare the columns of the board with a spec by their measured properties."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Column:
 
     Args:
         name: The name of the column.
-        properties: The measured properties of its spec.
-        methods: A mapping from each method to its results: lists ``seeds`` and ``accuracy`` of equal length.
+        properties: The measured properties of the column's spec.
+        methods: A mapping from each method to its results, which are two lists of equal length: ``seeds`` and
+            ``accuracy``.
         own: The properties of the spec with which the column is compared.
     """
 
@@ -49,7 +50,7 @@ class Column:
 
     @cached_property
     def differs(self) -> dict[str, float]:
-        """A mapping from each property to its distance between the spec and the column, from 0 to 1; see ``apart``."""
+        """A mapping from each property to the distance between the spec and the column, from 0 to 1; see ``apart``."""
         values = {key: apart(key, self.own, self.properties) for key in SHOWN}
         return {key: value for key, value in values.items() if value is not None}
 
@@ -65,12 +66,12 @@ class Column:
 
     @property
     def alike(self) -> bool:
-        """Whether no property differs clearly."""
+        """Whether all properties are similar, because no property differs by more than ``CLEAR``."""
         return not self.clear
 
     @cached_property
     def differences(self) -> dict[str, Difference]:
-        """The difference of each method's accuracy from the baseline's in percentage points, paired by seed.
+        """The difference of each method's accuracy from the baseline's accuracy in percentage points, paired by seed.
 
         The intervals hold at the same time for all methods with 95 % confidence (Bonferroni).
         """
@@ -88,7 +89,7 @@ class Board:
 
     Args:
         columns: A mapping from the name of each column to its ``partition``, ``availability`` and ``methods``.
-        protocol: The settings of the protocol: ``spec`` for all columns, and ``more`` for some columns.
+        protocol: The settings of the protocol, which are ``spec`` for all columns and ``more`` for some columns.
     """
 
     columns: Mapping[str, Mapping[str, Any]]
@@ -96,7 +97,7 @@ class Board:
 
     @classmethod
     def read(cls, file: Path = FILE) -> Board | None:
-        """Read the results and the protocol; return None if there are no results."""
+        """Read the results and the protocol. Return None if there are no results."""
         if not file.is_file():
             return None
         results = json.loads(file.read_text(encoding="utf-8"))

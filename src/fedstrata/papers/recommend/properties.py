@@ -1,4 +1,4 @@
-"""Properties of a partition and an availability that are measured without training."""
+"""Measure properties of a partition and an availability model, without training."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ class Properties:
     training, deadlines and failures.
 
     Args:
-        clients: Number of clients, N.
-        invited: Number of clients that a round invites, divided by N.
-        size_imbalance: Gini coefficient of the clients' numbers of samples; 0 if all clients have equally many samples.
+        clients: Number N of clients.
+        invited: Number of clients that are invited in a round, divided by N.
+        size_imbalance: Gini coefficient of the clients' numbers of samples, which is 0 if all clients have equally many
+            samples.
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
         online: Share of the clients that are online in a round.
-        offline_rounds: Mean number of successive rounds that a client is offline; 0 if all clients are always online.
-            Absences are cut at the first and last round.
-        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online; 0
-            if one of the two is the same for all clients.
-        classes: Number of classes of which clients have samples, C.
+        offline_rounds: Mean number of successive rounds in which a client is offline, or 0 if all clients are always
+            online. Absences are cut at the first and last round.
+        size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
+            value is 0 if one of these numbers is the same for all clients.
+        classes: Number C of classes with samples at clients.
         classes_per_client: Mean number of classes of a client, divided by C.
         label_skew: Mean over clients of the total variation distance between the client's class shares and the class
             shares of all samples.
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
-        online_skew: Total variation distance between the class shares of all samples and the class shares of the
-            samples whose clients are online, added up over all rounds.
+        online_skew: Total variation distance between the class shares of all samples and of online clients' samples,
+            which are added up over all rounds.
         absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
             classes.
         absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of them is
             invited, averaged over classes.
         absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
             averaged over classes.
-        longest_absence: Largest number of successive rounds in which none of the clients with samples of a class is
-            both invited and online, for the class that is absent longest.
+        longest_absence: Largest number of successive rounds, over all classes, in which none of the clients with
+            samples of the class is both invited and online.
     """
 
     clients: float
@@ -77,7 +78,7 @@ def measure(prepared: Prepared) -> Properties:
         prepared: The experiment.
 
     Raises:
-        SpecError: The availability does not fit the federation with one of the seeds.
+        SpecError: For one of the seeds, the availability does not fit the federation.
     """
     seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
@@ -135,7 +136,7 @@ def properties(sizes: Ints, steps: Floats, counts: Ints | None, run: Simulated) 
 
 
 def gini(values: Ints | Floats) -> float:
-    """Return the Gini coefficient of non-negative numbers: 0 if all are equal, near 1 if one is nearly the whole sum.
+    """Return the Gini coefficient of non-negative numbers: 0 for equal numbers, near 1 if one number dominates the sum.
 
     >>> gini(np.array([1, 1, 1])), round(gini(np.array([0, 0, 3])), 3)
     (0.0, 0.667)
@@ -157,7 +158,7 @@ def distance(counts: Ints | Floats, others: Ints | Floats) -> float:
 
 
 def correlation(values: Ints, rates: Floats) -> float:
-    """Return Pearson's correlation; 0 if all values or all rates are equal.
+    """Return Pearson's correlation of values and rates, or 0 if all values or all rates are equal.
 
     >>> correlation(np.array([1, 2]), np.array([0.5, 0.5])), round(correlation(np.array([1, 2]), np.array([0, 1.0])), 6)
     (0.0, 1.0)
@@ -168,7 +169,7 @@ def correlation(values: Ints, rates: Floats) -> float:
 
 
 def spell(online: Bools) -> float:
-    """Return the mean number of successive rounds that a client is offline; 0 if no client is ever offline.
+    """Return the mean number of successive rounds in which a client is offline; 0 if no client is ever offline.
 
     Args:
         online: Whether each client is online in each round, shape (rounds, N).
@@ -182,7 +183,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return, for each round and class, whether none of the clients that take part has samples of the class.
+    """For each round and class, return whether none of the clients that take part has samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
@@ -216,7 +217,7 @@ class Shown(NamedTuple):
     Args:
         label: A short name.
         about: A noun phrase that defines the property.
-        unit: ``share`` (shown in percent), ``number`` or ``index`` (a number from 0 or -1 to 1).
+        unit: The unit: ``share`` (shown in percent), ``number``, or ``index`` (with a range from 0 or -1 to 1).
     """
 
     label: str
@@ -261,8 +262,8 @@ FACTOR = 1000.0
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
     """Return the distance of two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
 
-    Shares and indices are compared by their difference, and the correlation by half its difference. Numbers are
-    compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``. If only one spec has the
+    Shares and indices are compared by their difference, and correlations are compared by half their difference. Numbers
+    are compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``. If only one spec has the
     property, the result is 1.
 
     Args:

@@ -1,4 +1,4 @@
-"""Simulated rounds without training: which clients are online, and which clients are invited."""
+"""Simulate rounds without training: which clients are online, and which clients are invited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedstrata.sampling.base import ClientSampler, Uniform
 
 
 class Simulated(NamedTuple):
-    """The clients that one seed simulates.
+    """The result of a simulation with one seed: which clients are online, and which clients are invited.
 
     Args:
         online: Whether each client is online in each round, shape (rounds, N).
@@ -33,13 +33,13 @@ class Simulated(NamedTuple):
 
 
 def simulate(prepared: Prepared, seed: int) -> Simulated:
-    """Simulate in all rounds which clients are online and which clients are invited.
+    """Simulate which clients are online and which clients are invited in all rounds.
 
     Clients are invited by the spec's client sampler or, if this sampler needs results of training, by ``Uniform``.
 
     Args:
         prepared: The experiment.
-        seed: The seed, which replaces the spec's seed after the partition.
+        seed: The seed. It replaces the spec's seed after the partition.
     """
     spec, config = prepared.spec, replace(prepared.config, seed=seed)
     clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
@@ -63,7 +63,7 @@ def simulate(prepared: Prepared, seed: int) -> Simulated:
 
 
 def sampler_of(prepared: Prepared) -> ClientSampler:
-    """Return the client sampler of a spec; ``Uniform`` if this sampler needs clients' replies in the rounds."""
+    """Return the client sampler of a spec, or ``Uniform`` if the spec's sampler needs clients' replies."""
     method, config = prepared.spec.method, prepared.config
     if not isinstance(method, Recipe) or method.client_sampler.learns(config):
         return Uniform()

@@ -1,4 +1,4 @@
-"""Rules that give a reason to compare a method: a measured property, a limit, and a source."""
+"""Define rules that give a reason to compare a method: a measured property, a limit, and a source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Claim(NamedTuple):
 
     Args:
         text: The claim, as sentences.
-        source: A paper, or a page of this documentation with a result of our own.
+        source: A paper, or a page of this documentation with one of our own results.
     """
 
     text: str
@@ -21,13 +21,13 @@ class Claim(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule: if a property is at least ``least``, the property is a reason to compare the methods.
+    """A rule that recommends methods: if a property is at least ``least``, it is a reason to compare the methods.
 
     Args:
         key: The name of the property in ``Properties``.
-        least: The limit. The limits are conventions: we have not measured from which value on a method helps.
-            However, a rule holds in the setting of each result of our own that it cites.
-        methods: The claim about each method.
+        least: The limit. The limits are conventions, because we have not measured from which value on a method helps.
+            However, if a rule cites one of our own results, the rule holds in the setting of this result.
+        methods: A mapping from each method to the claim about it.
     """
 
     key: str

@@ -1,10 +1,10 @@
-"""Encryption of vectors with the scheme CKKS, which TenSEAL (extra ``he``) implements.
+"""Encrypt vectors with the scheme CKKS, which TenSEAL (extra ``he``) implements.
 
 CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
-Ciphertexts of ``COUNTING`` can only be added. Ciphertexts of ``COMPARING`` can also be multiplied once by plain
-numbers. Numbers are multiplied by a scale before encryption. The scale of a product of two numbers is therefore the
-square of this scale. Products are not *rescaled*, because CKKS would divide them by a prime that differs slightly from
-the scale, and the result would be inexact.
+Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
+be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption. The scale of a product of two
+numbers is therefore the square of this scale. Products are not *rescaled*. CKKS would divide products by a prime that
+differs slightly from the scale, so that the result would be inexact.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Parameters:
 
     Args:
         degree: The degree of the polynomials, which is twice the number of slots.
-        primes: The sizes, in bits, of the primes whose product is the modulus. The last prime is reserved for keys.
+        primes: The sizes of the primes in bits. The product of these primes is the modulus, and the last prime is
+            reserved for keys.
         scale: The binary logarithm of the scale. Numbers are multiplied by the scale before they are rounded and
             encrypted.
     """
@@ -65,7 +66,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """Generate keys from the operating system's randomness; return the secret and the public context as bytes."""
+    """Generate keys from the operating system's randomness. Return the secret and the public context as bytes."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -87,7 +88,7 @@ class Sealer:
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, have other parameters, or contain a secret key.
+        ReplyRefusedError: The bytes are not a context, or the context has other parameters or contains a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:
@@ -117,8 +118,8 @@ class Sealer:
 
         Args:
             values: At most ``Parameters.slots`` numbers.
-            product: Whether to use the scale of a product, which is the squared scale, so that the ciphertext can be
-                added to a product.
+            product: Whether to use the squared scale, which products have. The ciphertext can then be added to a
+                product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
@@ -161,7 +162,7 @@ def sealer(public: bytes, parameters: Parameters) -> Sealer:
 
 
 class Opener(Sealer):
-    """A secret key, which can also decrypt ciphertexts. Only clients have secret keys.
+    """A secret key, with which ciphertexts can also be decrypted. Only clients have secret keys.
 
     Args:
         secret: A serialised context with the secret key.
@@ -182,11 +183,11 @@ class Opener(Sealer):
             tolerance: The largest accepted distance of a decrypted number from an integer, at most 0.25.
 
         Returns:
-            The integers, one per slot, int64.
+            The integers, one per slot, with the dtype int64.
 
         Raises:
-            FedstrataError: A number is further away from an integer than ``tolerance``, so that rounding could give a
-            wrong result.
+            FedstrataError: A number differs from every integer by more than ``tolerance``, so that rounding could be
+                wrong.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)

@@ -1,4 +1,4 @@
-"""Enrolment on a client, before the first round: the client reports its labels, and decrypts totals over clients.
+"""Enrol a client before the first round: the client reports its labels, and decrypts totals over clients.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels. The
 secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains a secret key.
@@ -51,8 +51,8 @@ The error of the encryption is below 0.001 for 1,000 clients.
 def presented(client: Client) -> tuple[Ints, Ints]:
     """Return a client's labels in random order, and the number of samples of each label, both of shape (L,).
 
-    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left out
-    and are never trained.
+    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left
+    out, and are never trained.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
@@ -73,7 +73,7 @@ def report_labels(client: Client, request: LabelReport) -> LabelReply:
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store which label each placeholder (a number that the server uses) stands for."""
+    """Store the label for which each placeholder (a number that the server uses) stands."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -89,7 +89,7 @@ def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
 
 @handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
-    """Send the public keys that all clients share; create the keys if there are no keys yet."""
+    """Send the public keys that all clients share. Create the keys if they do not exist yet."""
     keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
@@ -114,7 +114,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt the scrambled differences between labels and the server's list; report which differences are zero."""
+    """Decrypt the scrambled differences between labels and the server's list. Report which differences are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -136,7 +136,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Send the encrypted number of samples of each label, and store which label each placeholder stands for."""
+    """Send the encrypted number of samples of each label, and store the label for which each placeholder stands."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -159,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each of the client's labels, the client's fraction of all clients' samples of this label."""
+    """Report the client's fraction of all clients' samples of each of its labels."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

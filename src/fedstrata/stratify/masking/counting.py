@@ -1,7 +1,7 @@
-"""Counts under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
+"""Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
 
-A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. Clients know each
-placeholder by another, random number, which is called its *name*.
+A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. For clients, each
+placeholder has a different, random number, which is called its *name*.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted counts.
 
     Args:
-        federation: The federation, to ask clients.
+        federation: The federation, through which the server asks clients.
         public: The clients' public keys.
-        held: A mapping from each client to its placeholders, as the server numbers them.
-        names: The random number by which clients know each placeholder, shape (P,).
+        held: A mapping from each client to its placeholders, in the server's numbering.
+        names: The random number that each placeholder has for clients, shape (P,).
 
     Returns:
-        Two values: the entries of ``held`` for the clients that answered; and the encrypted number of samples of each
-        placeholder, summed over exactly these clients. The numbers are sorted by name, and each ciphertext contains
-        many numbers.
+        Two values. First, the entries of ``held`` for the clients that answered. Second, the encrypted number of
+        samples of each placeholder over exactly these clients. These numbers are sorted by name, and each ciphertext
+        contains many of them.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -53,19 +53,20 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
 
 def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """Return the number of samples of each placeholder over all clients, decrypted by the first client that answers.
+    """Return the number of samples of each placeholder over all clients, which the first answering client decrypts.
 
     Args:
-        federation: The federation, to ask clients.
+        federation: The federation, through which the server asks clients.
         pages: The ciphertexts of the totals, which are sorted by name.
-        held: A mapping from each client whose samples were counted to its placeholders (numbers that stand for labels).
-        names: The random number by which clients know each placeholder, shape (P,).
+        held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
+        names: The random number that each placeholder has for clients, shape (P,).
 
     Returns:
         The totals, shape (P,).
 
     Raises:
-        QuorumError: No client could decrypt the totals. Clients refuse totals that are not close to an integer.
+        QuorumError: No client could decrypt the totals. Clients refuse to decrypt totals that are not close to an
+            integer.
     """
     size = len(names)
     if size == 0 or not held:
@@ -79,16 +80,16 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their fractions of the totals; return each client's sample counts per label.
+    """Ask clients for their fractions of the totals. Return each client's sample counts per label.
 
     Args:
-        federation: The federation, to ask clients.
+        federation: The federation, through which the server asks clients.
         held: A mapping from each client to its placeholders (numbers that stand for its labels).
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        A mapping from each client that answered to its counts, in the order of its placeholders. The mapping is empty
-        if the counts contradict a total.
+        A mapping from each client that answered to its counts, in the order of its placeholders. If the counts
+        contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}

@@ -1,11 +1,11 @@
-"""Enrolment: the server learns which clients have labels in common, and their numbers of samples, but not the labels.
+"""Enrol clients: the server learns sample counts, and which clients have labels in common, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
 a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the
 clients one after another, and through the labels of each client in random order. The order is the same in every mode of
-masking, so that training is the same, too. Clients know the placeholders by other, random numbers, called *names*. The
-server's own numbers would tell clients which client added a label. Neither this module nor its imports can access a
-secret key.
+masking, so that training is the same, too. Clients know the placeholders only by random numbers, called *names*. The
+server's own numbers would reveal to clients which client added a label. Neither this module nor its imports can access
+a secret key.
 
 Reference:
     Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking.
@@ -40,18 +40,19 @@ Watch = Callable[[str], None]
 
 @record("Roll")
 class Roll:
-    """The placeholders (numbers that stand for labels) of each client, as the server knows them.
+    """The server's knowledge of each client's placeholders, which are numbers that stand for labels.
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The random number by which clients know each of the P placeholders: a permutation of 0 … P − 1. All other
-            fields use the server's numbers 0 … P − 1, in the order in which labels were discovered.
+        names: The random numbers that the P placeholders have for clients: a permutation of 0 … P − 1. All other fields
+            use the server's numbers 0 … P − 1, in the order in which labels were discovered.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its number of samples of each of these placeholders. The mapping contains
-            only clients that reported their counts. Clients report counts without masking, or if selection is weighted.
+            only clients that reported their counts. Clients report counts if labels are not masked, or if selection is
+            weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
-        register: The server's knowledge about the labels, by which it recognises the labels of clients that join later:
-            an ``OpenRegister``, a ``TagRegister`` or a ``PackedRegister``.
+        register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
+            ``PackedRegister``. With this knowledge, the server recognises the labels of clients that join later.
     """
 
     masking: str
@@ -62,7 +63,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Return the clients of each placeholder (a number that stands for a label), and their sample counts.
+        """Return the clients that have each placeholder (a number that stands for a label), and their sample counts.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.
@@ -88,7 +89,7 @@ class Roll:
 
 @record("OpenRegister")
 class OpenRegister:
-    """The labels, as the server knows them without masking.
+    """The labels, which the server knows without masking.
 
     Args:
         labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
@@ -99,11 +100,11 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """The keyed hashes of the labels, as the server knows them with masking ``prf``.
+    """The keyed hashes of the labels, which the server knows with masking ``prf``.
 
     Args:
         keys: The clients' public keys.
-        tags: The keyed hash of the label for which each placeholder 0 … P − 1 stands, 16 bytes each.
+        tags: The keyed hash (16 bytes) of the label for which each placeholder 0 … P − 1 stands.
     """
 
     keys: PublicKeys
@@ -115,7 +116,7 @@ def check(masking: Masking, classes: int) -> None:
 
     Raises:
         ExtraMissingError: TenSEAL is not installed.
-        SpecError: There are too many classes for the mode.
+        SpecError: The number of classes is too large for the mode of masking.
     """
     if masking != "none":
         tenseal()
@@ -136,12 +137,12 @@ def enrol(
     """Ask clients for their labels, and give each label a placeholder, which is a number that stands for it.
 
     Args:
-        federation: The federation, to ask its clients.
-        masking: Form in which clients send labels: as they are (``none``), as keyed hashes (``prf``), or encrypted, so
-            that labels are compared under encryption (``ckks``).
-        weighted: Whether clients also report their fraction of all samples of each of their labels.
-        before: The result of an earlier enrolment. Only clients that are missing in the earlier result are asked, and
-            placeholders keep their labels.
+        federation: The federation, through which the server asks clients.
+        masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
+            (``ckks``). With ``ckks``, the server compares labels under encryption.
+        weighted: Whether clients also report their fraction of all clients' samples of each of their labels.
+        before: The result of an earlier enrolment. The server asks only clients that are missing in the earlier result,
+            and placeholders keep their labels.
         watch: A function that is called with the name of each phase when it begins. The phases are "unique list" (find
             all labels), "mapping" (find each client's labels) and "counts".
 

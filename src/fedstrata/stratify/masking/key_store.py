@@ -1,8 +1,8 @@
-"""The clients' secret keys: one client makes them, all clients share them, and the server never sees them.
+"""Store the clients' secret keys. One client makes the keys, all clients share them, and the server never sees them.
 
-A client finds the keys in its context, in the ``KeyRing`` in ``ClientContext.keys``, which the server cannot access.
-Keys can be neither encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of
-its folder. Only the public keys are sent, in a ``PublicKeys`` reply.
+A client gets the keys from ``ClientContext.keys`` in its context, which the server cannot access. Keys can be neither
+encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of its folder. Only the
+public keys are sent, in a ``PublicKeys`` reply.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Keys:
     """The secret and public keys that the clients of a federation share.
 
     Args:
-        parts: A mapping from the name of each key to its bytes; ``_NAMES`` lists the names.
+        parts: A mapping from the name of each key to the key's bytes. ``_NAMES`` lists the names.
 
     Raises:
         DataError: A key is missing or unknown.
@@ -68,16 +68,16 @@ class Keys:
 
     @cached_property
     def counting(self) -> Opener:
-        """The secret key with which counts are decrypted."""
+        """The secret key that decrypts counts."""
         return Opener(self._parts["counting"], COUNTING)
 
     @cached_property
     def comparing(self) -> Opener:
-        """The secret key with which comparisons of labels are decrypted."""
+        """The secret key that decrypts comparisons of labels."""
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write the keys to a file in ``folder`` that only its owner may read; return its path.
+        """Write the keys to a file in ``folder`` that only the file's owner may read. Return the file's path.
 
         Raises:
             DataError: The folder already contains a key file.
@@ -131,13 +131,16 @@ class KeyRing:
 
     - Without a folder, the keys are in memory, and the first client that is asked makes them. This case is for
       simulations in one process.
+
     - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
       several processes.
-    - With a folder and without ``create``, an operator has put the key file there. This case is for real sites.
+
+    - With a folder and without ``create``, an operator has put the key file into the folder. This case is for real
+      sites.
 
     Args:
         folder: The folder of the key file.
-        create: Whether a client may make the key file when it is asked for keys.
+        create: Whether a client may make the key file when the server asks for keys.
     """
 
     def __init__(self, folder: Path | None = None, create: bool = False) -> None:
@@ -184,12 +187,12 @@ class KeyRing:
         return self.open()
 
     def order_seed(self, seed: int) -> int:
-        """Return the seed of the random order in which clients present their labels.
+        """Return the seed of the random order in which clients report their labels.
 
         Placeholders (numbers that stand for labels) are numbered in this order. A server that guesses the order can
         tell which label each placeholder stands for. At real sites, the seed is therefore derived from a secret in the
-        key file. In a simulation, nothing is hidden from the user. The seed is then the experiment's seed, so that a
-        spec always has the same result.
+        key file. In a simulation, nothing is hidden from the user. The function then returns the experiment's seed, so
+        that a spec always has the same result.
 
         Args:
             seed: The experiment's seed.

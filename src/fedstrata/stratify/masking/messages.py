@@ -1,10 +1,10 @@
-"""The requests and replies of an enrolment, in which the server learns which clients have labels in common.
+"""Requests and replies of an enrolment, in which the server learns which clients have labels in common.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
 over a client's labels have this order. C is the number of classes, L is the number of a client's labels, and P is the
-number of placeholders. Ciphertexts are bytes in TenSEAL's format. ``key`` is the fingerprint of the keys with which the
-ciphertexts were encrypted.
+number of placeholders. Ciphertexts are bytes in TenSEAL's format. The field ``key`` is the fingerprint of the keys with
+which the ciphertexts were encrypted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PublicKeys(Reply):
 
 @record("OpenKeys")
 class OpenKeys(Request):
-    """A request for the public keys that all clients share; the client makes the keys if there are no keys yet.
+    """A request for the public keys that all clients share. The client makes the keys if they do not exist yet.
 
     Args:
         comparing: Whether the server also needs the key for comparisons, in addition to the key for counts.
@@ -52,7 +52,7 @@ class OpenKeys(Request):
     comparing: bool
 
     def check(self, reply: PublicKeys) -> None:
-        """Refuse secret keys, and keys with other encryption parameters than expected."""
+        """Refuse secret keys, and keys with unexpected encryption parameters."""
         sealer(reply.counting, COUNTING)
         if self.comparing:
             sealer(reply.comparing, COMPARING)
@@ -63,7 +63,7 @@ class Assigned(Reply):
     """The confirmation of ``Assign``.
 
     Args:
-        labels: The number of labels of the client.
+        labels: The number of different labels of the client.
     """
 
     labels: int
@@ -71,10 +71,10 @@ class Assigned(Reply):
 
 @record("Assign")
 class Assign(Request):
-    """A request that tells a client its placeholders, the numbers that stand for its labels in later requests.
+    """A request that tells a client its placeholders, which stand for its labels in later requests.
 
     Args:
-        placeholders: One placeholder for each of the client's labels, int64.
+        placeholders: One placeholder (number) for each of the client's labels, int64.
     """
 
     reply_type: ClassVar[type[Reply]] = Assigned
@@ -85,7 +85,7 @@ class Assign(Request):
 
 @record("TagReply")
 class TagReply(Reply):
-    """A tag for each of the client's labels: the label's HMAC-SHA256 with the clients' key, cut to 16 bytes.
+    """A tag for each of the client's labels: the first 16 bytes of the label's HMAC-SHA256 with the clients' key.
 
     Args:
         key: The keys' fingerprint.
@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were made with the wrong keys, and more tags than classes."""
+        """Refuse tags that were made with the wrong keys, and replies with more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"there are {len(self.tags)} tags, but only {classes} classes")
@@ -135,7 +135,7 @@ class SealLabels(Request):
     """A request for the client's encrypted labels, which the server compares with its list (masking ``ckks``).
 
     Args:
-        classes: C, the number of classes.
+        classes: The number C of classes.
     """
 
     reply_type: ClassVar[type[Reply]] = SealedLabels
@@ -151,10 +151,10 @@ class SealLabels(Request):
 
 @record("CompareReply")
 class CompareReply(Reply):
-    """The entries of the server's encrypted list of labels (the unique list) that equal the client's labels.
+    """The positions at which the server's encrypted list of labels (the unique list) contains the client's labels.
 
     Args:
-        places: For each label of the client, the position of a zero difference, int64, shape (L,). The position is i ·
+        places: The position of a zero difference for each label of the client, int64, shape (L,). The position is i ·
             width + c if the difference in column c of the request's ciphertext i is zero. The label then equals an
             entry of the list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines columns
             and width.
@@ -165,12 +165,12 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """A request to report the zeros among the scrambled differences of the client's labels from the server's list.
+    """A request to report which scrambled differences between the client's labels and the server's list are zero.
 
     Args:
-        classes: C, the number of classes.
-        sheets: For each ciphertext of differences, the index (into ``SealedLabels.sheets``) of the client's ciphertext
-            that is compared with the list, int64.
+        classes: The number C of classes.
+        sheets: The index (into ``SealedLabels.sheets``) of the client's ciphertext to which each ciphertext of
+            differences belongs, int64.
         differences: The ciphertexts of the differences.
     """
 
@@ -182,7 +182,7 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Refuse replies about more labels than there are classes."""
+        """Refuse replies that contain more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
@@ -206,13 +206,13 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """A request for encrypted entries for the client's labels that are not on the server's list of labels yet.
+    """A request to encrypt entries for the client's labels that are not on the server's list of labels yet.
 
     Args:
-        classes: C, the number of classes.
+        classes: The number C of classes.
         labels: The indices of the requested labels among the client's labels, int64.
-        places: For each requested label, the index of its new entry, which is page · width + column, int64. A page is
-            one ciphertext of the list. ``SlotLayout`` defines columns and width.
+        places: The index of the new entry for each requested label, int64. The index is page · width + column. A page
+            is one ciphertext of the list. ``SlotLayout`` defines columns and width.
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
@@ -239,7 +239,7 @@ class CountReply(Reply):
     Args:
         key: The keys' fingerprint.
         pages: The ciphertexts of the client's sample counts for all P placeholders (numbers that stand for labels). The
-            count is 0 for labels that the client lacks.
+            count is 0 for labels that the client does not have.
     """
 
     key: str
@@ -251,8 +251,8 @@ class CountReport(Request):
     """A request for a client's encrypted sample counts, which also tells the client the placeholders of its labels.
 
     Args:
-        placeholders: One placeholder for each of the client's labels, int64.
-        size: P, the number of placeholders, which is the number of different labels of all clients.
+        placeholders: One placeholder (number) for each of the client's labels, int64.
+        size: The number P of placeholders, which is the number of different labels of all clients.
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
@@ -262,7 +262,7 @@ class CountReport(Request):
     size: int
 
     def check(self, reply: CountReply) -> None:
-        """Refuse a reply whose number of ciphertexts does not fit the number of placeholders."""
+        """Refuse a reply if its number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
             raise ReplyRefusedError(f"the reply has {len(reply.pages)} ciphertexts for {self.size} placeholders")
 
@@ -278,7 +278,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals: fewer samples of a label than clients with the label, or samples without a client.
+        """Refuse impossible totals: fewer samples of a label than clients with it, or samples that no client has.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
@@ -296,7 +296,7 @@ class OpenTotals(Request):
 
     Args:
         pages: The ciphertexts. Each ciphertext contains many totals.
-        size: P, the number of labels.
+        size: The number P of labels.
     """
 
     reply_type: ClassVar[type[Reply]] = Totals
@@ -306,13 +306,13 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """Refuse a reply without one total per label."""
+        """Refuse a reply that does not have exactly one total per label."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """For each of a client's labels, the client's fraction of all samples of the label.
+    """A client's fraction of all samples of each of its labels.
 
     Args:
         shares: The client's number of samples of each of its labels, divided by the number over all clients, float64,
@@ -343,7 +343,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """Refuse fractions that mean less than one sample or more than all samples."""
+        """Refuse fractions that amount to less than one sample, or to more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
             raise ReplyRefusedError("a fraction of samples is above 1, or amounts to less than one sample")

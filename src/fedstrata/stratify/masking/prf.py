@@ -1,4 +1,4 @@
-"""Keyed hashes of labels, which look like a random function (PRF) to everyone without the key."""
+"""Compute keyed hashes of labels. Without the key, they look like values of a random function (PRF)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEY_SIZE, TAG_SIZE = 32, 16
 
 
 def label_bytes(name: str) -> bytes:
-    r"""Return the canonical bytes of a class name, which do not depend on how its characters are encoded in Unicode.
+    r"""Return the canonical bytes of a class name. They do not depend on how Unicode encodes its characters.
 
     >>> label_bytes("caf\u00e9") == label_bytes("cafe\u0301")
     True
@@ -19,10 +19,10 @@ def label_bytes(name: str) -> bytes:
 
 
 def tag(key: bytes, name: str) -> bytes:
-    """Return the tag of a class name, which is its HMAC-SHA256, cut to 16 bytes.
+    """Return the tag of a class name: the first 16 bytes of its HMAC-SHA256.
 
-    Without the key, tags tell only which labels are equal. The probability that any two of 10,000 labels have the same
-    tag is 1e-31.
+    Without the key, tags reveal only which labels are equal. The probability that any two of 10,000 labels have the
+    same tag is 1e-31.
 
     >>> tag(bytes(32), "cat") == tag(bytes(32), "cat"), len(tag(bytes(32), "cat"))
     (True, 16)

@@ -1,4 +1,4 @@
-"""Helpers of the server for an enrolment: requests to single clients, and the clients' public keys."""
+"""Help the server in an enrolment: send requests to individual clients, and use the clients' public keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Ask one client; return its reply, or None if the client fails. An event then records the reason."""
+    """Ask one client. Return its reply, or None if the client fails. An event then records the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
@@ -33,10 +33,10 @@ def ask_until(
     *,
     check: Check | None = None,
 ) -> tuple[ClientId, Any]:
-    """Ask clients until one answers; return the client and its reply.
+    """Ask clients one after another until one answers. Return this client and its reply.
 
     Raises:
-        QuorumError: No client answers. The message says why the last client failed.
+        QuorumError: No client answers. The error message says why the last client failed.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)
@@ -59,16 +59,16 @@ class Public:
 
     @cached_property
     def counting(self) -> Sealer:
-        """The public key with which counts are encrypted and added."""
+        """The public key that encrypts and adds counts."""
         return sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
-        """The public key with which labels are encrypted and compared."""
+        """The public key that encrypts and compares labels."""
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Refuse a reply whose data were encrypted with other keys.
+        """Refuse a reply with data that were encrypted with other keys.
 
         Args:
             key: The fingerprint in the reply.

@@ -1,24 +1,25 @@
-"""The layout of labels in the slots of a ciphertext, and the scrambling of differences between them.
+"""Arrange labels in the slots of a ciphertext, and scramble the differences between labels.
 
-A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains each label of any client exactly
-once. One subtraction of ciphertexts compares several labels of a client with the whole list. To make this possible, the
-slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a ciphertext of the
-list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext of a client, each
-row contains the code of one of its labels, which is the same in all columns. A client with more labels than rows sends
-several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several ciphertexts, called
-*pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has one of these two codes.
+A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
+exactly once. One subtraction of ciphertexts compares several labels of a client with the whole list. To make this
+possible, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
+ciphertext of the list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext
+of a client, each row contains the code of one of its labels, which is the same in all columns. A client with more
+labels than rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several
+ciphertexts, called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has one of these
+two codes.
 
-A client must learn only whether a difference d is zero. Multiplication by a random number is not enough, because the
-product r·d of real numbers still shows the magnitude of d. The server therefore computes
+A client must learn only whether a difference d is zero. It is not enough to multiply d by a random number r, because
+the product r·d of real numbers still reveals the magnitude of d. The server therefore computes
 
     z = r·d + p·s + u
 
-with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z is
-r·d: zero for d = 0, and exactly uniform over 1 … p − 1 for every other d. The integer quotient of z and p is s plus a
-number below p that depends on d. The distribution of this quotient changes with d by at most p / S, which is 2⁻¹⁹ for
-up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together, noise and error stay
-below 1/4, so that rounding is exact. The term p·s + u is encrypted afresh for each comparison, which hides how the
-ciphertext was computed.
+with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z equals
+r·d. This is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum of
+s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p / S,
+which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together, noise
+and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison. This hides
+how the ciphertext was computed.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _SPAN = 2**44
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The layout of ciphertexts for C classes; the module's docstring describes it.
+    """The layout of ciphertexts for C classes. The module's docstring describes the layout.
 
     Args:
-        classes: C, the largest number of labels on the unique list (the encrypted list of all labels).
+        classes: The largest number C of labels on the unique list (the encrypted list of all labels).
         slots: The number of slots of a ciphertext.
 
     >>> layout = SlotLayout(10)
@@ -86,7 +87,7 @@ class SlotLayout:
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
-        """Return a client's *sheets*: the vectors that it encrypts to compare its labels with the unique list.
+        """Return a client's *sheets*: the vectors that the client encrypts to compare its labels with the unique list.
 
         Args:
             labels: The indices of the client's classes, shape (L,).
@@ -105,12 +106,12 @@ class SlotLayout:
 
         Args:
             labels: The indices of the classes to add, shape (L,).
-            places: The index of the new entry for each class, shape (L,). The index is page · width + column, where a
-                page is one ciphertext of the list.
+            places: The index of the new entry for each class, shape (L,). The index is page · width + column. A page is
+                one ciphertext of the list.
 
         Returns:
-            A mapping from each page that gets an entry to the array to add to this page, shape (slots,). The array is
-            zero in all columns without a new entry.
+            A mapping from the index of each page that gets an entry to an array of shape (slots,), which is added to
+            this page. The array is zero in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
@@ -122,8 +123,8 @@ class SlotLayout:
     def blind(self) -> tuple[Floats, Floats]:
         """Draw the random numbers r and p·s + u that hide differences (see the module's docstring), shape (slots,).
 
-        The numbers come from the operating system's randomness. If the numbers depended on the experiment's seed, which
-        clients know, clients could repeat the draws.
+        The numbers come from the operating system's randomness. If the numbers depended on the experiment's seed,
+        clients could repeat the draws, because clients know the seed.
         """
         p = self.prime
         spread = min(p << 20, _SPAN // p)
@@ -139,12 +140,12 @@ class SlotLayout:
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: For each ciphertext, the index of the client's sheet that is compared with the list.
-            labels: L, the number of labels that the client sent.
+            sheets: The index of the client's sheet from which each ciphertext was computed.
+            labels: The number L of labels that the client sent.
 
         Returns:
             The position of a zero difference for each label, shape (L,). The position is i · width + c for column c of
-            ciphertext i, and −1 if the label has no zero difference.
+            ciphertext i. If a label has no zero difference, the position is −1.
 
         Raises:
             FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This error cannot
@@ -162,7 +163,7 @@ class SlotLayout:
 
 
 def below(bound: int, size: int) -> Ints:
-    """Draw ``size`` numbers in 0 … bound − 1 from the operating system's randomness; the bias is below bound / 2⁶³."""
+    """Draw ``size`` numbers in 0 … bound − 1 from the operating system's randomness, with a bias below bound / 2⁶³."""
     drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(1)
     return (drawn % np.uint64(bound)).astype(np.int64)
 

@@ -1,10 +1,10 @@
-"""The unique list, an encrypted list of all labels, by which the server finds common labels (Stratify §IV-A).
+"""The unique list: an encrypted list of all labels, with which the server finds common labels (Stratify §IV-A).
 
-The server compares clients with the list one after another, and adds their new labels to the list. When the list has
-all classes, the server compares all other clients with the list at once. For a comparison, the server subtracts
-ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the labels are equal, and all
-other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has only public keys. From the
-clients' replies, the server learns where the zeros are.
+The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
+the list has all classes, the server compares the labels of all other clients with the list at once. For a comparison,
+the server subtracts ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the
+labels are equal, and all other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has
+only public keys, so it cannot decrypt labels. From the clients' replies, the server learns where the zeros are.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PackedRegister:
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: For each placeholder (a number that stands for a label), the index of its entry in the list, shape (P,).
-            The index is the page's index times the width, plus the index within the page.
+        places: The index in the list of each placeholder (a number that stands for a label), shape (P,). This index is
+            the page's index times the width, plus the index within the page.
     """
 
     keys: PublicKeys
@@ -50,12 +50,12 @@ class PackedRegister:
 class UniqueList:
     """The server's encrypted list of all different labels, with which it compares the clients' labels.
 
-    The *placeholder* of a label is a number that stands for it. The first label that was added has the placeholder 0,
-    the second label has 1, and so on.
+    The *placeholder* of a label is a number that stands for the label. The first label that was added has the
+    placeholder 0, the second label has the placeholder 1, and so on.
 
     Args:
-        federation: The federation, to ask clients. The list is complete when it has as many labels as the federation
-            has classes.
+        federation: The federation, through which the server asks clients. The list is complete when it has as many
+            labels as the federation has classes.
         public: The clients' public keys.
         register: The list of an earlier enrolment; None for a new list.
     """
@@ -81,7 +81,7 @@ class UniqueList:
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
-        """Ask clients for their encrypted labels; return a mapping from each client to its reply."""
+        """Ask clients for their encrypted labels. Return a mapping from each client to its reply."""
         return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
@@ -92,8 +92,8 @@ class UniqueList:
 
         Returns:
             A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
-            value −1 means that a label is not on the list. Clients without an answer, or with an impossible answer, are
-            left out.
+            value −1 means that a label is not on the list. Clients that did not answer, or sent an impossible answer,
+            are left out.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -139,11 +139,11 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare clients with the list one after another and add their new labels, until the list is complete.
+        """Compare the labels of one client after another with the list, and add new labels until it is complete.
 
         Returns:
-            Two values: a mapping from each client that answered to its placeholders (the numbers that stand for its
-            labels); and the clients that were not asked.
+            Two values. First, a mapping from each client that answered to its placeholders (the numbers that stand for
+            its labels). Second, the clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
@@ -161,7 +161,7 @@ class UniqueList:
         return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """Return the numbers that stand for each client's labels; refuse clients with labels that are not on the list.
+        """Return the numbers that stand for each client's labels. Refuse clients with labels that are not on the list.
 
         The list must be complete.
         """
@@ -203,9 +203,9 @@ class UniqueList:
         *,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
-        """Ask clients; return the reply of each client that answered.
+        """Ask clients, and return the reply of each client that answered.
 
-        If a single client is asked and raises an exception, it counts as a client that did not answer.
+        If only one client is asked and it raises an exception, it counts as a client that did not answer.
         """
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
