@@ -56,7 +56,7 @@ class Column(Setting):
             frequent, the smallest number or the first category is used. ``constant``: the key ``value``.
             ``separate-category``: missing values become a category of their own. Default: a missing value is an error.
         step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
-            two rules, because each site sends the count of each rounded number.
+            two rules, because they count how often each rounded number occurs.
         value: Replacement of missing values if ``impute`` is ``constant``.
         indicator: Whether to add a feature that is 1 if the value of this column is missing.
     """

@@ -111,7 +111,7 @@ def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener 
         SpecError: The engine cannot simulate masks, or a listener wants single replies.
     """
     if listener is not None:
-        problem = "a listener, such as an audit, needs single replies. Use 'plain', or remove the listener."
+        problem = "a listener, such as an audit, needs the reply of each client. Use 'plain', or remove the listener."
         raise SpecError("privacy.sums", problem, privacy.sums)
     if privacy.simulate_masks and isinstance(engine, str) and engine != "local":
         raise SpecError(
