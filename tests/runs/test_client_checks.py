@@ -25,9 +25,18 @@ TABLE: dict[str, Any] = {
     [
         ({"method": {"name": "fedavg"}}, r"method\.aggregator = 'size': does not give all clients the same weight"),
         ({"method": {"name": "fedavg", "aggregator": "median"}}, r"method\.aggregator = 'median'"),
-        ({"method": {"name": "scaffold", "aggregator": "mean"}}, r"method\.objective = 'scaffold': lets clients send more than"),
-        ({"method": {"name": "rebafl", "aggregator": "mean"}}, r"method\.objective = 'rebafl': lets clients send more than"),
-        ({"method": {"name": "feddyn", "aggregator": "mean"}}, r"method\.objective = 'feddyn': uses the updates of individual"),
+        (
+            {"method": {"name": "scaffold", "aggregator": "mean"}},
+            r"method\.objective = 'scaffold': lets clients send",
+        ),
+        (
+            {"method": {"name": "rebafl", "aggregator": "mean"}},
+            r"method\.objective = 'rebafl': lets clients send",
+        ),
+        (
+            {"method": {"name": "feddyn", "aggregator": "mean"}},
+            r"method\.objective = 'feddyn': uses the updates of",
+        ),
         ({"method": "stratify"}, r"method\.name = 'stratify': asks clients for more than one update"),
         ({"method": "sfl"}, r"method\.name = 'sfl': asks clients"),
         ({"method": {"name": "ccvr", "aggregator": "mean"}}, r"method\.name = 'ccvr': asks clients"),

@@ -22,7 +22,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 class Remembering(Aggregator):
     """Base class of aggregators that store values of each client; subclasses override ``init`` and ``combine``."""
 
-    needs_replies = "stores values of single clients"
+    needs_replies = "stores values of individual clients"
 
     @override
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:

@@ -31,7 +31,7 @@ class RobustAggregator(Aggregator):
     of an objective are not combined robustly: they are still averaged.
     """
 
-    needs_replies = "compares single updates"
+    needs_replies = "compares individual updates"
 
     @property
     def least_replies(self) -> int:

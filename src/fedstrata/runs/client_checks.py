@@ -34,10 +34,10 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
     at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
-    single = "the server would clip single updates, but it sees only sums. Use 'plain', or remove privacy.clients."
+    single = "the server must clip each update, but it sees only sums. Use 'plain', or remove privacy.clients."
     online = "the clients that are online would decide which other clients are invited. Remove it."
-    colluding = "attackers may use other clients' updates, so the bound does not hold. Use 'label-flip', or remove it."
-    buffers = "has buffers or whole-number parameters, which get no noise. Use a model without BatchNorm."
+    colluding = "attackers may use other clients' updates, so ε does not hold. Use 'label-flip', or remove it."
+    buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None, "privacy.clients", dp.noise, at_sites),
         (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
@@ -49,7 +49,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             getattr(spec.attack, "name", ""),
             colluding,
         ),
-        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "gets no noise. Remove it."),
+        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "has no noise. Remove the key."),
         (
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",

@@ -130,7 +130,7 @@ class Stratified(ClientSampler):
             ``neyman-at-least-one`` if ``refresh`` is ``participants``.
     """
 
-    needs_replies = "groups clients by their single gradients"
+    needs_replies = "groups clients by their gradients"
 
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=255)
