@@ -117,7 +117,8 @@ class TrimmedMean(RobustAggregator):
     """The mean of the updates in each coordinate, without the f smallest and the f largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies per round that may come from attackers. With 0, the result is the mean of the updates.
+        attackers: Number f of replies per round that may come from attackers. With 0, the result is the mean of the
+            updates.
     """
 
     attackers: NonNegativeInt = 1
