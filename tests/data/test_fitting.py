@@ -129,7 +129,7 @@ def test_statistics_travel():
         ({"samples": 2**62}, f"statistics cover {2**62} samples, but the limit"),
         ({"counts": {}}, "counts for the columns"),
         ({"squares": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
-        ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values for 9 samples"),
+        ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values, but there are 9 samples"),
         ({"low": torch.full((4,), math.nan, dtype=torch.float64)}, "the minimum of a column"),
         ({"low": torch.full((4,), -math.inf, dtype=torch.float64)}, "the minimum of a column"),
         ({"high": torch.full((4,), -1e9, dtype=torch.float64)}, "the minimum of a column"),

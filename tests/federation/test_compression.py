@@ -456,11 +456,11 @@ def test_prototypes_have_no_place_in_a_memory() -> None:
     [
         (
             {"method": "sfl"},
-            "communication: has no effect, because clients of sfl do not send updates of one model",
+            "communication: has no effect, because sfl does not send the same model to all clients",
         ),
         (
             {"method": {"name": "stratify", "mode": "single"}},
-            "communication: has no effect, because clients of stratify",
+            "communication: has no effect, because stratify does not send",
         ),
         (
             {"communication": {"down": {"name": "top-k", "damping": 0.5}}},

@@ -111,17 +111,17 @@ def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
 
 
 NEEDS_REPLIES = {
-    "fedsts": "groups clients by their single gradients",
-    "fedstas": "groups clients by their single gradients",
-    "fedssar": "groups clients by their single models",
+    "fedsts": "groups clients by their gradients",
+    "fedstas": "groups clients by their gradients",
+    "fedssar": "groups clients by their models",
     "clustered": "groups clients by their numbers of samples or updates",
-    "power-of-choice": "compares the losses of single clients",
+    "power-of-choice": "compares the losses of individual clients",
     "fedentopt": "asks each client for its label counts",
     "fedgs": "asks each client for its label counts",
     "sfl": "sends the model from client to client",
     "fedtan": "adds up statistics between clients in the middle of a step",
     "ccvr": "asks each client for the moments of its features",
-    **dict.fromkeys(("fedau", "mifa", "fedawe", "fedvarp"), "stores values of single clients"),
+    **dict.fromkeys(("fedau", "mifa", "fedawe", "fedvarp"), "stores values of individual clients"),
 }
 """The methods that need single replies, and the reason in the error."""
 
@@ -362,7 +362,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an attack": ({"attack": {"name": "sign-flip", "clients": [1]}}, "attack = 'sign-flip': the server does not see"),
     "a codec": ({"communication": {"up": "powersgd"}}, "communication: codecs have no secure sum yet"),
     "diversity": ({"evaluation": {"weight_diversity": True}}, "evaluation.weight_diversity = True: the server does"),
-    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of single clients are not sums"),
+    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of individual clients are not sums"),
     "noise": (
         {"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}},
         "privacy.dp: is not supported with privacy.sums = 'secure' yet",
@@ -377,7 +377,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a large bound": ({"privacy": {"largest": 10**9}}, r"privacy.sums = 'secure': the sums do not fit into 32 bits"),
     "a robust aggregator": (
         {"method": {"name": "fedavg", "aggregator": "median"}},
-        "method.aggregator = 'median': compares single updates",
+        "method.aggregator = 'median': compares individual updates",
     ),
     "draws with replacement": (
         {"method": {"name": "fedavg", "client_sampler": {"name": "uniform", "replacement": True}}},

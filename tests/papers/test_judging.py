@@ -184,7 +184,7 @@ def test_the_same_comparison_from_the_other_side(table):
 
 def test_a_row_that_the_table_does_not_have_is_an_error(table):
     for row, than in (("d", "a"), ("a", "d"), ("a", ["b", "d"])):
-        with pytest.raises(Exception, match="mine does not have all rows"):
+        with pytest.raises(Exception, match="mine lacks rows of this claim"):
             judged(Claim("rebafl", "d before b", "", "above", {"table": "mine", "row": row, "than": than}), {})
 
 

@@ -60,7 +60,7 @@ def test_clients_that_are_others_in_each_seed_are_refused():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(SpecError, match=r"these runs have no results of single clients\. Set evaluation.client_test"):
+    with pytest.raises(SpecError, match=r"these runs have no results of individual clients\. Set"):
         by_client({"a": [History([])]})
     with pytest.raises(
         SpecError,

@@ -433,7 +433,7 @@ class _Session:
         self._answer("fetch", None)
         (Path(place) / job / "fedstrata").mkdir(parents=True)
         (Path(place) / job / "fedstrata" / "of").write_text(job)
-        why = {"round": 1, "kind": "absent", "reason": "site b takes no part: column 'age' = '130'"}
+        why = {"round": 1, "kind": "absent", "reason": "site b does not take part: column 'age' = '130'"}
         MetricsLog(Path(place) / job / "fedstrata" / "events.jsonl").append(
             {"round": 1, "kind": "late", "reason": "x"}, why, why
         )
@@ -479,7 +479,7 @@ def test_a_server_that_is_away_is_waited_for(submitted: Submitted, at: str) -> N
 
     job, _, told = submitted(NoConnection("gone"), SessionClosed("gone"), at=at)
     assert job == "new"
-    assert told[-1] == "site b takes no part: column 'age' = '130'"
+    assert told[-1] == "site b does not take part: column 'age' = '130'"
     assert [line for line in told if "waiting" in line] == [
         "waiting for the server (NoConnection: gone)", "waiting for the server (SessionClosed: gone)",
     ]  # fmt: skip

@@ -64,7 +64,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"dp": 1.0, "outside_dp": ["sizes"]}, NOISY, "policy.outside_dp", "('normalization'), but this site allows"),
         ({"dp": 1.0, "outside_dp": []}, PRESET, "policy.outside_dp", "samples of each client would be sent without"),
         ({"budget": 3.0}, PRESET | TUNED, "policy.outside_dp", "('evaluation'), but this site allows only: sizes"),
-        ({"sums": "secure"}, {}, "policy.sums", "would see single updates, but this site accepts only privacy.sums ="),
+        ({"sums": "secure"}, {}, "policy.sums", "would see individual updates, but this site accepts only privacy"),
         ({"parties": 4}, SECURE, "policy.parties", "job sums over 3 or more sites, but this site requires 4 or more"),
     ],
     ids=str,

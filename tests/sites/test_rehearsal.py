@@ -73,11 +73,11 @@ def test_a_rehearsal_finds_the_file_that_is_not_what_the_spec_says(
     file.write_text("\n".join([header, "900" + first[first.index(",") :], *rest]) + "\n")
     there = rehearse(place, "there")
     reasons = [event["reason"] for event in read_jsonl(there / "events.jsonl") if event["kind"] == "absent"]
-    assert any("site switzerland takes no part" in reason and "'age'" in reason for reason in reasons)
+    assert any("site switzerland does not take part" in reason and "'age'" in reason for reason in reasons)
     sites = place / "examples/hospitals/sites.toml"
     sites.write_text(sites.read_text().replace("least = 1 ", "least = 2 ").replace('"wait"', '"abort"'))
     rehearse(place, "again", code=1)
-    assert "the setting 'least' requires 2: site switzerland takes no part" in capsys.readouterr().err
+    assert "the setting 'least' requires 2: site switzerland does not take part" in capsys.readouterr().err
 
 
 def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_rehearsal_does_not_go_on_with_other_data(place: Path, changed: bool) 
     reasons = [event["reason"] for event in read_jsonl(place / "part" / "events.jsonl") if event["kind"] == "absent"]
     assert [record["clients_returned"] for record in fs.History.load(place / "part")] == [2, 1 if changed else 2]
     assert bool(reasons) == changed
-    problem = "site switzerland takes no part: its data have changed since the run began"
+    problem = "site switzerland does not take part: its data have changed since the run began"
     assert all(problem in reason for reason in reasons)
 
 

@@ -459,7 +459,7 @@ def test_a_site_that_cannot_begin_takes_no_part_and_the_events_say_why(
     history = made.run(tmp_path / "out")
     assert [record["clients_returned"] for record in history] == [2, 2]
     (event,) = _events(tmp_path / "out", "absent")
-    assert "site c takes no part: " in event
+    assert "site c does not take part: " in event
     assert event.count("site c") == 1
 
 
@@ -470,7 +470,7 @@ def test_no_site_at_all_is_an_error(sites: Callable[..., Sites]) -> None:
         raise SiteLostError("it has not joined")
 
     made.hook = hook
-    with pytest.raises(SiteLostError, match="it has not joined; site b takes no part: it has not joined; site c takes"):
+    with pytest.raises(SiteLostError, match="it has not joined; site b does not take part: it has not joined; site c"):
         made.run()
 
 
@@ -876,7 +876,7 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     reasons = [event["reason"] for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "absent"]
     assert len(reasons) == 1
     assert (
-        "site west takes no part: its data have changed since the run began, or the fingerprint key in its"
+        "site west does not take part: its data have changed since the run began, or the fingerprint key in its"
         in reasons[0]
     )
     assert [record["clients_returned"] for record in history] == [3, 2]

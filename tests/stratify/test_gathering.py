@@ -247,7 +247,7 @@ def test_a_part_that_is_refused_ends_its_clients_epoch(start, balanced):
 
 @pytest.mark.parametrize("mode", ["single", "hybrid"])
 def test_models_that_travel_sample_by_sample_are_refused_before_the_first_round(start, balanced, mode):
-    with pytest.raises(SpecError, match=r"privacy.min_samples = 3: method.mode = '\w+' passes the model on") as error:
+    with pytest.raises(SpecError, match=r"privacy.min_samples = 3: with method.mode = '\w+', each update") as error:
         start(private("iid", mode=mode), balanced)
     assert error.value.key == "privacy.min_samples"
 

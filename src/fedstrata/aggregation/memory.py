@@ -22,7 +22,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 class Remembering(Aggregator):
     """Base class of aggregators that store values of each client. Subclasses override ``init`` and ``combine``."""
 
-    needs_replies = "stores values of single clients"
+    needs_replies = "stores values of individual clients"
 
     @override
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -46,7 +46,7 @@ class Intervals(Remembering):
 
     Args:
         cutoff: Longest interval between two replies of a client, in rounds (K). A smaller value reduces the weights of
-            clients that reply rarely, but biases the result. The default comes from the authors' examples.
+            clients that reply rarely, but biases the result.
     """
 
     cutoff: PositiveInt = 50
@@ -86,8 +86,8 @@ class LastUpdates(Remembering):
     BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take as much memory as N
-            models, on the server and in each checkpoint.
+        memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
+            client, which is as large as the model.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -121,8 +121,8 @@ class VarianceReduced(LastUpdates):
     are averaged over the replies of the round.
 
     Args:
-        memory_gb: Largest memory for the stored updates of all clients, in GB. The updates take as much memory as N
-            models, on the server and in each checkpoint.
+        memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
+            client, which is as large as the model.
     """
 
     @override

@@ -32,7 +32,7 @@ class RobustAggregator(Aggregator):
     of an objective are not combined robustly, but averaged.
     """
 
-    needs_replies = "compares single updates"
+    needs_replies = "compares individual updates"
 
     @property
     def least_replies(self) -> int:
@@ -118,7 +118,8 @@ class TrimmedMean(RobustAggregator):
     """The mean of the updates in each coordinate, without the f smallest and the f largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies per round that attackers may send. With 0, the result is the mean of the updates.
+        attackers: Number f of replies per round that may come from attackers. With 0, the result is the mean of the
+            updates.
     """
 
     attackers: NonNegativeInt = 1
@@ -150,7 +151,7 @@ class Krum(RobustAggregator):
     update with the smallest score is used, and all other updates are ignored.
 
     Args:
-        attackers: Number f of replies per round that attackers may send. A round needs at least 2 f + 3 replies.
+        attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
     """
 
     attackers: NonNegativeInt = 1
@@ -188,7 +189,7 @@ class MultiKrum(Krum):
     """The mean of the updates with the smallest scores of Krum (Blanchard et al. 2017).
 
     Args:
-        attackers: Number f of replies per round that attackers may send. A round needs at least 2 f + 3 replies.
+        attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
         chosen: Number m of updates in the mean, at most n − f, where n is the number of replies. Default: n − f.
     """
 

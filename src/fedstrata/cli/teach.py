@@ -61,7 +61,7 @@ def _new(options: argparse.Namespace) -> None:
     [template] = TEMPLATES.glob(f"{kind.replace('-', '_')}.*")
     path: Path = options.file or Path(template.name)
     if path.suffix != template.suffix:
-        raise SpecError("FILE", f"is not a file of this kind. Give a name that ends in {template.suffix}.", str(path))
+        raise SpecError("FILE", f"has the wrong ending. Give a name that ends in {template.suffix}.", str(path))
     if path.suffix == ".py" and not path.stem.isidentifier():
         raise SpecError("FILE", "is not a name that Python can import. Use, for example, my_sampler.py.", str(path))
     text = template.read_text(encoding="utf-8").replace("{module}", path.stem).replace("{file}", path.as_posix())

@@ -306,7 +306,7 @@ class Unfitted:
         for index, (name, column) in enumerate(self._columns()):
             count = float(other.count[index])
             if count > other.samples or (column.impute is None and count < other.samples):
-                raise DataError(f"column {name!r} has {count:g} values for {other.samples} samples")
+                raise DataError(f"column {name!r} has {count:g} values, but there are {other.samples} samples")
             if column.counted and (counted := float(other.counts[name][:, 1].sum())) != count:
                 problem = f"{count:g} values were reported, but the counts of its values add up to {counted:g}"
                 raise DataError(f"column {name!r}: {problem}")

@@ -56,7 +56,7 @@ class Column(Setting):
             frequent, the smallest number or the first category is used. ``constant``: the key ``value``.
             ``separate-category``: missing values become a category of their own. Default: a missing value is an error.
         step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
-            two rules, because each site sends the count of each rounded number.
+            two rules, because each site counts how often each rounded number occurs.
         value: Replacement of missing values if ``impute`` is ``constant``.
         indicator: Whether to add a feature that is 1 if the value of this column is missing.
     """
@@ -214,8 +214,8 @@ class Schema(Setting):
         missing: Texts of cells that count as missing values, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
         test: Fraction of each client's rows that is held out for testing, but at least one row if the client has two or
-            more rows. If labels are classes, the held-out rows are stratified by label. Alternatively, the name of a
-            column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+            more rows. If labels are classes, the held-out rows are stratified by label. Alternatively, ``test`` is the
+            name of a column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -78,7 +78,7 @@ with warnings.catch_warnings():
                 ``shift`` and ``scale``, or neither.
             augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
                 ``"module:function"``.
-            custom: Description of the arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
+            custom: Description of the arrays that a Python program passed to fedstrata. fedstrata sets this key itself.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

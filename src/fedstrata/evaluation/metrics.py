@@ -248,7 +248,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 computed from the sums of all classes' (or labels') counts (scikit-learn's micro ``f1_score``)."""
+    """F1 computed from counts that are added up over all classes or labels (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -321,7 +321,7 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: with two classes, of the second class; with more classes, the mean over all classes.
+    """Area under the ROC curve: of the second of two classes, or averaged over three or more classes.
 
     The curve of a class separates samples of this class from all other samples. The mean leaves out a class if it has
     no samples or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the

@@ -42,8 +42,8 @@ class Evaluation(Setting):
         fine_tune: Number of epochs for which each client fine-tunes the global model. The resulting personal model is
             evaluated on the client's own test samples. With 0, the personal model is the global model with the client's
             own state, such as its BatchNorm statistics.
-        unheard: Number n of evaluations. A client counts as *unheard* if the server has used no reply of the client
-            since the first of the last n evaluations. Results of unheard clients are also reported separately.
+        unheard: Number n of evaluations. A client counts as *unheard* if the server did not use any reply of this
+            client during the last n evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
         per_class: Whether to record the accuracy and all other per-class metrics of every class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,

@@ -62,7 +62,7 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and then invites only these clients.
+        announced: Whether the server knows which clients are online. If true, the server invites only these clients.
         deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
         seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
         speed_spread: Standard deviation of the logarithm of the clients' speeds, which stay the same in all rounds.

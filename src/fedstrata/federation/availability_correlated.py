@@ -89,7 +89,7 @@ class LabelCorrelated(Correlated):
 
 
 class SizeCorrelated(Correlated):
-    """The probability that a client is online increases, or decreases, with the client's number of samples.
+    """Clients with many samples are online more often, or less often, than clients with few samples.
 
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 

@@ -101,9 +101,8 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each value that it sends. Examples of such
-            values are updates, gradients for batches of Stratify, prototypes, counts of classes and means of columns. A
-            run in which no client has enough samples is refused.
+        min_samples: Minimum number of samples from which a client computes each value that it sends, such as an update,
+            a prototype or the mean of a column. A run in which no client has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
@@ -111,8 +110,8 @@ class Privacy(Setting):
         clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
             Default: none.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
-            clients of a round (Bonawitz et al. 2017). Only methods that do not need single replies have secure sums,
-            and some of these methods have secure sums only in simulations. Secure sums need the extra ``secure``.
+            clients of a round (Bonawitz et al. 2017). Methods that use the replies of individual clients do not have
+            secure sums. Some other methods have secure sums only in simulations. Secure sums need the extra ``secure``.
         simulate_masks: Whether clients of a simulation really mask their updates. Without masks, the results are the
             same, and the run is faster.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
@@ -181,9 +180,9 @@ class Training(Setting):
         warmup: Number W of initial rounds in which the learning rate rises. In the k-th of these rounds, the rate of
             ``schedule`` is multiplied by k / (W + 1).
         clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
-        batch_norm: Rule for BatchNorm's running statistics. ``average``: the server averages the clients' statistics.
-            ``local``: each client keeps its own statistics, and evaluations of the global model use the statistics of
-            the test batches. Stratify, SFL and FedTAN require ``average``.
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
+            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
+            statistics of the test batches. Stratify, SFL and FedTAN require ``average``.
         execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
             which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
             slower.

@@ -274,7 +274,7 @@ class LocalGroup:
 
     def __init__(self, size: int, timeout: float | None = 60.0) -> None:
         if size < 1:
-            raise ValueError(f"size = {size}: a group has at least one member")
+            raise ValueError(f"size = {size}: a group needs at least one member")
         self.size, self.timeout = size, timeout
         self._changed = threading.Condition()
         self._parts: dict[int, Tensor] = {}

@@ -38,7 +38,7 @@ from fedstrata.objectives.prototypes import averaged, class_means, feature_size,
 
 
 class Rebalanced(CountsIdle):
-    """ReBaFL's loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16) on samples x and augmented features h̃; h̃ train only the head φ.
+    """ReBaFL's loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16). The augmented features h̃ train only the head φ.
 
     Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε
     / C (Eq. 10). For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
@@ -55,9 +55,8 @@ class Rebalanced(CountsIdle):
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
             (balanced softmax). With 1, the prior is uniform (plain softmax).
         mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
-        transfer: Factor λ of the deviation h − P[y], which is the difference between a sample's features and the
-            prototype of the sample's class. The prototype of another class plus λ times this deviation gives the
-            augmented features.
+        transfer: Factor λ of the deviation h − P[y] of a sample's features from the prototype of the sample's class.
+            Augmented features are the prototype of another class plus λ times this deviation.
         relaxed: Whether both terms of the loss use the prior of the classes. If false, both terms are plain
             cross-entropy (an ablation of the paper).
         keep_prototypes: Whether each client stores its most recently sent prototypes. ``fedstrata audit prototypes``

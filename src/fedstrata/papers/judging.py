@@ -221,7 +221,9 @@ class _Case:
             if {self.row, other} <= set(self.table.rows_of(column))
         ]
         if {other for _, (other, _) in places} != set(self.others):
-            raise SpecError(f"{self.claim.paper}/claims", f"{self.name} does not have all rows", self.claim.statement)
+            raise SpecError(
+                f"{self.claim.paper}/claims", f"the table {self.name} lacks rows of this claim", self.claim.statement
+            )
         return places
 
     def judged(

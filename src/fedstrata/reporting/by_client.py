@@ -39,8 +39,8 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
     rows = [row for members in results.values() for table in members for row in table]
     if not rows:
         problem = (
-            "these runs have no results of single clients. Set evaluation.client_test, or use data whose test samples "
-            "have client ids."
+            "these runs have no results of individual clients. Set evaluation.client_test, or use data whose test "
+            "samples have client ids."
         )
         raise SpecError("--by-client", problem)
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]

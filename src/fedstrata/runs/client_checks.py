@@ -36,10 +36,10 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
     at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
-    single = "the server would clip single updates, but it sees only sums. Use 'plain', or remove privacy.clients."
+    single = "the server must clip each update, but it sees only sums. Use 'plain', or remove privacy.clients."
     online = "the clients that are online would decide which other clients are invited. Remove it."
-    colluding = "attackers may use other clients' updates, so the bound does not hold. Use 'label-flip', or remove it."
-    buffers = "has buffers or whole-number parameters, which get no noise. Use a model without BatchNorm."
+    colluding = "attackers may use other clients' updates, so ε does not hold. Use 'label-flip', or remove it."
+    buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None, "privacy.clients", dp.noise, at_sites),
         (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
@@ -51,7 +51,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             getattr(spec.attack, "name", ""),
             colluding,
         ),
-        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "gets no noise. Remove it."),
+        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "has no noise. Remove the key."),
         (
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",
@@ -85,21 +85,21 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     """Refuse methods whose clients send more than one update, or whose server needs single updates."""
     own_rounds = not isinstance(method, Recipe) or type(method).train_clients is not Recipe.train_clients
     if own_rounds or type(method).run_round is not Recipe.run_round:
-        problem = f"asks clients for more than one update per round, and the bound does not cover the rest. {USE}"
+        problem = f"asks clients for more than one update per round, but ε covers only one. {USE}"
         raise SpecError("method.name", problem, method.name)
     assert isinstance(method, Recipe)
     sampler, data, objective, aggregator = method.choices()
     if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
-        problem = "draws clients by what they send, or draws a client twice. Use 'poisson', 'uniform' or 'all'."
+        problem = "chooses clients by what they send, or can draw a client twice. Use 'poisson', 'uniform' or 'all'."
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:
-        problem = "asks clients for their sizes, and the bound does not cover sizes. Use 'all'."
+        problem = "asks clients for their sizes, which ε does not cover. Use 'all'."
         raise SpecError("method.data_sampler", problem, data.name)
     if objective.expected(Weights(config.model.params(), {}), config):
-        problem = f"sends more than an update, and the bound does not cover the rest. {USE}"
+        problem = f"lets clients send more than an update, but ε covers only the update. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if not is_plain(objective, "server_update"):
-        problem = f"uses single updates at the server, which get no noise. {USE}"
+        problem = f"uses the updates of individual clients, to which no noise is added. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if type(aggregator) is not Mean:
         problem = "does not give all clients the same weight. Use 'mean', with any server optimiser."

@@ -234,8 +234,8 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
             raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = (
-            f"has no effect, because clients of {spec.method.name} do not send updates of one model that all of them "
-            "get. Remove this section."
+            f"has no effect, because {spec.method.name} does not send the same model to all clients. "
+            "Remove this section."
         )
         raise SpecError("communication", problem)
 

@@ -31,7 +31,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     if config.sizes is None:
         _check_sites(spec)
     check_replies(spec.method)
-    single = "the server does not see single updates with privacy.sums = 'secure'"
+    single = "the server does not see individual updates with privacy.sums = 'secure'"
     refusals: list[tuple[bool, str, Any, str]] = [
         (spec.attack is not None, "attack", getattr(spec.attack, "name", ""), f"{single}. Remove the section."),
         (not spec.communication.plain, "communication", ..., "codecs have no secure sum yet. Remove the section."),
@@ -40,7 +40,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
             held.own_test is not None and config.sizes is not None,
             "evaluation",
             ...,
-            "the metrics of single clients are not sums. Remove client_test.",
+            "the metrics of individual clients are not sums. Remove client_test.",
         ),
         (privacy.dp is not None, "privacy.dp", ..., "is not supported with privacy.sums = 'secure' yet. Remove one."),
     ]
@@ -112,7 +112,7 @@ def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener 
         SpecError: The engine cannot simulate masks, or a listener needs individual replies.
     """
     if listener is not None:
-        problem = "a listener, such as an audit, needs single replies. Use 'plain', or remove the listener."
+        problem = "a listener, such as an audit, needs the reply of each client. Use 'plain', or remove the listener."
         raise SpecError("privacy.sums", problem, privacy.sums)
     if privacy.simulate_masks and isinstance(engine, str) and engine != "local":
         raise SpecError(

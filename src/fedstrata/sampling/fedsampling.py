@@ -83,8 +83,8 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Larger numbers
             are reported as M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            clients report in every round in which they take part: the errors average out, but T reports spend T times
-            ε.
+            clients report in every round in which they take part. The errors then average out, but T reports spend T
+            times ε.
     """
 
     needs_replies = ""

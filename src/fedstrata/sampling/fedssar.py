@@ -62,7 +62,7 @@ class FedSSARSampler(ClientSampler):
             nearest cluster.
     """
 
-    needs_replies = "groups clients by their single models"
+    needs_replies = "groups clients by their models"
 
     min_samples: int = Field(default=2, ge=2)
     xi: float = Field(default=0.1, gt=0, lt=1)

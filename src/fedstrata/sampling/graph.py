@@ -54,8 +54,8 @@ class Graph(ClientSampler):
     equally often.
 
     Args:
-        alpha: Weight α of the mean distance d(S) between the chosen clients. With 0, the clients that were chosen least
-            often are chosen.
+        alpha: Weight α of the mean distance d(S) between the chosen clients. With 0, the sampler chooses the clients
+            that it has chosen least often.
         epsilon: Similarity ε above which two clients are joined by an edge.
         sigma: Constant σ² in the length exp(−V² / σ²) of the edge between two clients with similarity V.
         counted: Event that counts as a choice of a client. ``invited``: each invitation, as in the paper. ``returned``:

@@ -51,7 +51,7 @@ class LabelReport(Request):
         if len(torch.unique(reply.labels)) != len(reply.labels):
             raise ReplyRefusedError("a label occurs twice")
         if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
-            raise ReplyRefusedError(f"a count is not in 1 … {MOST_SAMPLES}")
+            raise ReplyRefusedError(f"a count is not between 1 and {MOST_SAMPLES}")
 
 
 @record("LabelCounts")
@@ -77,7 +77,7 @@ class LabelCounts:
 
         def check(reply: LabelReply) -> None:
             if bool(((reply.labels < 0) | (reply.labels >= strata)).any()):
-                raise ReplyRefusedError(f"a label is not in 0 … {strata - 1}")
+                raise ReplyRefusedError(f"a label is not between 0 and {strata - 1}")
 
         replies = federation.ask(federation.candidates().tolist(), LabelReport(), check=check)
         counts = np.zeros((len(replies), strata), dtype=np.int64)

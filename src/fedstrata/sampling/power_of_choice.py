@@ -28,7 +28,7 @@ class PowerOfChoice(ClientSampler):
     """
 
     tells_sizes = True
-    needs_replies = "compares the losses of single clients"
+    needs_replies = "compares the losses of individual clients"
 
     candidates: PositiveInt | None = None
 

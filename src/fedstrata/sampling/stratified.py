@@ -108,9 +108,9 @@ class Stratified(ClientSampler):
             (the default for at most 1,000 clients). ``participants`` means the clients that take part in the round.
         gradients: Source of the gradients. ``asked``: each client computes the gradient of its loss at the global
             model, in one pass over its data. With ``refresh = "participants"``, the server also asks clients that have
-            not sent a gradient yet: per round, at most as many as the round invites. ``updates``: a client's gradient
-            is its last update, divided by the learning rate and by the number of steps. Clients that have not taken
-            part yet form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+            not sent a gradient yet, at most ``training.clients_per_round`` of them per round. ``updates``: a client's
+            gradient is its last update, divided by the learning rate and by the number of steps. Clients that have not
+            taken part yet form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Features by which clients are compared. ``restored``: whole compressed gradients, as in the paper.
             ``centroids``: only the d' different values of a compressed gradient, as in FedSTaS's code; requires
             ``gradients = "asked"``.
@@ -131,7 +131,7 @@ class Stratified(ClientSampler):
             ``neyman-at-least-one`` if ``refresh`` is ``participants``.
     """
 
-    needs_replies = "groups clients by their single gradients"
+    needs_replies = "groups clients by their gradients"
 
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=255)

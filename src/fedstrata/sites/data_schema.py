@@ -125,7 +125,7 @@ def require_home(clients: list[int], total: int) -> None:
         raise RuleError("bounds", f"this site has more clients than the job, which has {total}")
     for client in clients:
         if type(client) is not int or not 0 <= client < total:
-            raise RuleError("bounds", f"client {client!r:.40} is not in 0 to {total - 1}")
+            raise RuleError("bounds", f"client {client!r:.40} is not between 0 and {total - 1}")
 
 
 def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Statistics:

@@ -59,7 +59,7 @@ class SiteDirectory:
 
     def exclude(self, site: str, error: FedstrataError) -> None:
         """Leave a site out of the run, and log the reason if it was not logged before."""
-        reason = f"site {site} takes no part: {str(error).removeprefix(f'site {site}: ')}"
+        reason = f"site {site} does not take part: {str(error).removeprefix(f'site {site}: ')}"
         if self._warned.get(site) != reason:
             LOG.warning("%s", reason)
         self.excluded[site] = self._warned[site] = reason

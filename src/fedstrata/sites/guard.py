@@ -399,7 +399,7 @@ class Guard:
             RuleError: The round is later than the job's last round.
         """
         if not 0 <= round <= self.declaration.rounds:
-            raise RuleError("rounds", f"round {round} is not in 0 to {self.declaration.rounds}")
+            raise RuleError("rounds", f"round {round} is not between 0 and {self.declaration.rounds}")
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
@@ -419,7 +419,7 @@ class Guard:
             raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched its model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
             problem = (
-                "the server sees the model of the relay, but this site allows only models that go from site to site"
+                "the server could read the models of the relay, but this site allows only models that it cannot read"
             )
             raise RuleError("policy.relay", problem)
 

@@ -247,7 +247,7 @@ class Site:
             cache = self._site_server.request_cache
         except Exception as error:
             # The exception is caught, because it would otherwise make NVFlare end the job at all sites.
-            LOG.exception("this site takes no part")
+            LOG.exception("this site does not take part")
             self._progress.answer(0, f"{error}")
             self._problem = f"its settings cannot be used ({type(error).__name__}). Read the log of the site."
         server = collab.server

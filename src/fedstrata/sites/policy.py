@@ -174,7 +174,7 @@ class Policy(Setting):
         """Refuse a job whose sums show more than this site allows."""
         if privacy.sums == "plain":
             if self.sums == "secure":
-                problem = "the server would see single updates, but this site accepts only privacy.sums = 'secure'"
+                problem = "the server would see individual updates, but this site accepts only privacy.sums = 'secure'"
                 raise RuleError("policy.sums", problem)
         elif privacy.parties < self.parties:
             problem = (

@@ -158,7 +158,7 @@ def markdown(page: str) -> str:
 def _paragraphs(section: str) -> Iterator[str]:
     yield f"## `{section}`"
     if every := common(section):
-        yield "Common settings" + (" of the methods that consist of four choices:" if section == "method" else ":")
+        yield "Common settings" + (" of the methods that consist of four parts:" if section == "method" else ":")
         yield _items(every)
     owners: dict[Row, str] = {}
     for name, cls in kinds(section):

@@ -51,7 +51,7 @@ class SingleMode:
         """Raise ``SpecError`` if a setting does not allow training on single samples."""
         if config.privacy.min_samples > 1:
             problem = (
-                f"method.mode = {mode!r} passes the model on after steps on single samples. Use 1, or "
+                f"with method.mode = {mode!r}, each update is computed from a single sample. Use 1, or "
                 "method.mode = 'batch'."
             )
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)

@@ -37,7 +37,7 @@ class Regression(Task):
         edges: Boundaries between neighbouring strata, in ascending order and in the unit of the target. Set either
             ``edges`` or ``bins``.
         step: Unit to which targets are rounded down before ``bins`` are computed. Real sites need ``step`` for
-            ``bins``, because each site sends the count of each rounded target.
+            ``bins``, because each site counts how often each rounded target occurs.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """

@@ -42,7 +42,7 @@ class PerPlace(Task):
         both = [torch.from_numpy(arrays.checked_places(y, f"y_{part}", n)) for y, part, n in pairs]
         if both[0].shape[1:] != both[1].shape[1:]:
             shapes = f"{tuple(both[1].shape[1:])}, but a sample of y_train has the shape {tuple(both[0].shape[1:])}"
-            raise DataError(f"y_test: a sample has the shape {shapes}. Pad both to the same shape.")
+            raise DataError(f"y_test: a sample has the shape {shapes}. Pad all samples to the same shape.")
         largest = max(int(y[y != self.ignore].max()) if bool((y != self.ignore).any()) else -1 for y in both)
         outputs = self.outputs or (len(names) if names is not None else largest + 1)
         for y, part in zip(both, arrays.SPLITS, strict=True):

@@ -336,7 +336,7 @@ class Site:
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError("exchange", f"exchange {number} is not the last one in which the site sent its vector")
+            raise RefusedError("exchange", f"exchange {number} is not the latest one in which the site sent its vector")
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:
