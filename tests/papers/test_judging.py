@@ -209,6 +209,39 @@ def test_a_row_no_more_than_some_points_below_another(table):
     assert judged(Claim("rebafl", "", "", "above", about), results(table, figures)).verdict == "partly"
 
 
+def sooner(table, curves: dict[str, list[list[float]]]) -> judging.Judgement:
+    """The judgement that row b needs fewer rounds than row a in column x, from the curve of each seed."""
+    there = results(table, {(row, "x"): BASE for row in "ab"})
+    for cell in table.cells():
+        if cell.hash in there:
+            there[cell.hash]["curve"] = curves[cell.row][cell.seed]
+    return judged(
+        Claim("rebafl", "", "", "sooner", {"table": "mine", "row": "b", "than": "a", "columns": ["x"]}), there
+    )
+
+
+def test_rounds_are_counted_to_an_accuracy_that_both_runs_reach(table):
+    """A run that never reaches the other's best has no number of rounds, and its length says nothing of its speed."""
+    found = sooner(table, {"a": [[10.0, 50.0, 60.0]] * 3, "b": [[50.0, 40.0, 30.0]] * 3})
+    # Both reach 50: b in round 1, and a in round 2. Student's t is 4.303, times 1 / √6 / √3.
+    assert found.evidence == "−1.0 [−2.0, 0.0] rounds"
+    found = sooner(table, {"a": [[50.0, 40.0, 30.0]] * 3, "b": [[10.0, 20.0, 30.0, 40.0, 55.0]] * 3})
+    assert (found.verdict, found.evidence) == ("contradicted", "+4.0 [+3.0, +5.0] rounds")
+
+
+@pytest.mark.slow
+def test_two_equal_methods_seldom_differ_in_their_rounds(table):
+    """The best of a noisy curve is high by chance, so it is no fair goal for another run."""
+    generator, verdicts = np.random.default_rng(0), list[str]()
+    rise = 80.0 * (1 - np.exp(-np.arange(1, 51) / 10))
+    for _ in range(300):
+        curves = rise + generator.normal(scale=2.0, size=(2, 3, 50))
+        verdicts.append(sooner(table, dict(zip("ab", curves.tolist(), strict=True))).verdict)
+    # Each side of an interval of 95 % is wrong in 2.5 % of the trials, with a standard error of 0.9 %.
+    assert verdicts.count("contradicted") / 300 < 0.05
+    assert verdicts.count("confirmed") / 300 < 0.05
+
+
 def test_rounds_to_the_best_of_another(table):
     there = results(table, {("a", "x"): BASE, ("a", "y"): BASE, ("b", "x"): BASE, ("b", "y"): BASE})
     for cell in table.cells():
