@@ -196,8 +196,27 @@ def test_a_row_in_one_column_no_worse_than_in_another(table, x, verdict):
     about = {"table": "mine", "row": "b", "reference": "y", "within": 1.0}
     found = judged(Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): x, ("b", "y"): BASE}))
     assert found.verdict == verdict
-    support = "Differences of at least −1 points support the claim. Compared with `y`, the accuracy of `b` changes by"
+    support = "A comparison supports the claim if its interval is above −1 points. "
+    support += "Compared with `y`, the accuracy of `b` changes by"
     assert found.measure == (support if verdict != "not tested" else "The claim is")
+
+
+def test_a_mean_within_the_tolerance_is_not_enough(table):
+    """The mean difference is 0, but its interval reaches below −1."""
+    about = {"table": "mine", "row": "b", "reference": "y", "within": 1.0}
+    found = judged(
+        Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): raised(-3, 0, 3), ("b", "y"): BASE})
+    )
+    assert (found.verdict, found.evidence) == ("inconclusive", "0.0 [−7.5, +7.5] points")
+    assert "if its interval is above −1 points" in found.measure
+
+
+def test_one_missing_comparison_is_in_the_singular(table):
+    figures = {("a", "x"): BASE, ("a", "y"): BASE, ("b", "x"): UP}
+    found = judged(
+        Claim("rebafl", "", "", "above", {"table": "mine", "row": "b", "than": "a"}), results(table, figures)
+    )
+    assert found.evidence.endswith(". Of 2 comparisons, 1 is not tested yet")
 
 
 def test_a_row_no_more_than_some_points_below_another(table):

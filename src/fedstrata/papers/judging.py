@@ -3,7 +3,8 @@
 A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
 family. Other comparisons in the same table do not count. The claim is confirmed if every comparison supports it at the
 5 % level, without correction. This is an intersection–union test, which confirms a false claim with a probability of at
-most 5 %. Statements about single comparisons are Bonferroni-corrected over the family.
+most 5 %. Statements about single comparisons are Bonferroni-corrected over the family. Claims are not corrected for the
+number of claims.
 """
 
 from __future__ import annotations
@@ -266,9 +267,11 @@ class _Case:
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
-            measure = f"Differences of at least −{within:g} points support the claim. {measure}"
-        if tested and len(tested) < len(comparisons):
-            evidence += f". Of {len(comparisons)} comparisons, {len(comparisons) - len(tested)} are not tested yet"
+            measure = f"A comparison supports the claim if its interval is above −{within:g} points. {measure}"
+        if tested and (untested := len(comparisons) - len(tested)):
+            evidence += (
+                f". Of {len(comparisons)} comparisons, {untested} {'is' if untested == 1 else 'are'} not tested yet"
+            )
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
 
