@@ -123,7 +123,10 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
     found = readings()
     assert found["ldp"].values["ratio"] == pytest.approx(math.exp(3.0))
     assert found["ldp-samples"].values["keep"] == pytest.approx(0.20, abs=0.01)
-    assert found["fedssar-variance"].values["drawn"] == pytest.approx(1 / 1000 * 0.9, rel=0.01)
+    # With one draw from a cluster of n_c clients, a weight is 1/10 with probability 1/n_c: (1/100) (1/n_c) (1 − 1/n_c).
+    assert found["fedssar-variance"].values == pytest.approx(
+        {"drawn": 0.09 / 100, "small": 0.16 / 100, "large": (14 / 225) / 100, "formula": 0.9 / 1000}, rel=0.01
+    )
     # A weight is 1/m with probability m/N where nobody is drawn twice, whatever the strata: (1/m²) (m/N) (1 − m/N).
     assert found["fedssar-less-variance"].values == pytest.approx(
         {"strata": 9.0e-4, "plain": 9.0e-4, "returning": 9.9e-4}, rel=0.02
@@ -177,7 +180,7 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
         "ldp-samples": "contradicted",
         "ldp-limit": "partly",
         "fedssar-bias": "partly",
-        "fedssar-variance": "confirmed",
+        "fedssar-variance": "partly",
         "fedssar-less-variance": "partly",
         "rebafl-operations": "partly",
     }
@@ -190,6 +193,8 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
     assert module._importance().verdict == "confirmed"
     monkeypatch.setattr(module, "uses_a_sample", lambda counts, cap, seed: [0.5, 0.5])
     assert module._uses().verdict == "confirmed"
+    monkeypatch.setattr(module, "cluster_variances", lambda sizes: np.full(len(sizes), 9e-4))
+    assert module._weight_variance().verdict == "confirmed"
     monkeypatch.setattr(module, "fedssar_bias", lambda sizes: 0.0)
     assert module._clusters().verdict == "confirmed"
     for each in (module, calculations):

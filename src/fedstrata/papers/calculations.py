@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -236,3 +236,20 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
         weights = np.stack([np.bincount(draw_once(), minlength=clients) for _ in range(draws)]) / places
         variances[kind] = float(weights.var(axis=0).mean())
     return variances
+
+
+def cluster_variances(sizes: Sequence[int], draws: int = 4000) -> NDArray[np.float64]:
+    """Return the variance of a client's weight in the mean update, for each cluster, shape (m,).
+
+    One client is drawn from each of the m clusters. Each of these clients has the weight 1/m.
+
+    Args:
+        sizes: The number of clients in each cluster.
+        draws: The number of simulated draws.
+    """
+    generator = np.random.default_rng(0)
+    variances = []
+    for size in sizes:
+        chosen = generator.integers(size, size=draws)[:, None] == np.arange(size)
+        variances.append((chosen / len(sizes)).var(axis=0).mean())
+    return np.array(variances)

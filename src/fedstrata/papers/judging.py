@@ -3,7 +3,8 @@
 A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
 family. Other comparisons in the same table do not belong to the family. The claim is confirmed if every comparison
 supports it at the 5 % level, without correction. This is an intersection–union test, which confirms a false claim with
-a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family.
+a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. Claims are not
+corrected for the number of claims.
 """
 
 from __future__ import annotations
@@ -269,9 +270,11 @@ class _Case:
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
-            measure = f"Differences of at least −{within:g} points support the claim. {measure}"
-        if tested and len(tested) < len(comparisons):
-            evidence += f". Of {len(comparisons)} comparisons, {len(comparisons) - len(tested)} are not tested yet"
+            measure = f"A comparison supports the claim if its interval is above −{within:g} points. {measure}"
+        if tested and (untested := len(comparisons) - len(tested)):
+            evidence += (
+                f". Of {len(comparisons)} comparisons, {untested} {'is' if untested == 1 else 'are'} not tested yet"
+            )
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
 
@@ -363,16 +366,21 @@ Curve = Sequence[float]
 
 
 def _sooner(case: _Case) -> Judgement:
-    """Judge whether a row reaches the best accuracy of each other row in fewer rounds than the other row."""
+    """Judge whether a row reaches an accuracy in fewer rounds than each other row.
+
+    The accuracy is the lower of the best accuracies of the two runs, because both runs reach it. With the best
+    accuracy of the other run as the goal, that run would have an advantage: the best of many noisy values.
+    """
 
     def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
-        best = max(other)
-        return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
+        goal = min(max(curve), max(other))
+        mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
+        return mine, theirs
 
-    best = f"the best accuracy of {case.other if len(case.others) == 1 else 'the baseline'}"
+    goal = "the lower of their best accuracies"
     texts = (
-        f"{case.instead}, the number of rounds to reach {best} changes by",
-        f"We compare how many rounds {case.both} need to reach {best}.",
+        f"{case.instead}, the number of rounds to reach {goal} changes by",
+        f"We compare how many rounds {case.both} need to reach {goal}.",
     )
     return case.judged(texts, case.places(), "curve", rounds, "below", "rounds")
 

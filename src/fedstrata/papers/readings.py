@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedstrata.aggregation.base import StratumMean
 from fedstrata.papers.calculations import (
+    cluster_variances,
     fedssar_bias,
     keep_errors,
     label_variance,
@@ -214,14 +215,21 @@ def _clusters() -> Made:
 
 @_reading(
     "fedssar-variance",
-    "With one draw from each of 10 clusters of 10 clients, the variance of a client's weight is",
+    "With one draw from each of 10 clusters of 100 clients in total, the variance of a client's weight is",
 )
 def _weight_variance() -> Made:
     n, m = 100, 10
     formula = (1 / (m * n)) * (1 - m / n)
-    measured = weight_variances(n, m)["strata"]
-    text = f"{measured:.3e} in a simulation, and {formula:.3e} by the paper's Eq. 11"
-    return text, {"drawn": measured, "formula": formula}, [abs(measured / formula - 1) <= EXACT]
+    equal = float(cluster_variances([10] * 10).mean())
+    unequal = cluster_variances([5] * 5 + [15] * 5)
+    small, large = float(unequal[:5].mean()), float(unequal[5:].mean())
+    text = (
+        f"{formula:.2e} by the paper's Eq. 11. In simulations, it is {equal:.2e} if each cluster has 10 clients. If "
+        f"five clusters have 5 clients and five have 15, it is {small:.2e} in a small cluster and {large:.2e} in a "
+        "large one"
+    )
+    values = {"drawn": equal, "small": small, "large": large, "formula": formula}
+    return text, values, [abs(variance / formula - 1) <= EXACT for variance in (equal, small, large)]
 
 
 @_reading("fedssar-less-variance", "With 10 draws from 100 clients, the variance of a client's weight is")
