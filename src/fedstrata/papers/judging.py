@@ -3,8 +3,8 @@
 A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
 family. Other comparisons in the same table do not belong to the family. The claim is confirmed if every comparison
 supports it at the 5 % level, without correction. This is an intersection–union test, which confirms a false claim with
-a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. Claims are not
-corrected for the number of claims.
+a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. Claims
+are not corrected for the number of claims.
 """
 
 from __future__ import annotations
