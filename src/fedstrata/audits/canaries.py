@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedstrata.audits.intervals import best_bound
 from fedstrata.audits.pixels import Pixels
-from fedstrata.audits.planting import Canaries, CanaryTap
+from fedstrata.audits.planting import MOST, Canaries, CanaryTap
 from fedstrata.audits.replay import Watch
 from fedstrata.audits.server_view import UpdateRound, mean_update, require_updates, without_masks
 from fedstrata.base.errors import SpecError
@@ -143,10 +143,10 @@ def attack(
     watch = watch or (lambda done, total, text: None)
     method = require_canaries(prepared)
     prepared = without_masks(prepared)
-    spec, sizes, params = prepared.spec, prepared.assignment.sizes, prepared.config.model.params()
+    spec, sizes = prepared.spec, prepared.assignment.sizes
     client = int(np.argmax(sizes)) if client is None else client
-    require_settings(canaries, client, confidence, divide_noise, sizes, sum(w.numel() for w in params.values()))
-    drawn = Canaries.drawn(canaries, params, seed)
+    require_settings(prepared, canaries, client, confidence, divide_noise)
+    drawn = Canaries.drawn(canaries, prepared.config.model.params(), seed)
     scores, tap = train(prepared, method, drawn, client, divide_noise, watch)
     dp, training = spec.privacy.dp, tap.audited.context.config.training
     delta = DELTA if dp is None else dp.delta
@@ -230,9 +230,11 @@ def require_canaries(prepared: Prepared) -> Recipe:
 
 
 def require_settings(
-    canaries: int, client: ClientId, confidence: float, divide_noise: float, sizes: NDArray[np.int64], parameters: int
+    prepared: Prepared, canaries: int, client: ClientId, confidence: float, divide_noise: float
 ) -> None:
-    """Raise ``SpecError`` if a setting of the audit is out of range."""
+    """Raise ``SpecError`` if a setting of the audit is out of range, or has no effect."""
+    sizes = prepared.assignment.sizes
+    parameters = min(MOST, sum(w.numel() for w in prepared.config.model.params().values()))
     if not 1 <= canaries <= parameters:
         problem = f"must be from 1 to {parameters}, because each canary needs a parameter of the model for itself."
         raise SpecError("canaries", problem, canaries)
@@ -240,8 +242,10 @@ def require_settings(
         raise SpecError("client", f"is not a client with samples. Use a number from 0 to {len(sizes) - 1}.", client)
     if not 0 < confidence < 1:
         raise SpecError("confidence", "must be between 0 and 1.", confidence)
-    if divide_noise < 1:
+    if not divide_noise >= 1:
         raise SpecError("divide-noise", "must be at least 1.", divide_noise)
+    if divide_noise > 1 and prepared.spec.privacy.dp is None:
+        raise SpecError("divide-noise", "has no effect, because the run has no privacy.dp. Remove it.", divide_noise)
 
 
 HEADINGS = ("ε of the accountant", "lower bound of ε", "largest possible bound", "right guesses", "guesses")
@@ -256,7 +260,7 @@ def cells(audit: CanaryAudit) -> list[str]:
 def verdict(audit: CanaryAudit) -> str:
     """Return a sentence that compares the bound with the accountant's ε."""
     if audit.epsilon is None:
-        return "The run has no noise, so no ε limits what its updates reveal."
+        return "Updates have no noise (privacy.dp), so no ε limits what they reveal."
     if audit.bound > audit.epsilon:
         return "The bound is above the accountant's ε: training reveals more than this ε allows."
     return "The bound is below the accountant's ε, so the audit does not contradict this ε."

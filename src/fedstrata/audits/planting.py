@@ -32,6 +32,8 @@ from fedstrata.objectives.base import Batch, Context, CrossEntropy
 MARK = 1e6
 """The first pixel of a canary as the model sees it, by which the loss finds canaries. The second pixel is the number of
 the canary's parameter, and the third pixel says whether the canary is in the data."""
+MOST = 2**24
+"""The largest number of canaries: larger whole numbers are not exact in float32."""
 STRENGTH = 10.0
 """The norm of a canary's gradient as a multiple of ``privacy.dp.clip``, so that clipping is audited, too."""
 
@@ -52,7 +54,7 @@ class Canaries:
     def drawn(cls, number: int, params: Params, seed: int) -> Canaries:
         """Draw the parameters of the canaries, and which canaries are in the data."""
         generator = rng(seed, "audit-canaries")
-        places = generator.permutation(sum(w.numel() for w in params.values()))[:number]
+        places = generator.permutation(min(sum(w.numel() for w in params.values()), MOST))[:number]
         return cls(places, generator.random(number) < 0.5)
 
     def entries(self, update: Params) -> Tensor:
