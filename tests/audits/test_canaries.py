@@ -263,7 +263,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], problem: st
     [
         ({"method": "fedprox"}, "method.objective"),
         ({"method": "stratify", "privacy": {}}, "method"),
-        ({"data": {"name": "digits", "augment": "images"}}, "data.augment"),
+        ({"data": {"name": "digits", "augment": "crop-flip"}}, "data.augment"),
     ],
     ids=str,
 )

@@ -278,9 +278,9 @@ def cells(view: View) -> list[str]:
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{value:.0%}"
 
-    found, pairs = view.inversion, view.membership
+    rates, pairs = view.inversion, view.membership
     samples = "–" if view.samples is None else f"{view.samples:.0f}"
-    attacks = (found.labels, found.labels_chance, found.rows, found.recognised, view.control.recognised, pairs.rate)
+    attacks = (rates.labels, rates.labels_chance, rates.rows, rates.recognised, view.control.recognised, pairs.rate)
     interval = f"{pairs.low:.0%} to {pairs.high:.0%}" if pairs.trials else "–"
     return [view.name, "yes" if view.seen else "no", f"{view.sent:,}", samples, *map(percent, attacks), interval]
 
