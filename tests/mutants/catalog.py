@@ -49,6 +49,10 @@ secure_fit = _of("federation/secure/fit.py", FORMS, "integration/test_secure_sum
 simulated = _of("federation/secure/simulated.py", "integration/test_secure_sums.py")
 masked = _of("clients/handlers/masked.py", "integration/test_secure_sums.py")
 secure_checks = _of("runs/secure_checks.py", "integration/test_secure_sums.py")
+intervals = _of("audits/intervals.py", "audits/test_intervals.py")
+membership = _of("audits/membership.py", "audits/test_membership.py")
+server_view = _of("audits/server_view.py", "audits/test_updates.py")
+planting = _of("audits/planting.py", "audits/test_canaries.py")
 client_sum = _of("aggregation/private.py", "aggregation/test_private.py")
 client_round = _of("methods/private.py", "methods/test_private.py")
 client_accountant = _of("runs/client_accountant.py", "runs/test_client_accountant.py", "methods/test_private.py")
@@ -1249,4 +1253,12 @@ MUTANTS = [
     rounds("a sampler that needs models is used", "method.client_sampler.learns(config)", "False"),
     advice("results of every column decide", "if columns and columns[0].alike else", "if columns else"),
     advice("methods that are behind are advised", "and name not in behind]", "]"),
+    intervals("the slope of δ without the factor 2", "2 * canaries * delta", "canaries * delta"),
+    intervals("all of the error for each share", "(1 - confidence) / len(SHARES)", "(1 - confidence)"),
+    intervals("both tails on one side", "(1 - confidence) / 2", "(1 - confidence)"),
+    membership("members have the smaller cosine", "(inside > outside)", "(inside < outside)"),
+    server_view("clients with equal weights", "reply.size / whole", "1 / len(replies)"),
+    planting("absent canaries have a gradient", "self.strength * x[:, 0, 0, 2]", "self.strength"),
+    planting("the noise of the control is not divided", "dp.noise / divide_noise", "dp.noise"),
+    planting("canaries change the sampling rate", "round(rate * whole)", "config.training.batch_size"),
 ]

@@ -10,18 +10,29 @@ from fedstrata.cli import common
 
 
 def add_audit(commands: common.Commands) -> None:
-    """Add ``fedstrata audit prototypes`` and ``fedstrata audit gradients``."""
-    examples = "fedstrata audit prototypes runs/rebafl"
+    """Add ``fedstrata audit`` with one subcommand per kind of audit."""
+    examples = """
+        fedstrata audit updates runs/fedavg
+        fedstrata audit canaries runs/private
+    """
     audits = common.add_command(
         commands, "audit", "attack the messages of a run, to measure what they reveal", examples
     )
     kinds = audits.add_subparsers(required=True, metavar="WHAT")
+    _add_updates(kinds)
+    _add_canaries(kinds)
+    _add_gradients(kinds)
+    _add_prototypes(kinds)
+
+
+def _add_gradients(kinds: common.Commands) -> None:
     examples = """
         fedstrata audit gradients runs/stratify
         fedstrata audit gradients runs/stratify --sizes 1 4 16
     """
     help = "reconstruct labels and images from gradients of Stratify, by number of samples"
     parser = _add_kind(kinds, "gradients", help, examples)
+    _add_steps(parser)
     parser.add_argument(
         "--sizes", type=int, nargs="+", metavar="N", help="numbers of samples per gradient to try (default: 1 2 4 8)"
     )
@@ -32,35 +43,93 @@ def add_audit(commands: common.Commands) -> None:
         help="largest number of gradients to attack for each number of samples (default: 12)",
     )
     parser.set_defaults(work=_audit_gradients)
+
+
+def _add_prototypes(kinds: common.Commands) -> None:
     examples = """
         fedstrata audit prototypes runs/rebafl
         fedstrata audit prototypes runs/rebafl --clients 5 --out audit
     """
     parser = _add_kind(kinds, "prototypes", "reconstruct clients' images from the prototypes that they sent", examples)
+    _add_steps(parser)
     parser.add_argument("--clients", type=int, default=3, help="largest number of clients to attack (default: 3)")
     help = "images that the attacker has: the test set (default), or training samples that no client has (spare)"
     parser.add_argument("--held-out", choices=("test", "spare"), default="test", help=help)
     parser.set_defaults(work=_audit_prototypes)
 
 
-def _add_kind(kinds: common.Commands, name: str, help: str, examples: str) -> argparse.ArgumentParser:
-    parser = common.add_command(kinds, name, help, examples)
+def _add_updates(kinds: common.Commands) -> None:
+    examples = """
+        fedstrata audit updates runs/fedavg
+        fedstrata audit updates runs/secure --parts 40 --json
+    """
+    help = "invert updates and their sums, and find out which samples were trained on"
+    more = (
+        "The audit attacks the update of each client and the sum of all updates of a round, with two attacks: gradient "
+        "inversion and membership inference. The table says which of them the server sees."
+    )
+    parser = _add_kind(kinds, "updates", help, examples, more)
+    _add_steps(parser)
+    help = "largest number of updates, and of sums, to attack (default: 12)"
+    parser.add_argument("--parts", type=int, default=12, help=help)
+    parser.set_defaults(work=_audit_updates)
+
+
+def _add_canaries(kinds: common.Commands) -> None:
+    examples = """
+        fedstrata audit canaries runs/private --canaries 5000
+        fedstrata audit canaries runs/private --divide-noise 10
+    """
+    help = "compute a lower bound of ε, from artificial samples that the attacker must find"
+    more = (
+        "The audit trains again from the first round. If the bound is above the ε of the accountant, training does not "
+        "have this ε. With --divide-noise 10, the noise is too small on purpose, so the bound should be above ε."
+    )
+    parser = _add_kind(kinds, "canaries", help, examples, more)
+    help = "number of artificial samples (default: 1000). More samples give a larger bound"
+    parser.add_argument("--canaries", type=int, default=1000, metavar="N", help=help)
+    parser.add_argument("--client", type=int, metavar="ID", help="client with canaries (default: the largest client)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the bound (default: 0.95)")
+    help = "number by which to divide the noise, as a control (default: 1)"
+    parser.add_argument("--divide-noise", type=float, default=1.0, metavar="X", help=help)
+    parser.set_defaults(work=_audit_canaries)
+
+
+def _add_kind(kinds: common.Commands, name: str, help: str, examples: str, more: str = "") -> argparse.ArgumentParser:
+    parser = common.add_command(kinds, name, help, examples, more)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run to attack")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to store the result in (default: RUN/audit)")
-    parser.add_argument(
-        "--steps", type=int, default=300, help="number of optimisation steps of each attack (default: 300)"
-    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the attacks' random numbers (default: 0)")
     common.add_trust(parser)
     common.add_output(parser)
     return parser
 
 
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    help = "number of optimisation steps of each attack (default: 300)"
+    parser.add_argument("--steps", type=int, default=300, help=help)
+
+
+def _audit_updates(options: argparse.Namespace) -> int:
+    from fedstrata.audits import updates
+
+    audit = _run(options, updates.audit_updates, parts=options.parts, steps=options.steps)
+    return _show(options, updates, audit, ("md", "json"))
+
+
+def _audit_canaries(options: argparse.Namespace) -> int:
+    from fedstrata.audits import canaries
+
+    settings = {key: getattr(options, key) for key in ("canaries", "client", "confidence", "divide_noise")}
+    audit = _run(options, canaries.audit_canaries, **settings)
+    return _show(options, canaries, audit, ("md", "json"))
+
+
 def _audit_gradients(options: argparse.Namespace) -> int:
     from fedstrata.audits import gradients
 
     sizes = options.sizes or gradients.SIZES
-    audit = _run(options, gradients.audit_gradients, sizes=sizes, parts=options.parts)
+    audit = _run(options, gradients.audit_gradients, sizes=sizes, parts=options.parts, steps=options.steps)
     return _show(options, gradients, audit, ("md", "json"))
 
 
@@ -68,7 +137,7 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
     from fedstrata.audits import outcome
     from fedstrata.audits.prototypes import audit_prototypes
 
-    audit = _run(options, audit_prototypes, clients=options.clients, held_out=options.held_out)
+    audit = _run(options, audit_prototypes, clients=options.clients, held_out=options.held_out, steps=options.steps)
     return _show(options, outcome, audit, ("png", "md", "json"))
 
 
@@ -81,7 +150,7 @@ def _run(options: argparse.Namespace, audit: Any, **settings: Any) -> Any:
         def watch(done: int, total: int, text: str) -> None:
             progress.show("audit", done, total, text)
 
-        return audit(options.run, steps=options.steps, seed=options.seed, watch=watch, **settings)
+        return audit(options.run, seed=options.seed, watch=watch, **settings)
 
 
 def _show(options: argparse.Namespace, kind: Any, audit: Any, suffixes: tuple[str, ...]) -> int:

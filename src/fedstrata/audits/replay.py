@@ -111,12 +111,13 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
 
 
-def step_until(simulation: Simulation, until: int, watch: Watch) -> None:
-    """Run the rounds of a simulation up to and including round ``until``."""
-    begin = simulation.round
+def step_until(simulation: Simulation, until: int, watch: Watch) -> dict[str, Any]:
+    """Run the rounds of a simulation up to and including round ``until``, and return the record of the last round."""
+    begin, record = simulation.round, dict[str, Any]()
     while simulation.round < until:
         watch(simulation.round - begin, until - begin, f"round {simulation.round + 1} again")
-        simulation.step()
+        record = simulation.step()
+    return record
 
 
 def _require_prototypes(prepared: Prepared) -> None:

@@ -1,0 +1,131 @@
+"""Statistical bounds of audits: intervals of success rates, and lower bounds of ε from guesses about canaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import beta, binom
+
+SHARES = (1.0, 0.3, 0.1, 0.03)
+"""The fractions of the canaries about which the attacker guesses. The best bound counts, at a quarter of the error."""
+LARGEST_EPSILON = 100.0
+"""The largest ε that ``epsilon_bound`` returns."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate of successes in independent trials, with its interval by Clopper and Pearson (1934).
+
+    Args:
+        right: The number of successes.
+        trials: The number of trials.
+        rate: The fraction of successes; None without trials.
+        low: The lower end of the interval.
+        high: The upper end of the interval.
+    """
+
+    right: int
+    trials: int
+    rate: float | None
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, right: int, trials: int, confidence: float = 0.95) -> Rate:
+        """Compute the interval of a rate.
+
+        Args:
+            right: The number of successes.
+            trials: The number of trials.
+            confidence: The probability with which the interval contains the true rate is at least this number.
+
+        >>> one = Rate.of(10, 10)
+        >>> one.rate, round(one.low, 4), one.high
+        (1.0, 0.6915, 1.0)
+        """
+        tail = (1 - confidence) / 2
+        low = float(beta.ppf(tail, right, trials - right + 1)) if right else 0.0
+        high = float(beta.ppf(1 - tail, right + 1, trials - right)) if right < trials else 1.0
+        return cls(right, trials, right / trials if trials else None, low, high)
+
+
+def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of at least so many right guesses if training is (ε, δ)-differentially private.
+
+    Each canary was in the data with probability 1/2, independently. The attacker guesses for some canaries whether they
+    were in the data (Steinke, Nasr & Jagielski 2023). With r guesses, of which W ≥ v are right:
+    P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i, where B is binomial with r trials and the probability
+    e^ε / (1 + e^ε), and m is the number of canaries.
+
+    Args:
+        canaries: m, the number of canaries.
+        guesses: r, the number of canaries about which the attacker guesses.
+        right: v, the number of right guesses.
+        epsilon: ε.
+        delta: δ.
+
+    >>> round(p_value(canaries=1, guesses=1, right=1, epsilon=0.0, delta=0.0), 3)
+    0.5
+    """
+    rate = 1 / (1 + np.exp(-epsilon))
+    chance = float(binom.sf(right - 1, guesses, rate))
+    if right == 0:
+        return 1.0
+    below = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, rate))
+    slope = float(np.max(below / np.arange(1, right + 1), initial=0.0))
+    return min(1.0, chance + 2 * canaries * delta * slope)
+
+
+def epsilon_bound(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
+    """Return a lower bound of ε, which holds with the given confidence; 0 if the guesses do not contradict ε = 0.
+
+    Args:
+        canaries: The number of canaries.
+        guesses: The number of canaries about which the attacker guesses, which must not depend on the guesses.
+        right: The number of right guesses.
+        delta: δ.
+        confidence: If training is (ε, δ)-differentially private, the bound exceeds ε with a probability of at most 1
+            minus this number.
+
+    >>> round(epsilon_bound(canaries=100, guesses=100, right=100, delta=0.0, confidence=0.95), 2)
+    3.49
+    """
+    tail, low, high = 1 - confidence, 0.0, LARGEST_EPSILON
+    if p_value(canaries, guesses, right, low, delta) >= tail:
+        return 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if p_value(canaries, guesses, right, middle, delta) < tail:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def best_bound(
+    scores: NDArray[np.float64], present: NDArray[np.bool_], delta: float, confidence: float
+) -> tuple[int, int, float]:
+    """Guess which canaries were in the data, and return the best lower bound of ε.
+
+    Half of the guesses are "in the data", for the lowest scores; half are "not in the data", for the highest scores.
+    Each share of ``SHARES`` gets an equal part of the probability of an error, so the best bound is valid.
+
+    Args:
+        scores: The sum of the updates of each canary's parameter.
+        present: Whether each canary was in the data.
+        delta: δ.
+        confidence: The confidence of the best bound.
+
+    Returns:
+        The number of guesses, the number of right guesses, and the bound.
+    """
+    order, results = np.argsort(scores, kind="stable"), list[tuple[int, int, float]]()
+    for share in SHARES:
+        half = max(1, round(share * len(scores) / 2)) if len(scores) > 1 else 0
+        low, high = order[:half], order[len(order) - half :]
+        right = int(present[low].sum() + (~present[high]).sum())
+        level = 1 - (1 - confidence) / len(SHARES)
+        results.append((2 * half, right, epsilon_bound(len(scores), 2 * half, right, delta, level)))
+    return max(results, key=lambda result: result[2])

@@ -1,0 +1,158 @@
+"""The updates that a server sees in a run: the update of each client, or only the sum of the updates.
+
+Audits run rounds again with ``UpdateTap``, a local engine that passes each round's updates to an audit. The attacker is
+an honest but curious server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from typing_extensions import override
+
+from fedstrata.base.errors import SpecError, WithheldError
+from fedstrata.clients.client import ClientContext
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine, failure
+from fedstrata.federation.engine import Failure, FederationConfig
+from fedstrata.federation.messages import ClientId, Fit, FitReply, Params, Reply, Request
+from fedstrata.federation.secure.fit import Sums
+from fedstrata.federation.secure.requests import Masked, reply_of
+from fedstrata.federation.secure.ring import add
+from fedstrata.methods.base import Recipe
+from fedstrata.methods.secure import fit_form
+from fedstrata.models.batchnorm import LocalGroup, has_batchnorm
+from fedstrata.runs.preparation import Prepared
+from fedstrata.sampling.base import AllData
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateRound:
+    """The updates of a round that the server used.
+
+    Args:
+        request: The request to all clients, which contains the global model.
+        replies: The replies that the server used, by client.
+    """
+
+    request: Fit
+    replies: Mapping[ClientId, FitReply]
+
+    def update(self, client: ClientId) -> Params:
+        """Return the update of a client: its parameters after training minus the global parameters."""
+        before, after = self.request.weights.params, self.replies[client].weights.params
+        return {name: after[name] - w for name, w in before.items()}
+
+
+class UpdateTap(LocalEngine):
+    """A local engine that passes the updates of each round to a function, also in runs with secure sums.
+
+    Args:
+        context: See ``LocalEngine``.
+        store: See ``LocalEngine``.
+        method: The method of the run.
+        listen: A function that is called with each round's updates.
+    """
+
+    def __init__(
+        self, context: ClientContext, store: StateStore, method: Recipe, listen: Callable[[UpdateRound], None]
+    ) -> None:
+        super().__init__(context, store)
+        self._method, self._listen = method, listen
+        self._asked: tuple[Fit, Mapping[ClientId, Reply | Failure]] | None = None
+
+    @override
+    def ask(
+        self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
+    ) -> Mapping[ClientId, Reply | Failure]:
+        inner = {client: each.request if isinstance(each, Masked) else each for client, each in requests.items()}
+        fits = [request for request in inner.values() if isinstance(request, Fit)]
+        self._asked = None
+        if not fits or len(fits) < len(inner):
+            return super().ask(requests, together=together, group=group)
+        outcomes = self.train(dict.fromkeys(inner, fits[0]))
+        self._asked = fits[0], outcomes
+        return {client: self._summand(requests[client], outcome, client) for client, outcome in outcomes.items()}
+
+    def train(self, requests: Mapping[ClientId, Fit]) -> Mapping[ClientId, Reply | Failure]:
+        """Return the clients' replies to a request for updates, before they are encoded for a sum."""
+        return super().ask(requests, together=False)
+
+    def _summand(self, request: Request, outcome: Reply | Failure, client: ClientId) -> Reply | Failure:
+        """Return a reply in the form that the request demands: as a vector of the ring if only the sum is sent."""
+        if not isinstance(request, Masked) or isinstance(outcome, Failure):
+            return outcome
+        try:
+            return reply_of(fit_form(self._method, self.context.config).encode(request.request, outcome, client))
+        except WithheldError as error:
+            return failure(error)
+
+    @override
+    def commit(self, accepted: Iterable[ClientId]) -> None:
+        used = list(accepted)
+        super().commit(used)
+        if self._asked is not None:
+            request, outcomes = self._asked
+            replies = {client: each for client in used if isinstance(each := outcomes[client], FitReply)}
+            self._asked = None
+            if replies:
+                self._listen(UpdateRound(request, replies))
+
+
+def mean_update(method: Recipe, config: FederationConfig, round: UpdateRound) -> Params:
+    """Return the weighted mean of the updates of a round, which the server computes from their sum.
+
+    With secure sums, the mean is computed exactly as the server does, with rounding. In other runs, clients are
+    weighted by their numbers of samples.
+
+    Args:
+        method: The method of the run.
+        config: The settings that server and clients share.
+        round: The updates.
+    """
+    replies, params = round.replies, round.request.weights.params
+    if config.privacy.sums == "secure":
+        form = fit_form(method, config)
+        total = add(form.encode(round.request, reply, client) for client, reply in replies.items())
+        sums = Sums(form.summands, len(replies), form.ring.decode(total, len(replies)))
+        weight = next(name for name in form.summands if name.startswith("updates by ")).removeprefix("updates by ")
+        return sums.updates(weight, params, by=sums.weight(weight))
+    whole = sum(reply.size for reply in replies.values()) or 1.0
+    updates = [(reply.size / whole, round.update(client)) for client, reply in replies.items()]
+    return {name: sum((share * update[name] for share, update in updates), w * 0) for name, w in params.items()}
+
+
+def without_masks(prepared: Prepared) -> Prepared:
+    """Return an experiment with the same results whose clients do not mask their updates."""
+    privacy = prepared.spec.privacy.model_copy(update={"simulate_masks": False})
+    spec = prepared.spec.model_copy(update={"privacy": privacy})
+    return replace(prepared, spec=spec, config=replace(prepared.config, privacy=privacy))
+
+
+def require_updates(prepared: Prepared) -> Recipe:
+    """Return the method of a run whose clients send updates that an audit can attack.
+
+    Raises:
+        SpecError: The clients do not send such updates.
+    """
+    spec, method, task = prepared.spec, prepared.spec.method, prepared.data.task
+
+    def refuse(key: str, problem: str, value: Any = ...) -> None:
+        raise SpecError(key, problem, value)
+
+    if not task.plain:
+        refuse("task", "the audit requires classification with equal class weights. Use a run of this task.", task.name)
+    if not spec.communication.plain:
+        refuse("communication", "the audit requires updates without compression. Remove the codecs.")
+    if has_batchnorm(prepared.config.model.module):
+        refuse("model", "has BatchNorm layers, which mix samples. Use a run of a model without BatchNorm.")
+    if not isinstance(method, Recipe) or type(method).run_round is not Recipe.run_round:
+        refuse("method", "does not only send updates. Use a run of a method such as fedavg.", method.name)
+    assert isinstance(method, Recipe)
+    if method.aggregator.own_starts:
+        refuse("method.aggregator", "lets clients start at different models. Use 'size'.", method.aggregator.name)
+    if not isinstance(method.data_sampler, AllData):
+        refuse("method.data_sampler", "lets clients leave out samples. Use 'all'.", method.data_sampler.name)
+    return method
