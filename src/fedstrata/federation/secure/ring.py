@@ -112,8 +112,8 @@ class Ring:
     @property
     def scale(self) -> int:
         """The whole number Q that stands for ``range``."""
-        scale = int(LARGEST / (self.sites + HEADROOM * self.noise * math.sqrt(self.sites)))
-        return min(scale, int(math.sqrt(2 * LARGEST_MEAN) / self.noise)) if self.noise else scale
+        scale = LARGEST / (self.sites + HEADROOM * self.noise * math.sqrt(self.sites))
+        return int(min(scale, math.sqrt(2 * LARGEST_MEAN) / self.noise) if self.noise else scale)
 
     @property
     def length(self) -> int:
