@@ -31,9 +31,9 @@ LARGEST = 2**31 - 1
 HEADROOM = 12
 """The noise of a sum has room for this number of standard deviations. Beyond it, a sum wraps, which costs accuracy but
 no privacy."""
-LARGEST_MEAN = 2.0**32
+LARGEST_MEAN = 2.0**34
 """The largest mean λ of a Poisson variable in the noise. NumPy draws such a variable by comparing logarithms of about
-λ ln λ, whose rounding errors are below 10⁻⁴ up to this mean."""
+λ ln λ, whose rounding errors are about 10⁻⁴ for this mean."""
 _CHUNK = 1 << 20
 
 
