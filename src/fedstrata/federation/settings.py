@@ -106,13 +106,6 @@ class ClientDP(Setting):
     noise_from: Literal["server", "sites"] = "server"
     colluding: NonNegativeInt = 0
 
-    @model_validator(mode="after")
-    def _refuse_colluding_clients(self) -> ClientDP:
-        if self.colluding and self.noise_from == "server":
-            problem = "has an effect only with noise_from = 'sites'. Remove it."
-            raise SpecError("colluding", problem, self.colluding)
-        return self
-
 
 class Privacy(Setting):
     """Secure sums, the minimum number of samples for each value that a client sends, and differential privacy.
@@ -169,7 +162,13 @@ class Privacy(Setting):
 
     @model_validator(mode="after")
     def _check_noise_from_sites(self) -> Privacy:
-        if self.clients is None or self.clients.noise_from == "server":
+        clients = self.clients
+        if clients is None:
+            return self
+        if clients.noise_from == "server":
+            if clients.colluding:
+                problem = "has an effect only with noise_from = 'sites'. Remove it."
+                raise SpecError("clients.colluding", problem, clients.colluding)
             return self
         if self.sums == "plain":
             problem = "the server would see single updates, which have too little noise. Use it with sums = 'secure'."
