@@ -102,18 +102,20 @@ def run() -> None:
 
 
 def table(done: dict[str, Any]) -> list[str]:
-    """Return the lines of a table in Markdown of all finished cells."""
+    """Return the lines of a table in Markdown: a row for each way to add noise."""
     groups: dict[tuple[str, str | None, float], list[dict[str, Any]]] = {}
     for one in done.values():
         groups.setdefault((one["data"], one["way"], one["noise"]), []).append(one)
-    lines = ["| data | noise | added by | accuracy | ε |", "|---|---:|---|---:|---:|"]
-    for data, name in NAMES.items():
-        lines.append(f"| {name} | – | nobody | {accuracy(groups[data, None, 0.0])} | – |")
+    columns = [f"{name}, noise {noise:g}" for name in NAMES.values() for noise in NOISES]
+    columns += [f"ε, noise {noise:g}" for noise in NOISES]
+    lines = [f"| noise added by | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    without = [shown for data in NAMES for shown in [accuracy(groups[data, None, 0.0])] * len(NOISES)]
+    lines.append(f"| nobody | {' | '.join([*without, *('–' for _ in NOISES)])} |")
+    for way in WAYS:
+        shown = [accuracy(groups[data, way, noise]) for data in NAMES for noise in NOISES]
         for noise in NOISES:
-            for way in WAYS:
-                group = groups[data, way, noise]
-                epsilon = max(one["epsilon"] for one in group)
-                lines.append(f"| {name} | {noise:g} | {way} | {accuracy(group)} | {epsilon:.1f} |")
+            shown.append(f"{max(one['epsilon'] for data in NAMES for one in groups[data, way, noise]):.1f}")
+        lines.append(f"| {way} | {' | '.join(shown)} |")
     return lines
 
 

@@ -56,22 +56,24 @@ def steps(made: fs.Experiment, listener: Any = None) -> tuple[list[dict[str, Any
 
 
 def test_a_round_by_hand():
-    """The same clients train as without privacy. Of six clients, five must answer, so a share is σ² / (5 − 1)."""
+    """The same clients train as without privacy. One of six clients is offline. A share is σ² / (5 − 1)."""
     replies: dict[int, Any] = {}
-    plain = {"clients": None, "sums": "plain"}
-    _, (before, _) = steps(spec(training={"rounds": 1}, privacy=plain), lambda round, found: replies.update(found))
-    aggregator = {"name": "mean", "server": {"lr": 0.5}}
-    made = spec(training={"rounds": 1}, privacy=dp(colluding=1), method={"aggregator": aggregator})
+    table = {**TABLE, "seed": 3, "availability": {"name": "bernoulli", "p": 0.9}}
+    table["training"] = {**TABLE["training"], "rounds": 1}
+    table["method"] = {"name": "fedavg", "aggregator": {"name": "mean", "server": {"lr": 0.5}}}
+    plain = fs.Experiment.from_table({**table, "privacy": {}})
+    _, (before, _) = steps(plain, lambda round, answers: replies.update(answers))
+    made = fs.Experiment.from_table({**table, "privacy": {"sums": "secure", **dp(colluding=1)}})
     (record,), (_, after) = steps(made)
     moved = [row(reply.weights.params) - before for reply in replies.values()]
     assert any(np.linalg.norm(each) > 0.5 for each in moved)
     prepared = fs.prepare(made)
     scale = noisy_form(prepared.spec.method, prepared.config).ring.scale
     variance = (0.2 * scale) ** 2 / 4
-    noise = sum(skellam(rng(0, "noise share", 1, client), len(before), variance) for client in replies)
+    noise = sum(skellam(rng(3, "noise share", 1, client), len(before), variance) for client in replies)
     total = sum(clipped(each, 0.5) for each in moved) + noise * (0.5 / scale)
     np.testing.assert_allclose(after, before + 0.5 * total / 6, atol=1e-6)
-    assert len(replies) == record["clients_trained"] == 6
+    assert len(replies) == record["clients_trained"] == 5
     assert (record["samples"], record["train_loss"]) == (0, None)
     assert "scaled" not in record
     assert "clipped" not in record
