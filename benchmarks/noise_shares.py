@@ -113,8 +113,8 @@ def table(done: dict[str, Any]) -> list[str]:
     lines.append(f"| nobody | {' | '.join([*without, *('–' for _ in NOISES)])} |")
     for way in WAYS:
         shown = [accuracy(groups[data, way, noise]) for data in NAMES for noise in NOISES]
-        for noise in NOISES:
-            shown.append(f"{max(one['epsilon'] for data in NAMES for one in groups[data, way, noise]):.1f}")
+        epsilons = [max(one["epsilon"] for data in NAMES for one in groups[data, way, noise]) for noise in NOISES]
+        shown += [f"{epsilon:.1f}" for epsilon in epsilons]
         lines.append(f"| {way} | {' | '.join(shown)} |")
     return lines
 

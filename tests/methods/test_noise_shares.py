@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_without_clipping_and_noise_the_run_is_fedavg_with_equal_weights():
 def test_the_noise_of_the_model_has_the_expected_deviation():
     """The updates are cut to a tiny part of the noise. A round adds the sum of six shares σ² / 5, divided by 6."""
     _, models = steps(spec(privacy=dp(clip=0.01, noise=100.0)))
-    for one, other in zip(models, models[1:], strict=False):
+    for one, other in pairwise(models):
         deviation = 100.0 * 0.01 * np.sqrt(6 / 5) / 6
         assert np.std(other - one) == pytest.approx(deviation, rel=4 / np.sqrt(2 * len(one)))
 
@@ -138,7 +139,7 @@ def test_a_sum_of_too_few_clients_fails_and_still_spends_epsilon():
     records, models = steps(spec(availability=OFFLINE, training=NINE))
     online = [9 - record["clients_dropped"] for record in records]
     assert {6, 7, 8} <= set(online)
-    for count, record, one, other in zip(online, records, models, models[1:], strict=False):
+    for count, record, one, other in zip(online, records, models[:-1], models[1:], strict=True):
         assert record["clients_trained"] == (count if count >= 7 else 0)
         assert np.array_equal(one, other) == (count < 7)
     epsilons = [record["epsilon"] for record in records]

@@ -1252,7 +1252,9 @@ MUTANTS = [
     shares("colluding clients keep the noise", "math.sqrt(least - dp.colluding)", "math.sqrt(least)"),
     shares("long noisy updates are not scaled", "update * min(1.0, clip / norm)", "update"),
     shares(
-        "the last bit counts as scaled", "np.clip(update * min(1.0, clip / norm), -clip, clip)", "update * (clip / norm)"
+        "the last bit counts as scaled",
+        "np.clip(update * min(1.0, clip / norm), -clip, clip)",
+        "update * (clip / norm)",
     ),
     shares("a client with NaN does not answer", "if not math.isfinite(norm):", "if False:"),
     shares("the same share in every round", '"noise share", request.round, client', '"noise share", 0, client'),

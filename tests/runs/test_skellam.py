@@ -1,4 +1,4 @@
-"""The ε of noise from the clients: the Rényi bound by hand, exact divergences, the Gaussian limit, and the statement."""
+"""The ε of noise from the clients: the bound by hand, exact divergences, the Gaussian limit, and the statement."""
 
 from __future__ import annotations
 

@@ -106,7 +106,11 @@ def test_the_noise_differs_between_clients_and_rounds(config: FederationConfig) 
         assert abs(np.corrcoef(rows[one], rows[other])[0, 1]) < 4 / math.sqrt(SIZE)
 
 
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=5, max_size=5), st.floats(1e-6, 1e6), st.floats(0.01, 1e3))
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=5, max_size=5),
+    st.floats(1e-6, 1e6),
+    st.floats(0.01, 1e3),
+)
 def test_no_update_exceeds_the_largest_norms(
     config: FederationConfig, update: list[float], clip: float, noise: float
 ) -> None:
