@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fedstrata.federation.secure.noisy import clipped
 from fedstrata.federation.secure.ring import skellam
 from fedstrata.methods.private import noisy_form
 from fedstrata.runs.client_accountant import MEMORY
+from fedstrata.runs.client_checks import check_client_privacy
 
 pytest.importorskip("cryptography")
 pytestmark = pytest.mark.filterwarnings(r"ignore:privacy\.clients")
@@ -216,13 +218,19 @@ def test_stratify_is_refused():
         fs.prepare(fs.Experiment.from_table({**TABLE, "method": "stratify"}))
 
 
+def test_real_sites_refuse_shares_from_the_seed():
+    prepared = fs.prepare(spec())
+    with pytest.raises(SpecError, match=r"privacy\.clients = .*: is only for simulations"):
+        check_client_privacy(prepared.spec, replace(prepared.config, sizes=None))
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_digits_are_learned_by_many_clients():
     history = fs.run(
         spec(
             data={"name": "digits", "limit": 1797},
-            partition={"name": "iid", "clients": 100},
+            partition={"alpha": 100.0, "clients": 100},
             training={"rounds": 60, "clients_per_round": 20, "local_epochs": 5},
             model={"name": "mlp", "hidden": []},
             privacy=dp(noise=1.0, participations=14),
