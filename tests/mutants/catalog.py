@@ -57,6 +57,9 @@ client_sum = _of("aggregation/private.py", "aggregation/test_private.py")
 client_round = _of("methods/private.py", "methods/test_private.py")
 client_accountant = _of("runs/client_accountant.py", "runs/test_client_accountant.py", "methods/test_private.py")
 client_checks = _of("runs/client_checks.py", "runs/test_client_checks.py")
+shares = _of("federation/secure/noisy.py", "federation/secure/test_noisy.py")
+SHARES_ROUND = "methods/test_noise_shares.py"
+SKELLAM = "runs/test_skellam.py"
 secure_site = _of("sites/secure_site.py", "sites/test_secure_sums_at_sites.py")
 secure_server = _of("sites/secure_sums.py", "sites/test_secure_sums_at_sites.py")
 declared_sums = _of("federation/secure/allowed.py", "sites/test_secure_sums_at_sites.py")
@@ -246,7 +249,7 @@ MUTANTS = [
     secure_server("the news is not sent", "self._engine.messenger.acknowledge(site, opened)", "pass"),
     secure_server("a roster per sum", "if server is not None and server.roster", "if False and server.roster"),
     secure_checks("listeners", "if listener is not None:", "if False:"),
-    ring("a sum wraps", "return LARGEST // self.sites", "return LARGEST // self.sites + 1"),
+    ring("a sum wraps", "if self.noise else scale)", "if self.noise else scale + 1)"),
     ring("rounded to the nearest", "generator.random(len(exact)) < exact - below", "0.5 < exact - below"),
     ring("rounded down", "(below + up)", "below"),
     ring("clipped element by element", "unit = max(part.range, largest)", "unit = part.range"),
@@ -1224,7 +1227,15 @@ MUTANTS = [
         'federation.rng("client-noise")',
         '__import__("numpy").random.default_rng(0)',
     ),
-    client_round("the number of answers as divisor", "recipe.client_sampler.cohort(config)", "max(len(answers), 1)"),
+    client_round(
+        "the number of answers as divisor", "_cohort(recipe, federation), normal", "max(len(answers), 1), normal"
+    ),
+    client_round(
+        "the number of noisy answers as divisor",
+        "total / _cohort(recipe, federation)",
+        "total / len(summed.clients)",
+        SHARES_ROUND,
+    ),
     client_round(
         "personal and frozen parameters are in the sum",
         "recipe.frozen(config)",
@@ -1240,6 +1251,31 @@ MUTANTS = [
         "one invitation more than the limit", "self._rounds(memory) >= most", "self._rounds(memory) > most"
     ),
     client_accountant("rounds add up linearly", "noise / math.sqrt(rounds)", "noise / rounds"),
+    client_accountant("one round of noise shares", "rounds * skellam_divergence", "skellam_divergence", SKELLAM),
+    client_accountant("the larger branch of the bound", "gaussian + min(", "gaussian + max(", SKELLAM),
+    client_accountant("rounds with too few clients below the limit", "0 < left < least", "False", SKELLAM),
+    shares("colluding clients keep the noise", "math.sqrt(least - dp.colluding)", "math.sqrt(least)"),
+    shares("long noisy updates are not scaled", "update * min(1.0, clip / norm)", "update"),
+    shares(
+        "the last bit counts as scaled",
+        "np.clip(update * min(1.0, clip / norm), -clip, clip)",
+        "update * (clip / norm)",
+    ),
+    shares("a client with NaN does not answer", "if not math.isfinite(norm):", "if False:"),
+    shares("the same share in every round", '"noise share", request.round, client', '"noise share", 0, client'),
+    shares("the same share of every client", '"noise share", request.round, client', '"noise share", request.round'),
+    shares("rounding does not count", "self.ring.scale + size", "self.ring.scale"),
+    ring("twice the noise", "generator.poisson(variance / 2", "generator.poisson(variance", *shares.tests),
+    ring("no room for noise", "LARGEST / (self.sites + HEADROOM", "LARGEST / (self.sites + 0", *shares.tests),
+    secure_checks(
+        "a sum of few clients has too little noise",
+        "max(privacy.parties, protocol.default_threshold(method.most_summed(config)))",
+        "privacy.parties",
+        SHARES_ROUND,
+    ),
+    client_checks(
+        "a random number of shares", 'dp.noise_from == "sites" and isinstance', "False and isinstance", SHARES_ROUND
+    ),
     client_checks("online clients decide about others", "(spec.availability.announced,", "(False,"),
     client_checks("colluding attackers", "spec.attack is not None and spec.attack.alters_replies", "False"),
     client_checks("PowerSGD mixes updates", "isinstance(spec.communication.up, PowerSGD)", "False"),

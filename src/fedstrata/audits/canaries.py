@@ -28,7 +28,7 @@ from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.base.process import training_process
 from fedstrata.federation.messages import ClientId, Params
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.recipe import Recipe
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.reporting.tables import markdown_table
 from fedstrata.runs.accountant import Accountant

@@ -21,7 +21,7 @@ from fedstrata.federation.messages import ClientId, Fit, FitReply, Params, Reply
 from fedstrata.federation.secure.fit import Sums
 from fedstrata.federation.secure.requests import Masked, reply_of
 from fedstrata.federation.secure.ring import add
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.recipe import Recipe
 from fedstrata.methods.secure import fit_form
 from fedstrata.models.batchnorm import LocalGroup, has_batchnorm
 from fedstrata.runs.preparation import Prepared

@@ -68,22 +68,35 @@ class DPSGD(Setting):
 
 
 class ClientDP(Setting):
-    """Differential privacy of whole clients, with noise that the server adds (McMahan et al. 2018).
+    """Differential privacy of whole clients, with noise that the server or the clients add.
 
-    The server scales down each update with a norm above ``clip``. It adds Gaussian noise to the sum of the updates, and
-    divides the sum by the expected number of clients per round. Two runs are neighbours if they differ only in one
-    client, which never answers in one of the runs. The value ε limits what others learn from the models about one
-    client. It does not apply to the server, which sees each update.
+    With ``noise_from = "server"``, the server scales down each update whose norm is above ``clip``, and adds Gaussian
+    noise to the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of
+    them. ε limits what others learn from the models about one client. ε does not apply to the server, which sees each
+    update.
+
+    With ``noise_from = "sites"``, each client scales down its update and adds a share of the noise, which follows a
+    Skellam distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two
+    runs are neighbours if one client sends zeros with noise instead of its updates in one of them. The choice of
+    clients does not lower ε, because the server knows which clients take part.
+
+    In both cases, the sum is divided by the expected number of clients per round.
 
     Args:
         clip: Largest L2 norm C of a client's update, over all parameters that clients train.
-        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``.
+        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. With
+            noise from the clients, this is the smallest standard deviation.
         delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of clients.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
             no limit.
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
             clients does not lower ε. Default: no limit.
+        noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. This noise
+            needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the larger of
+            ⌊2n/3⌋ + 1 and ``privacy.parties``.
+        colluding: Number of clients in a sum that may tell the server the noise that they added. Each client then adds
+            more noise. With 0, ε does not apply to other clients, which know their own noise.
     """
 
     clip: PositiveFloat
@@ -91,6 +104,8 @@ class ClientDP(Setting):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     budget: PositiveFloat | None = None
     participations: PositiveInt | None = None
+    noise_from: Literal["server", "sites"] = "server"
+    colluding: NonNegativeInt = 0
 
 
 class Privacy(Setting):
@@ -107,8 +122,8 @@ class Privacy(Setting):
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
         dp: Clipping and noise in local training, for differential privacy of each sample. Default: none.
-        clients: Clipping and noise at the server, for differential privacy of each client; only in simulations.
-            Default: none.
+        clients: Clipping and noise at the server or at the clients, for differential privacy of each client; only in
+            simulations. Default: none.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
             clients of a round (Bonawitz et al. 2017). Methods that use the replies of individual clients do not have
             secure sums. Some other methods have secure sums only in simulations. Secure sums need the extra ``secure``.
@@ -143,6 +158,25 @@ class Privacy(Setting):
         for key in secure if self.sums == "plain" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise SpecError(key, "has an effect only with sums = 'secure'. Remove it.", getattr(self, key))
+        return self
+
+    @model_validator(mode="after")
+    def _check_noise_from_sites(self) -> Privacy:
+        clients = self.clients
+        if clients is None:
+            return self
+        if clients.noise_from == "server":
+            if clients.colluding:
+                problem = "has an effect only with noise_from = 'sites'. Remove it."
+                raise SpecError("clients.colluding", problem, clients.colluding)
+            return self
+        if self.sums == "plain":
+            problem = "the server would see single updates, which have too little noise. Use it with sums = 'secure'."
+            raise SpecError("clients.noise_from", problem, "sites")
+        for key in ("range", "buffer_range", "message_range", "largest"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                problem = "has no effect with clients.noise_from = 'sites', because clients.clip limits updates. "
+                raise SpecError(key, f"{problem}Remove it.", getattr(self, key))
         return self
 
     @property

@@ -1,42 +1,92 @@
-"""Run a round in which the server clips the clients' updates and adds noise to their sum (``privacy.clients``)."""
+"""A round with differential privacy of clients (``privacy.clients``): the model changes by a noisy sum of updates."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fedstrata.aggregation.private import clipped_sum, noisy_mean
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, Weights
+from fedstrata.federation.messages import Fit, Params, Weights
+from fedstrata.federation.secure.noisy import UPDATE, NoisyForm
+from fedstrata.federation.vectors import split
 
 if TYPE_CHECKING:
     from fedstrata.methods.recipe import Recipe, RecipeState
 
 
+def noisy_form(recipe: Recipe, config: FederationConfig) -> NoisyForm:
+    """Return the form in which a recipe's updates are summed with noise from the clients."""
+    return NoisyForm(config, recipe.most_summed(config), _trained(recipe, config, config.model.params()))
+
+
 def private_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
     """Select clients, train them, and add the noisy mean of their clipped updates to the model.
 
-    The server adds noise even if no client answered, because missing noise would reveal that no client answered. The
-    server optimiser gets only the noisy mean, so the optimiser does not affect ε.
+    The server optimiser gets only the noisy mean, so the optimiser does not affect ε. If a secure sum fails, only the
+    client sampler's state changes.
     """
     config, weights, dp = federation.config, state.weights, federation.config.privacy.clients
     assert dp is not None
     selection, clients_state = recipe.client_sampler.select(federation, state.clients, weights)
     request = Fit(federation.round, weights, recipe.objective.message(state.objective), 1.0)
-    answers = list(recipe.train_clients(federation, selection.clients.tolist(), request).values())
-    frozen = recipe.frozen(config)
-    before = {name: w for name, w in weights.params.items() if name not in frozen}
-    total, scaled = clipped_sum(before, (reply.weights.params for reply in answers), dp.clip)
-    normal = federation.rng("client-noise").standard_normal(len(total))
-    cohort = recipe.client_sampler.cohort(config)
-    update = noisy_mean(total, before, dp.noise * dp.clip, cohort, normal)
+    before = _trained(recipe, config, weights.params)
+    mean = _mean_at_server if dp.noise_from == "server" else _mean_of_noisy_updates
+    update, metrics = mean(recipe, federation, selection.clients.tolist(), request, before)
+    state, metrics = replace(state, clients=clients_state), {**metrics, **selection.metrics}
+    if update is None:
+        return state, metrics
     server, rounds = recipe.aggregator.server, config.training.rounds
     params, aggregator = server.apply(before, update, state.aggregator, federation.round, rounds)
     after = Weights(weights.params | params, weights.buffers)
-    metrics = {
-        "clients_trained": len(answers),
-        "samples": sum(reply.seen for reply in answers),
-        "train_loss": None,
-        "clipped": scaled,
-    }
-    return replace(state, weights=after, clients=clients_state, aggregator=aggregator), {**metrics, **selection.metrics}
+    return replace(state, weights=after, aggregator=aggregator), metrics
+
+
+def _mean_at_server(
+    recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
+) -> tuple[Params, dict[str, Any]]:
+    """Train clients; return the mean of their updates with noise from the server, and metrics.
+
+    The server adds noise even if no client answered, because the absence of noise would reveal this.
+    """
+    dp = federation.config.privacy.clients
+    assert dp is not None
+    answers = list(recipe.train_clients(federation, clients, request).values())
+    total, scaled = clipped_sum(before, (reply.weights.params for reply in answers), dp.clip)
+    normal = federation.rng("client-noise").standard_normal(len(total))
+    update = noisy_mean(total, before, dp.noise * dp.clip, _cohort(recipe, federation), normal)
+    samples = sum(reply.seen for reply in answers)
+    return update, {"clients_trained": len(answers), "samples": samples, "train_loss": None, "clipped": scaled}
+
+
+def _mean_of_noisy_updates(
+    recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
+) -> tuple[Params | None, dict[str, Any]]:
+    """Train clients, which clip their updates and add noise; return the mean from a secure sum, and metrics.
+
+    The mean is None if too few clients answered. The server does not learn the clients' numbers of samples.
+    """
+    from fedstrata.federation.secure.simulated import ask_sum
+
+    form = noisy_form(recipe, federation.config)
+    summed = ask_sum(federation, clients, request, form.ring, work=recipe.work(federation.config, request.keep))
+    if summed is None:
+        return None, {"clients_trained": 0, "samples": 0, "train_loss": None}
+    total = torch.from_numpy(summed.total.parts[UPDATE])
+    update = split(total / _cohort(recipe, federation), before)
+    return update, {"clients_trained": len(summed.clients), "samples": 0, "train_loss": None}
+
+
+def _cohort(recipe: Recipe, federation: Federation) -> int:
+    """Return the expected number of clients per round."""
+    return recipe.client_sampler.cohort(federation.config)
+
+
+def _trained(recipe: Recipe, config: FederationConfig, params: Params) -> Params:
+    """Return the parameters that clients train and send."""
+    frozen = recipe.frozen(config)
+    return {name: w for name, w in params.items() if name not in frozen}

@@ -20,7 +20,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Requests, Weights, check_message
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.base import ASKING, Method
-from fedstrata.methods.private import private_round
+from fedstrata.methods.private import noisy_form, private_round
 from fedstrata.methods.secure import fit_form, secure_round
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
@@ -260,7 +260,8 @@ class Recipe(Method):
 
     def forms(self, config: FederationConfig) -> Forms:
         """Return the forms of the replies to the requests of local training and of the data sampler."""
-        return {Fit: fit_form(self, config), **self.data_sampler.forms(config)}
+        fit = fit_form if config.privacy.clients is None else noisy_form
+        return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
     def frozen(self, config: FederationConfig) -> frozenset[str]:
         """Return the names of the parameters that clients do not train, or do not send."""
@@ -273,10 +274,10 @@ class Recipe(Method):
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select clients, train them, and combine their models."""
-        if federation.config.privacy.sums == "secure":
-            return secure_round(self, federation, state)
         if federation.config.privacy.clients is not None:
             return private_round(self, federation, state)
+        if federation.config.privacy.sums == "secure":
+            return secure_round(self, federation, state)
         sampler, data = self.client_sampler, self.data_sampler
         objective, aggregator = self.objective, self.aggregator
         config, weights = federation.config, state.weights

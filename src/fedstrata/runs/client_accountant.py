@@ -16,8 +16,10 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.exchanges import RoundLog
 from fedstrata.federation.federation import Listener
+from fedstrata.federation.messages import Fit
+from fedstrata.federation.secure.noisy import NoisyForm
 from fedstrata.federation.settings import ClientDP
-from fedstrata.runs.accountant import Accountant, RunAccountant
+from fedstrata.runs.accountant import ORDERS, Accountant, RunAccountant
 from fedstrata.runs.dp_record import SEEDED
 from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
@@ -97,8 +99,12 @@ class ClientAccountant(RunAccountant):
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1
         memory[MEMORY] = rounds
+        return {"epsilon": self.epsilon(int(rounds.max())), "privacy": self._statement()}
+
+    def _statement(self) -> dict[str, Any]:
+        """Return the statement of what ε is about, for the record of a round."""
         sampled = self.rate is not None
-        statement = {
+        return {
             "unit": "client",
             "neighbours": "one client never answers",
             "delta": self.dp.delta,
@@ -107,7 +113,6 @@ class ClientAccountant(RunAccountant):
             "against": "parties that see the models, but not the server",
             "noise": SEEDED,
         }
-        return {"epsilon": self.epsilon(int(rounds.max())), "privacy": statement}
 
     @override
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
@@ -133,11 +138,79 @@ class ClientAccountant(RunAccountant):
         return np.zeros(self._clients, dtype=np.int64) if rounds is None else rounds
 
 
+class SharesAccountant(ClientAccountant):
+    """Computes the ε of a client in sums to which the clients add Skellam noise.
+
+    The server and other clients know who takes part, so the choice of clients does not lower ε.
+
+    Args:
+        dp: The settings of differential privacy.
+        clients: Number of clients, N.
+        form: The form of the clients' updates, which determines the noise and the largest norms in the ring.
+
+    Raises:
+        ExtraMissingError: The extra ``dp`` is not installed.
+    """
+
+    def __init__(self, dp: ClientDP, clients: int, form: NoisyForm) -> None:
+        super().__init__(dp, clients, None)
+        self._form = form
+
+    @override
+    def _epsilon(self, rounds: int) -> float:
+        form = self._form
+        spent = [rounds * skellam_divergence(order, form.variance, *form.sensitivity) for order in ORDERS]
+        return float(self._library.rdp.compute_epsilon(ORDERS, spent, self.dp.delta)[0]) if rounds else 0.0
+
+    @override
+    def _statement(self) -> dict[str, Any]:
+        colluding = self.dp.colluding
+        others = f"up to {colluding} clients, even if they collude" if colluding else "users of the models"
+        return super()._statement() | {
+            "neighbours": "one client sends zeros with noise instead of its updates",
+            "accountant": "Rényi divergences of the Skellam mechanism",
+            "against": f"the server as well, and {others}",
+        }
+
+    @override
+    def ending(self, memory: Mapping[str, Tree]) -> str:
+        left, least = self._clients - len(self.excluded(memory)), self._form.least
+        if 0 < left < least:
+            most = self.dp.participations
+            return f"privacy: {left} clients took part in fewer than {most} rounds, but a sum needs {least} clients"
+        return super().ending(memory)
+
+
+def skellam_divergence(order: int, variance: float, most1: float, most2: float) -> float:
+    """Return a bound of the Rényi divergence of a sum with Skellam noise (Agarwal et al. 2021, Corollary 4.1).
+
+    Args:
+        order: The order α, a whole number above 1.
+        variance: The variance μ of the noise of each element.
+        most1: Δ₁, the largest change of the sum in the L1 norm.
+        most2: Δ₂, the largest change of the sum in the L2 norm.
+    """
+    gaussian = order * most2**2 / (2 * variance)
+    return gaussian + min(
+        ((2 * order - 1) * most2**2 + 6 * most1) / (4 * variance**2),
+        3 * most1 / (2 * variance),
+    )
+
+
+def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAccountant:
+    """Return the accountant of a run with ``privacy.clients``."""
+    dp = spec.privacy.clients
+    assert dp is not None
+    if dp.noise_from == "server":
+        return ClientAccountant(dp, config.clients, sampling_rate(spec, config))
+    form = spec.method.forms(config)[Fit]
+    assert isinstance(form, NoisyForm)
+    return SharesAccountant(dp, config.clients, form)
+
+
 def accountant_of(spec: Experiment, config: FederationConfig) -> RunAccountant | None:
     """Return the accountant of a run; None without differential privacy."""
     if spec.privacy.dp is not None:
         sizes = np.zeros(config.clients, dtype=np.int64) if config.sizes is None else config.sizes
         return Accountant(spec.privacy.dp, spec.training, sizes, known=config.sizes is not None)
-    if spec.privacy.clients is not None:
-        return ClientAccountant(spec.privacy.clients, config.clients, sampling_rate(spec, config))
-    return None
+    return None if spec.privacy.clients is None else client_accountant_of(spec, config)

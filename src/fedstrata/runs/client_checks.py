@@ -13,7 +13,7 @@ from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Method
 from fedstrata.methods.recipe import Recipe
 from fedstrata.objectives.base import is_plain
-from fedstrata.runs.client_accountant import ClientAccountant, sampling_rate
+from fedstrata.runs.client_accountant import client_accountant_of
 from fedstrata.sampling.base import AllData, Uniform
 from fedstrata.sampling.fedsampling import Everyone
 from fedstrata.sampling.poisson import Poisson
@@ -36,14 +36,14 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
     at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
-    single = "the server must clip each update, but it sees only sums. Use 'plain', or remove privacy.clients."
+    single = "the server must clip each update, but it sees only sums. Use 'plain', or noise_from = 'sites'."
     online = "the clients that are online would decide which other clients are invited. Remove it."
     colluding = "attackers may use other clients' updates, so ε does not hold. Use 'label-flip', or remove it."
     buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None, "privacy.clients", dp.noise, at_sites),
         (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
-        (privacy.sums != "plain", "privacy.sums", privacy.sums, single),
+        (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (
             spec.attack is not None and spec.attack.alters_replies,
@@ -69,7 +69,10 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         if refused:
             raise SpecError(key, problem, value)
     _check_method(spec.method, config)
-    accountant = ClientAccountant(dp, config.clients, sampling_rate(spec, config))
+    if dp.noise_from == "sites" and isinstance(getattr(spec.method, "client_sampler", None), Poisson):
+        problem = "invites a random number of clients, so that a sum may have too few. Use 'uniform' or 'all'."
+        raise SpecError("method.client_sampler", problem, "poisson")
+    accountant = client_accountant_of(spec, config)
     if accountant.ending({}):
         problem = f"one round spends ε = {accountant.epsilon(1):.3g}. Use a larger budget, or more noise."
         raise SpecError("privacy.clients.budget", problem, dp.budget)

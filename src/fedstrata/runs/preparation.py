@@ -40,7 +40,7 @@ from fedstrata.objectives.base import is_plain
 from fedstrata.runs.client_checks import check_client_privacy
 from fedstrata.runs.dp_checks import check_privacy
 from fedstrata.runs.identity import about_data, about_model, identity_of
-from fedstrata.runs.secure_checks import check_secure_sums
+from fedstrata.runs.secure_checks import check_secure_sums, with_parties
 from fedstrata.spec.experiment import Experiment
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -192,6 +192,7 @@ def assemble(
         task=dataset.task,
         augment=spec.data.augment,
     )
+    config = with_parties(spec.method, config)
     if config.augment is not None:
         config.augment.check(dataset)
     # ``availability.check`` stores values in the object. Copy it, so that the user's spec does not change.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fedstrata.base.config import Setting
@@ -27,7 +28,7 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     """
     from fedstrata.federation.secure import protocol
 
-    training, evaluation, privacy = config.training, spec.evaluation, config.privacy
+    training, evaluation, privacy = config.training, spec.evaluation, spec.privacy
     if config.sizes is None:
         _check_sites(spec)
     check_replies(spec.method)
@@ -55,6 +56,24 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
         raise SpecError("partition.clients" if everyone else "training.clients_per_round", problem, invited)
     if not spec.method.forms(config):
         raise SpecError("method.name", f"{UNDECLARED}. Use another method, or 'plain' sums.", spec.method.name)
+
+
+def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
+    """Return the settings, in which ``privacy.parties`` is the number of clients that a sum needs.
+
+    With noise from the clients, this number must not depend on how many clients are online in a round, because each
+    client's share of the noise depends on it.
+
+    Raises:
+        ExtraMissingError: The extra ``secure`` is not installed.
+    """
+    privacy = config.privacy
+    if privacy.clients is None or privacy.clients.noise_from == "server":
+        return config
+    from fedstrata.federation.secure import protocol
+
+    parties = max(privacy.parties, protocol.default_threshold(method.most_summed(config)))
+    return replace(config, privacy=privacy.model_copy(update={"parties": parties}))
 
 
 def check_replies(method: Method) -> None:

@@ -4,6 +4,9 @@ Masks hide a vector only if all numbers are elements of a finite ring. Each real
 number, in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow.
 The sum of the vectors modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of
 the sites.
+
+For differential privacy, each site can add noise to its vector. Q is then smaller, so that the sum has room for the
+noise.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ Words = NDArray[np.uint32]
 
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not wrap."""
+HEADROOM = 12
+"""The noise of a sum has room for this number of standard deviations. Beyond it, a sum wraps, which costs accuracy but
+no privacy."""
+LARGEST_MEAN = 2.0**34
+"""The largest mean λ of a Poisson variable in the noise. NumPy draws such a variable by comparing logarithms of about
+λ ln λ, whose rounding errors are about 10⁻⁴ for this mean."""
 _CHUNK = 1 << 20
 
 
@@ -72,6 +81,8 @@ class Ring:
         parts: A mapping from the name of each vector of real numbers to its ``Part``.
         counts: A mapping from the name of each count to its largest value at one site. A count is a whole number that
             is not negative.
+        noise: Standard deviation of the noise that each site adds to each element of its parts, as a multiple of the
+            part's range; 0 without noise.
 
     Raises:
         SpecError: A sum could overflow.
@@ -86,6 +97,7 @@ class Ring:
     sites: int
     parts: Mapping[str, Part]
     counts: Mapping[str, int] = field(default_factory=dict)
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.sites <= LARGEST:
@@ -94,11 +106,15 @@ class Ring:
             if most < 0 or self.sites * most > LARGEST:
                 problem = f"the sum over {self.sites} sites may exceed {LARGEST}. Use a smaller bound or fewer sites."
                 raise SpecError(f"counts.{name}", problem, most)
+        if not self.scale:
+            problem = "is so large that updates would be rounded to zero. Use less noise."
+            raise SpecError("noise", problem, self.noise)
 
     @property
     def scale(self) -> int:
-        """The whole number Q that represents the value ``range``."""
-        return LARGEST // self.sites
+        """The whole number Q that stands for ``range``."""
+        scale = LARGEST / (self.sites + HEADROOM * self.noise * math.sqrt(self.sites))
+        return int(min(scale, math.sqrt(2 * LARGEST_MEAN) / self.noise) if self.noise else scale)
 
     @property
     def length(self) -> int:
@@ -159,6 +175,18 @@ class Ring:
         words[-1] = scaled
         return words
 
+    def add_noise(self, words: Words, generator: np.random.Generator) -> Words:
+        """Return a site's message with Skellam noise on all parts, but not on counts.
+
+        Args:
+            words: The message.
+            generator: The random generator of the noise, which must be secret at real sites.
+        """
+        size = sum(part.size for part in self.parts.values())
+        noisy = words.copy()
+        noisy[:size] += skellam(generator, size, (self.noise * self.scale) ** 2).astype(np.uint32)
+        return noisy
+
     def decode(self, total: Words, sites: int) -> Total:
         """Return the sum of the messages of several sites.
 
@@ -178,10 +206,10 @@ class Ring:
         if not 0 < sites <= self.sites:
             raise ValueError(f"{sites} sites contributed, but at most {self.sites} can")
         parts: dict[str, Floats] = {}
-        begin = 0
+        begin, most = 0, sites + HEADROOM * self.noise * math.sqrt(sites)
         for name, part in self.parts.items():
             whole = total[begin : begin + part.size].view(np.int32)
-            if part.size and max(int(whole.max()), -int(whole.min())) > sites * self.scale:
+            if part.size and max(int(whole.max()), -int(whole.min())) > self.scale * most:
                 raise ReplyRefusedError(f"the sum of {name} is out of range, so a site sent an invalid vector")
             parts[name] = whole.astype(np.float64) * (part.range / self.scale)
             begin += part.size
@@ -201,6 +229,15 @@ def add(vectors: Iterable[Words]) -> Words:
     for vector in others:
         total += vector
     return total
+
+
+def skellam(generator: np.random.Generator, size: int, variance: float) -> NDArray[np.int64]:
+    """Return Skellam noise, shape (``size``,): the difference of two Poisson variables with the mean ``variance`` / 2.
+
+    The sum of independent Skellam variables is a Skellam variable, whose variance is the sum of their variances.
+    """
+    first, second = (generator.poisson(variance / 2, size) for _ in range(2))
+    return first - second
 
 
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:

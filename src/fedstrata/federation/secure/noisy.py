@@ -1,0 +1,83 @@
+"""Client-level differential privacy in secure sums: each client clips its update, and adds a share of the noise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedstrata.base.arrays import Floats
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import ClientId, Fit, FitReply, Params
+from fedstrata.federation.secure.ring import Part, Ring, Words, rounding
+from fedstrata.federation.vectors import changes
+
+UPDATE = "update"
+"""The name of the only part of a vector with noise."""
+
+
+class NoisyForm:
+    """The form of updates that clients clip, and to which they add Skellam noise (Agarwal et al. 2021).
+
+    A sum needs at least t clients, of which m may collude. In units of the ring, each client adds noise with the
+    variance σ² / (t − m). The noise of the honest clients in a sum therefore has at least the variance σ², whichever
+    clients are missing.
+
+    Args:
+        config: The settings that server and clients share. ``privacy.parties`` is t.
+        clients: The largest number of clients in a sum.
+        params: The parameters that clients train, with their names and shapes.
+
+    Raises:
+        SpecError: At most one client in a sum would not collude, or there is too much noise for the ring.
+    """
+
+    def __init__(self, config: FederationConfig, clients: int, params: Params) -> None:
+        dp, least = config.privacy.clients, config.privacy.parties
+        assert dp is not None
+        if least - dp.colluding < 2:
+            problem = f"a sum has at least {least} clients, of which at least 2 must not collude. "
+            raise SpecError("privacy.clients.colluding", f"{problem}Use at most {least - 2}.", dp.colluding)
+        self.dp, self.least, self.seed, self.params = dp, least, config.seed, params
+        size, share = sum(tensor.numel() for tensor in params.values()), math.sqrt(least - dp.colluding)
+        try:
+            self.ring = Ring(clients, {UPDATE: Part(size, dp.clip)}, noise=dp.noise / share)
+        except SpecError as error:
+            raise SpecError("privacy.clients.noise", error.problem, dp.noise) from None
+
+    @property
+    def variance(self) -> float:
+        """The smallest variance σ² = (noise · Q)² of the noise in a sum, in units of the ring."""
+        return (self.dp.noise * self.ring.scale) ** 2
+
+    @property
+    def sensitivity(self) -> tuple[float, float]:
+        """The largest L1 norm Δ₁ and the largest L2 norm Δ₂ of a client's rounded update, in units of the ring.
+
+        Each of the d elements is rounded by less than 1, so Δ₂ = Q + √d. The elements are whole numbers, so Δ₁ is at
+        most Δ₂², and at most √d Δ₂.
+        """
+        size = math.sqrt(self.ring.parts[UPDATE].size)
+        longest = self.ring.scale + size
+        return longest * min(size, longest), longest
+
+    def encode(self, request: Fit, reply: FitReply, client: ClientId) -> Words:
+        """Return the vector that a client adds to the sum."""
+        before = {name: request.weights.params[name] for name in self.params}
+        update = clipped(changes(before, reply.weights.params).double().numpy(), self.dp.clip)
+        words = self.ring.encode({UPDATE: update}, {}, rounding(self.seed, request.round, client, 0))
+        return self.ring.add_noise(words, rng(self.seed, "noise share", request.round, client))
+
+
+def clipped(update: Floats, clip: float) -> Floats:
+    """Return an update that is scaled down to an L2 norm of at most ``clip``, shape (d,).
+
+    An update with NaN or infinity becomes zero. If the client did not answer, the server would learn of this fault.
+    """
+    norm = float(np.linalg.norm(update))
+    if not math.isfinite(norm):
+        return np.zeros_like(update)
+    # Without np.clip, an element could exceed the bound in its last bit, and count as scaled.
+    return np.clip(update * min(1.0, clip / norm), -clip, clip) if norm else update
