@@ -53,7 +53,13 @@ class SecureSums:
         """The keys of sites that are not in a roster yet. They came with earlier replies."""
 
     def ask(
-        self, federation: Federation, clients: Iterable[ClientId], request: Request, ring: Ring, work: Work | None
+        self,
+        federation: Federation,
+        clients: Iterable[ClientId],
+        request: Request,
+        ring: Ring,
+        work: Work | None,
+        continues: bool,
     ) -> SecureSum | None:
         """Ask sites a question, and return only the sum of their replies; None if the sum failed."""
         asked = Requests.of(clients, Masked(request))
@@ -61,7 +67,8 @@ class SecureSums:
         server = self._joined(federation, set(asked) - federation.log.dropped)
         if server is None:
             return None
-        exchange = server.begin(question_of(request), ring.length)
+        only = [self._site_of[client] for client in asked] if continues else None
+        exchange = server.begin(question_of(request), ring.length, only)
         assert exchange is not None
         self._ask_vectors(federation, exchange, reached, ring.length)
         while exchange.stage not in ("opened", "failed"):

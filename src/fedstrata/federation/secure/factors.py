@@ -42,11 +42,11 @@ class FirstForm(ModelForm):
         _, update = update_of(whole)
         like = update_like(whole)
         self._forms = codec.forms_of_frame(like)
-        summands: Summands = {
-            name: Numbers(_entry(name, "p"), {name: torch.zeros(rows, rank)}, update.range * _root_of_columns(like[name]))
-            for name, parts in self._forms.items()
-            for (rows, rank), _ in parts.values()
-        }
+        summands: Summands = {}
+        for name, parts in self._forms.items():
+            shape, _ = parts["p"]
+            wide = update.range * math.sqrt(like[name].numel() / shape[0])
+            summands[name] = Numbers(_entry(name, "p"), {name: torch.zeros(shape)}, wide)
         super().__init__(whole.config, whole.ring.sites, summands)
 
     def encode(self, request: Encoded, reply: EncodedReply, client: ClientId) -> Words:
@@ -57,9 +57,8 @@ class FirstForm(ModelForm):
     def payload(self, total: Total) -> Payload:
         """Return Σ M_k Q for each matrix, in float64."""
         return {
-            name: {"p": torch.from_numpy(total.parts[name]).reshape(form)}
+            name: {"p": torch.from_numpy(total.parts[name]).reshape(parts["p"][0])}
             for name, parts in self._forms.items()
-            for form, _ in parts.values()
         }
 
 
@@ -178,8 +177,8 @@ def update_of(form: ModelForm) -> tuple[str, Update]:
     numbers = form.summands[name]
     assert isinstance(numbers, Numbers)
     if len(others) > 1 or numbers.update is None or numbers.like.keys() != form.config.model.params().keys():
-        problem = "only methods that sum up one update of all parameters, and no buffers, have secure sums with a codec."
-        raise SpecError("communication.up", f"{problem} Use 'none', or another method or model.", "powersgd")
+        problem = "secure sums with a codec need a method that sums up only one update of all parameters"
+        raise SpecError("communication.up", f"{problem}. Use 'none', or another method or model.", "powersgd")
     return name, numbers.update
 
 
@@ -193,10 +192,6 @@ def update_like(form: ModelForm) -> Params:
 
 def _factor(name: str) -> str:
     return f"factor {name}"
-
-
-def _root_of_columns(tensor: Tensor) -> float:
-    return math.sqrt(tensor.numel() / tensor.shape[0])
 
 
 def _entry(name: str, part: str) -> Any:

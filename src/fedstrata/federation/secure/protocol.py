@@ -55,8 +55,12 @@ revealed therefore takes t − m honest votes of its own context, and the same p
 The proof needs the true t. A server that could choose t close to n / 2 would reduce the number of colluders that the
 sites tolerate to zero. Sites therefore refuse a roster whose threshold is below ``default_threshold``.
 
-Limits: across exchanges with different questions, the server may open sums over sets that differ by one site. A site
-that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
+A question may *continue* the previous one: both sums then have the same contributors. The question's hash contains the
+set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
+have therefore voted for it before, so no other set was opened before.
+
+Limits: across other exchanges, the server may open sums over sets that differ by one site. A site that sends a wrong
+vector can corrupt the sum, and nobody detects it. The server can always stop a run.
 """
 
 from __future__ import annotations
@@ -351,6 +355,11 @@ class Opened(Message):
 
     exchange: int
     members: list[str]
+
+
+def continued(question: bytes, members: Sequence[str]) -> bytes:
+    """Return the hash of a question whose sum must have the contributors ``members`` of the previous sum."""
+    return digest("continued", question, members)
 
 
 def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:
