@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from task_cases import prepared_of
 
 import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import SpecError
+from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.encoded import MEMORY, Residual
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.communication.messages import Coefficients, Encoded
@@ -103,9 +105,7 @@ def test_a_first_update_differs_from_that_of_plain_sums_by_rounding(method: str)
     assert max(float((w - start[name]).abs().max()) for name, w in models[0].items()) > 1e-3
 
 
-def changed(
-    monkeypatch: pytest.MonkeyPatch, see: Callable[[Mapping[int, Any], dict[int, Any]], None]
-) -> None:
+def changed(monkeypatch: pytest.MonkeyPatch, see: Callable[[Mapping[int, Any], dict[int, Any]], None]) -> None:
     """Call a function with the requests and the replies of each exchange; the function may change the replies."""
     ask = LocalEngine.ask
 
@@ -122,15 +122,21 @@ def changed(
 def test_the_opened_sums_are_the_sums_of_the_vectors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masks, the test adds up the vectors of the contributors. With masks, the sums are bit for bit equal."""
     sums: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    for masks, found in sums.items():
-        with monkeypatch.context() as patch:
-            if masks:
-                opened = simulated.Masks.open
-                patch.setattr(simulated.Masks, "open", lambda *given, f=found: f.append(opened(*given)) or f[-1])
-            else:
-                patch.setattr(simulated, "add", lambda vectors, f=found: f.append(sum(vectors)) or f[-1])
-            with fs.Simulation(fs.prepare(spec(**CASES[case], privacy={"simulate_masks": masks}))) as simulation:
-                simulation.step()
+    add, opened = simulated.add, simulated.Masks.open
+
+    def added(vectors: Iterable[np.ndarray]) -> np.ndarray:
+        sums[False].append(add(vectors))
+        return sums[False][-1]
+
+    def unmasked(masks: simulated.Masks, answers: Any) -> np.ndarray:
+        sums[True].append(opened(masks, answers))
+        return sums[True][-1]
+
+    monkeypatch.setattr(simulated, "add", added)
+    monkeypatch.setattr(simulated.Masks, "open", unmasked)
+    for masks in sums:
+        with fs.Simulation(fs.prepare(spec(**CASES[case], privacy={"simulate_masks": masks}))) as simulation:
+            simulation.step()
     assert len(sums[False]) == len(sums[True]) > 20
     for plain, masked in zip(sums[False], sums[True], strict=True):
         assert plain.dtype == masked.dtype == np.uint32
@@ -273,7 +279,7 @@ def test_memories_and_the_opened_sum_add_up_to_the_gradients(wide: float, monkey
                 handler = simulation.context.handlers.alone[Gradient]
                 for client in requests:
                     state = simulation.store.get(client)
-                    gradients.append(handler(simulation.engine.client(client, state), inner.request).gradient)
+                    gradients.append(handler(Client(client, simulation.context, state), inner.request).gradient)
 
         total_of = simulated.ask_sums
 
@@ -323,10 +329,10 @@ def test_compressed_sums_are_equal_on_ray(on_ray: Callable[..., fs.History]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another codec": ({"communication": {"up": "topk"}}, r"communication.up = 'topk': has no secure sum, because"),
+    "another codec": ({"communication": {"up": "top-k"}}, r"communication.up = 'top-k': has no secure sum, because"),
     "an encoded model": (
-        {"communication": POWERSGD | {"down": "bfloat16"}},
-        "communication.down = 'bfloat16': clients have different versions of the model",
+        {"communication": POWERSGD | {"down": "bf16"}},
+        "communication.down = 'bf16': clients have different versions of the model",
     ),
     "rounded factors": (
         {"communication": {"up": {"name": "powersgd", "factors": "int8"}}},
@@ -340,10 +346,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "squared norms": ({"method": "fedexp"}, "communication.up = 'powersgd': secure sums with a codec need a method"),
     "frozen layers": ({"method": "fedbabu"}, "communication.up = 'powersgd': secure sums with a codec need a method"),
     "prototypes": ({"method": "rebafl"}, "communication.up = 'powersgd': secure sums with a codec need a method"),
-    "buffers": (
-        {"method": "fedavg", "model": {"name": "resnet8"}, "data": {"name": "digits"}},
-        "communication.up = 'powersgd': secure sums with a codec need a method",
-    ),
 }
 
 
@@ -352,3 +354,8 @@ def test_codecs_without_a_secure_sum_are_refused_before_the_first_round(what: st
     sections, problem = REFUSED[what]
     with pytest.raises(SpecError, match=problem):
         fs.prepare(spec(**sections))
+
+
+def test_codecs_with_buffers_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"communication\.up = 'powersgd': secure sums with a codec"):
+        prepared_of("classification", norm=True, privacy={"sums": "secure"}, communication=POWERSGD)
