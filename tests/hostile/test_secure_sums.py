@@ -256,12 +256,13 @@ def test_sites_that_voted_for_different_sets_do_not_continue_together() -> None:
 
 def test_nothing_can_be_continued_before_a_vote() -> None:
     """A vote for an earlier sum than the previous one does not count."""
-    world = World("abcd", exchanges=3).join()
+    world = World("abcd", exchanges=4).join()
     world.continues |= {0, 3}
     assert world.answer("a", world.begin(0, only="abcd").outgoing["a"]) is None
     assert world.run(1) == world.sum_of("abcd")
-    assert world.answer("a", world.begin(2).outgoing["a"], 2) is None
-    assert [error.check for _, error in world.refusals] == ["continued"]
+    assert world.answer("a", world.begin(2).outgoing["a"], 2) is not None
+    assert world.answer("a", world.begin(3, only="abcd").outgoing["a"], 3) is None
+    assert [error.check for _, error in world.refusals] == ["continued"] * 2
 
 
 def test_no_site_reveals_both_secrets_of_a_site() -> None:
