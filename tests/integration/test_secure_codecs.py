@@ -118,7 +118,14 @@ def changed(monkeypatch: pytest.MonkeyPatch, see: Callable[[Mapping[int, Any], d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["all answer", "dropouts", "late clients"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("all answer", marks=pytest.mark.long),
+        "dropouts",
+        pytest.param("late clients", marks=pytest.mark.long),
+    ],
+)
 def test_the_opened_sums_are_the_sums_of_the_vectors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masks, the test adds up the vectors of the contributors. With masks, the sums are bit for bit equal."""
     sums: dict[bool, list[np.ndarray]] = {False: [], True: []}
@@ -143,7 +150,7 @@ def test_the_opened_sums_are_the_sums_of_the_vectors(case: str, monkeypatch: pyt
         assert (plain == masked).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_server_sees_no_factor_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[bool, list[dict[int, np.ndarray]]] = {False: [], True: []}
     for masks, vectors in seen.items():

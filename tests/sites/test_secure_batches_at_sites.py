@@ -43,7 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [each if "batches" in each else pytest.param(each, marks=pytest.mark.long) for each in CASES]
+)
 def test_sums_over_sites_have_the_model_of_a_simulation(case: str, tmp_path: Path) -> None:
     made = batches(**CASES[case])
     deployment = Deployment(made, tmp_path)
