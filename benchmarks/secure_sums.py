@@ -1,16 +1,24 @@
-"""Compare the time and the bytes of FedAvg with secure sums and with plain sums, over sites with mutual TLS.
+"""Compare the time and the bytes of secure sums with those of plain sums.
 
-    python benchmarks/secure_sums.py [--sites 10] [--repeats 5] [--rounds 6]
+    python benchmarks/secure_sums.py [CASE ...] [--repeats 5] [--out FILE] [--small]
 
-The server and the sites are processes on this machine. Each site has 1,000 samples and trains a model of a million
-parameters for one epoch per round. Plain and secure deployments take turns. The value of a deployment is the median
-over its rounds without the first one, in which data are loaded and a roster is formed, and without the last one, which
-is evaluated. The medians and the ranges over all repetitions are written to ``benchmarks/results/secure_sums.json``.
+The cases are:
+
+- ``fedavg-sites``: rounds of FedAvg over ten sites with mutual TLS, which are processes on this machine. Each site has
+  1,000 samples and trains a model of a million parameters for one epoch per round.
+- ``stratify-sites``: epochs of Stratify with PowerSGD on MNIST over ten such sites.
+- ``fedavg-simulation`` and ``stratify-simulation``: the same rounds in a simulation without masks.
+
+Plain and secure runs take turns. The value of a run is the median over its rounds without the first one, in which data
+are loaded and a roster is formed, and without the last one, which is evaluated. Each run is written to FILE as soon as
+it has ended. A program that was stopped goes on with the next run. FILE also has the medians and the ranges of the
+ratios over all pairs of runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -28,7 +36,8 @@ RESULTS = Path(__file__).parent / "results" / "secure_sums.json"
 PORT = 18543
 SAMPLES, FEATURES, CLASSES, TESTS = 1000, 64, 10, 100
 HIDDEN = [963, 963]
-"""The widths of the hidden layers, with which the model has 1,000,567 parameters."""
+"""The widths of the hidden layers of FedAvg's model, with which it has 1,000,567 parameters."""
+SUMS = ("plain", "secure")
 Measured = dict[str, float]
 
 
@@ -40,35 +49,45 @@ def write_data(path: Path, sites: int) -> None:
     np.savez(path, x_train=x[:count], y_train=y[:count], x_test=x[count:], y_test=y[count:])
 
 
-def spec_of(data: Path, sites: int, rounds: int, sums: str) -> fs.Experiment:
+def spec_of(method: str, data: Path, sums: str, small: bool) -> fs.Experiment:
     """Return the spec of a run in which all sites answer in each round."""
-    training = {"rounds": rounds, "clients_per_round": sites, "local_epochs": 1, "lr": 0.01}
-    return fs.Experiment.from_table(
-        {
-            "data": str(data),
-            "partition": {"name": "iid", "clients": sites},
-            "model": {"name": "mlp", "hidden": HIDDEN},
-            "training": training,
-            "evaluation": {"every": 0},
-            "privacy": {"sums": sums},
-        }
-    )
+    sites = 3 if small else 10
+    table: dict[str, Any] = {
+        "method": method,
+        "partition": {"name": "iid", "clients": sites},
+        "training": {"rounds": 4, "clients_per_round": sites, "local_epochs": 1, "lr": 0.01},
+        "evaluation": {"every": 0},
+        "privacy": {"sums": sums},
+    }
+    if method == "fedavg":
+        table |= {"data": str(data), "model": {"name": "mlp", "hidden": HIDDEN}}
+    else:
+        table |= {"data": {"name": "mnist", "limit": 3000} if small else "mnist", "model": "mlp"}
+        table["communication"] = {"up": {"name": "powersgd", "rank": 2}}
+        table["training"] |= {"rounds": 3, "batch_size": 1000}
+    return fs.Experiment.from_table(table)
 
 
-def measure(place: Path, data: Path, sites: int, rounds: int, sums: str) -> Measured:
-    """Run a deployment, and return the medians over its rounds."""
-    own = {"catalog": [str(data)]}
-    table: dict[str, Any] = {"server": {"port": PORT, **own}, "site": {f"s{site:02}": own for site in range(sites)}}
-    made = spec_of(data, sites, rounds, sums)
-    folder = try_out(made, Sites.model_validate(table), place, base_dir=place.parent, report=lambda line: None)
-    history = fs.History.load(folder)
-    if not all(record["clients_trained"] == sites for record in history):
+def measure(case: str, place: Path, data: Path, sums: str, small: bool) -> Measured:
+    """Do a run, and return the medians over its rounds."""
+    method, where = case.split("-")
+    made = spec_of(method, data, sums, small)
+    if where == "simulation":
+        history = fs.run(made)
+    else:
+        own = {"catalog": [str(data)]} if method == "fedavg" else {"catalog": ["mnist"]}
+        names = [f"s{site:02}" for site in range(made.training.clients_per_round or 0)]
+        table: dict[str, Any] = {"server": {"port": PORT, **own}, "site": dict.fromkeys(names, own)}
+        folder = try_out(made, Sites.model_validate(table), place, base_dir=place.parent, report=lambda line: None)
+        history = fs.History.load(folder)
+    if any(record["clients_failed"] or record["clients_dropped"] for record in history):
         raise RuntimeError("a site did not answer in every round")
     inner = history[1:-1]
     return {
         "seconds": statistics.median(record["seconds"] for record in inner),
         "bytes_up": statistics.median(record["bytes_up"] for record in inner),
         "bytes_down": statistics.median(record["bytes_down"] for record in inner),
+        "exchanges": statistics.median(record["exchanges"] for record in inner),
         "bytes_up_first": history[0]["bytes_up"],
     }
 
@@ -78,37 +97,40 @@ def summary(values: list[float]) -> Measured:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
+def ratios_of(runs: dict[str, list[Measured]]) -> dict[str, Measured]:
+    """Return the ratio of secure to plain runs for the time and for the bytes; empty before the first pair."""
+    pairs = list(zip(runs["secure"], runs["plain"], strict=False))
+    keys = ("seconds", "bytes_up", "bytes_down") if pairs else ()
+    return {key: summary([secure[key] / plain[key] for secure, plain in pairs]) for key in keys}
+
+
+CASES = ("fedavg-sites", "stratify-sites", "fedavg-simulation", "stratify-simulation")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", type=int, default=10)
+    parser.add_argument("cases", nargs="*", metavar="CASE", default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--small", action="store_true", help="three sites and few samples, to check the program")
     options = parser.parse_args()
-    found: dict[str, list[Measured]] = {"plain": [], "secure": []}
+    table: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     with tempfile.TemporaryDirectory(prefix="fedstrata-secure-") as folder:
         data = Path(folder) / "data.npz"
-        write_data(data, options.sites)
-        for repeat in range(options.repeats):
-            for sums, measured in found.items():
-                place = Path(folder) / f"{sums}-{repeat}"
-                measured.append(measure(place, data, options.sites, options.rounds, sums))
-                print(repeat, sums, measured[-1], flush=True)
-    table: dict[str, Any] = {
-        "sites": options.sites,
-        "repeats": options.repeats,
-        "rounds": options.rounds,
-        "parameters": sum(a * b + b for a, b in zip([FEATURES, *HIDDEN], [*HIDDEN, CLASSES], strict=True)),
-        "samples": SAMPLES,
-        "processors": os.cpu_count(),
-    }
-    for sums, measured in found.items():
-        table[sums] = {key: summary([each[key] for each in measured]) for key in measured[0]}
-    for key in ("seconds", "bytes_up", "bytes_down"):
-        ratios = [s[key] / p[key] for s, p in zip(found["secure"], found["plain"], strict=True)]
-        table[f"{key}_ratio"] = summary(ratios)
-        print(f"{key}: secure / plain = {table[f'{key}_ratio']}", flush=True)
-    write_json(options.out, table)
+        write_data(data, 10)
+        for case in options.cases:
+            entry = table.setdefault(case, {"processors": os.cpu_count(), "runs": {sums: [] for sums in SUMS}})
+            runs = entry["runs"]
+            for repeat in range(options.repeats):
+                for sums in SUMS:
+                    if len(runs[sums]) > repeat:
+                        continue
+                    place = Path(folder) / f"{case}-{sums}-{repeat}"
+                    runs[sums].append(measure(case, place, data, sums, options.small))
+                    entry["secure / plain"] = ratios_of(runs)
+                    write_json(options.out, table)
+                    print(case, repeat, sums, runs[sums][-1], flush=True)
+            print(case, "secure / plain:", entry["secure / plain"], flush=True)
 
 
 if __name__ == "__main__":

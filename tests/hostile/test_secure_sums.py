@@ -210,6 +210,61 @@ def test_two_questions_with_sets_that_differ_by_one_site_reveal_its_vector() -> 
     assert difference == plain(world.vectors["a"])
 
 
+@pytest.mark.parametrize("lost", ["", "a"])
+def test_a_question_that_continues_another_has_the_same_contributors(lost: str) -> None:
+    world = World("abcde").join()
+    world.continues.add(1)
+    exchange = world.begin(0)
+    first = [name for name in "abcde" if name != lost]
+    while exchange.stage != "opened":
+        world.step(exchange, first, 0)
+    exchange = world.begin(1, only=first)
+    while exchange.stage != "opened":
+        world.step(exchange, first, 1)
+    assert plain(exchange.total) == world.sum_of(first)
+    assert world.refusals == []
+
+
+def test_a_sum_that_has_lost_a_site_of_the_sum_before_fails() -> None:
+    world = World("abcde").join()
+    world.continues.add(1)
+    assert world.run(0) == world.sum_of("abcde")
+    exchange = world.begin(1, only="abcde")
+    world.step(exchange, "abcd", 1)
+    assert exchange.stage == "failed"
+    reason = "Exchange 1 has no result, because it has lost a site that has contributed to the sum before."
+    assert world.server.events[-1].reason == reason
+
+
+def test_sites_that_voted_for_different_sets_do_not_continue_together() -> None:
+    """The question's hash depends on the set for which a site voted, so masks and signatures do not fit together."""
+    world = World("abcd").join()
+    exchange = world.begin(0)
+    present = {name: world.answer(name, begin).present for name, begin in exchange.outgoing.items()}
+    for name in "abcd":
+        chosen = "abcd" if name in "ab" else "bcd"
+        assert world.answer(name, Propose(0, {each: present[each] for each in chosen})) is not None
+    for name in "abcd":
+        world.server.delivered(name)
+    world.continues.add(1)
+    exchange = world.begin(1, only="abcd")
+    world.step(exchange, "abcd", 1)
+    assert exchange.stage == "failed"
+    refused = [event.sites for event in world.server.events if event.kind == "refused"]
+    assert refused == [("c",), ("d",)]
+
+
+def test_nothing_can_be_continued_before_a_vote() -> None:
+    """A vote for an earlier sum than the previous one does not count."""
+    world = World("abcd", exchanges=4).join()
+    world.continues |= {0, 3}
+    assert world.answer("a", world.begin(0, only="abcd").outgoing["a"]) is None
+    assert world.run(1) == world.sum_of("abcd")
+    assert world.answer("a", world.begin(2).outgoing["a"], 2) is not None
+    assert world.answer("a", world.begin(3, only="abcd").outgoing["a"], 3) is None
+    assert [error.check for _, error in world.refusals] == ["continued"] * 2
+
+
 def test_no_site_reveals_both_secrets_of_a_site() -> None:
     """In another framework, the sets of living and lost sites could overlap."""
     for size in range(4, 7):

@@ -360,7 +360,6 @@ def test_sums_are_equal_on_ray(on_ray: Callable[..., fs.History]) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an attack": ({"attack": {"name": "sign-flip", "clients": [1]}}, "attack = 'sign-flip': the server does not see"),
-    "a codec": ({"communication": {"up": "powersgd"}}, "communication: codecs have no secure sum yet"),
     "diversity": ({"evaluation": {"weight_diversity": True}}, "evaluation.weight_diversity = True: the server does"),
     "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of individual clients are not sums"),
     "noise": (

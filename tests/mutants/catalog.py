@@ -44,7 +44,10 @@ protocol = _of("federation/secure/protocol.py", "federation/secure/test_protocol
 trust = _of("federation/secure/certificates.py", "federation/secure/test_protocol.py")
 site = _of("federation/secure/site.py", "federation/secure/test_protocol.py", "hostile/test_secure_sums.py")
 SECURE = "integration/test_secure_sums.py"
+CODECS = "integration/test_secure_codecs.py"
+BATCHES = "sites/test_secure_batches_at_sites.py"
 FORMS = "federation/secure/test_fit.py"
+factors = _of("federation/secure/factors.py", CODECS)
 secure_fit = _of("federation/secure/fit.py", FORMS, "integration/test_secure_sums.py")
 simulated = _of("federation/secure/simulated.py", "integration/test_secure_sums.py")
 masked = _of("clients/handlers/masked.py", "integration/test_secure_sums.py")
@@ -221,6 +224,19 @@ MUTANTS = [
         "question_of(inner), words, enough",
         "question_of(inner)[:16], words, enough",
     ),
+    factors("sums instead of means", "row / numbers.weight.largest}", "row}"),
+    factors("a vector of one client", "self.ring.decode(words, 1)", "self.ring.decode(words * 2, 1)"),
+    compression("a second sum over fewer clients", "second.ring, continues=True", "second.ring", CODECS),
+    masked(
+        "an error without rounding", "remember_sent(client, before, inner, form.sent(words, reply))", "pass", CODECS
+    ),
+    opening("a lost site between two sums", "elif self._only not in (None, self.contributors):", "elif False:"),
+    site("another set than before", "same = current.only in (None, sorted(present))", "same = True"),
+    site("a vote of any sum", "members, only=only), None", "members, only=only), self._last_vote"),
+    site("sets that are not in the context", "else protocol.continued(question, only))", "else question)"),
+    declared_sums("requests about samples are summed", "if inside.single:", "if False:", BATCHES),
+    declared_sums("the order of inner requests", "order=None, together=False", "together=False", BATCHES),
+    secure_checks("rounded factors", '(("factors", "float32"), ("start", 1))', '(("start", 1),)', CODECS),
     batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
     batch("lost clients are asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
     secure_checks("every part", "        if reason:", "        if False:"),

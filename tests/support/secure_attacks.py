@@ -465,6 +465,22 @@ def a_new_roster_after_all_sites_have_restarted(attacker: Attacker) -> Loot:
     return whole - part, world.vectors["a"]
 
 
+@attack("continued")
+def a_second_sum_without_a_site_of_the_first_sum(attacker: Attacker) -> Loot:
+    first = first_exchange(attacker)
+    attacker.open_all(0, statements(first))
+    whole = attacker.unmasked(0, attacker.context("b"), "abcd", "abcd", first)
+    attacker.world.continues.add(1)
+    exchange = attacker.world.begin(1, only="abcd")
+    second = {name: attacker.ask(name, exchange.outgoing[name], 1) for name in "bcd"}
+    attacker.collude(1)
+    attacker.open_set(1, "bcd", statements(second))
+    part = attacker.unmasked(1, attacker.context("b"), "bcd", "abcd", second)
+    assert whole is not None
+    assert part is not None
+    return whole - part, attacker.world.vectors["a"]
+
+
 @attack("question in context")
 def another_model_for_one_site(attacker: Attacker) -> Loot:
     """The other sites get a model whose update is zero (Pasquini et al. 2022)."""

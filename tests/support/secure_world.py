@@ -104,6 +104,8 @@ class World:
         self.server = Server(JOB, trust, exchanges=exchanges, **shared)
         self.vectors = {name: vector(name) for name in self.sites}
         self.enough = dict.fromkeys(self.sites, True)
+        self.continues: set[int] = set()
+        """The numbers of the questions that continue the question before."""
         self.committed: set[str] = set()
         self.refusals: list[tuple[str, RefusedError]] = []
 
@@ -124,9 +126,9 @@ class World:
                     self.refusals.append((name, error))
         return deals
 
-    def begin(self, number: int = 0) -> Exchange:
-        """Begin an exchange about a question."""
-        exchange = self.server.begin(question(number), LENGTH)
+    def begin(self, number: int = 0, only: Iterable[str] | None = None) -> Exchange:
+        """Begin an exchange about a question, which continues the previous one if ``only`` has its contributors."""
+        exchange = self.server.begin(question(number), LENGTH, None if only is None else list(only))
         assert exchange is not None
         return exchange
 
@@ -139,7 +141,8 @@ class World:
         site, message = self.sites[name], self.sent(message)
         try:
             if isinstance(message, Begin):
-                return self.sent(site.mask(message, question(number), self.vectors[name], self.enough[name]))
+                own, continues = (self.vectors[name], self.enough[name]), number in self.continues
+                return self.sent(site.mask(message, question(number), *own, continues=continues))
             if isinstance(message, Opened):
                 if site.opened(message):
                     self.committed.add(name)

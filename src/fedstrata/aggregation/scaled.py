@@ -79,7 +79,7 @@ class Normalised(MeanBySize):
 
         like = {"length": torch.zeros(1, dtype=torch.float64)}
         per_step = Weight("samples", lambda reply: weight.of(reply) / max(length(reply), 1.0), weight.largest)
-        summed = bounds.updates(per_step) | {"length": Numbers(lengths, like, longest, weight)}
+        summed = bounds.updates(per_step) | {"length": Numbers(lengths, like, longest, weight, needs_model=False)}
         return super().summands(bounds) | summed
 
     @override

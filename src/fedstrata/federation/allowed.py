@@ -92,6 +92,7 @@ class Allowed:
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
+        single: Whether the server reads single replies even with secure sums. Such replies contain no updates.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.
@@ -105,6 +106,7 @@ class Allowed:
     limit: SampleLimit | None = None
     rule: RequestRule = None  # type: ignore[assignment]  # the rule of the class
     inside: Allowed | None = None
+    single: bool = False
 
     def __post_init__(self) -> None:
         rule = self.rule or getattr(self.request, "rule", None)

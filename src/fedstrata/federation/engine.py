@@ -106,7 +106,7 @@ class SecureSums(Protocol):
     """The server of secure sums over real sites."""
 
     def ask(
-        self, federation: Any, clients: Iterable[ClientId], request: Request, ring: Any, work: Any
+        self, federation: Any, clients: Iterable[ClientId], request: Request, ring: Any, work: Any, continues: bool
     ) -> SecureSum | None:
         """Return the sum of the replies; see ``fedstrata.federation.secure.simulated.ask_sum``."""
 

@@ -24,6 +24,8 @@ from fedstrata.federation.engine import Engine, Failure, FederationConfig, Relay
 from fedstrata.federation.exchanges import Exchanges, Replies
 from fedstrata.federation.messages import ClientId, Request, Requests, Weights, Work
 from fedstrata.federation.reply_checks import Check, defect_of
+from fedstrata.federation.secure.fit import ModelForm
+from fedstrata.federation.secure.ring import Ring, Total
 
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
@@ -77,6 +79,34 @@ exchange, receives the replies, and finally returns the replies for the method.
 """
 
 
+@dataclass(frozen=True)
+class SummedLeg:
+    """One secure sum. With PowerSGD, the sum of the clients' replies takes two secure sums.
+
+    Args:
+        request: The request in the form in which it is sent.
+        ring: The layout of the replies.
+        continues: Whether the sum must have the same contributors as the previous leg.
+    """
+
+    request: Request
+    ring: Ring
+    continues: bool = False
+
+
+SummedLegs = Callable[["Federation", Any, ModelForm], Generator[SummedLeg, Total, Total]]
+"""A generator function that divides the sum of the replies to a request into secure sums.
+
+The arguments are the federation, the request and the form of its replies. The generator yields each leg, receives the
+opened sum, and finally returns the sum in the layout of the form.
+"""
+
+
+def one_summed_leg(federation: Federation, request: Any, form: ModelForm) -> Generator[SummedLeg, Total, Total]:
+    """Sum up the replies in one secure sum, without encoding."""
+    return (yield SummedLeg(request, form.ring))
+
+
 def one_leg(federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
     """Send the requests in one exchange, without encoding."""
     return (yield Leg(requests, check))
@@ -93,6 +123,7 @@ class Federation:
         listener: A function that is called after every ``ask`` with the round and the accepted replies.
         legs: A function that divides a call of ``ask`` into exchanges. Default: one exchange without encoding. Use
             ``Compression.legs`` (``fedstrata.federation.communication``) to encode models and updates.
+        summed_legs: A function that divides a secure sum of replies into exchanges. Default: one exchange.
         attack: The attack that some clients make; None if all clients are honest.
     """
 
@@ -105,10 +136,11 @@ class Federation:
         *,
         listener: Listener | None = None,
         legs: Legs = one_leg,
+        summed_legs: SummedLegs = one_summed_leg,
         attack: Attack | None = None,
     ) -> None:
         self.engine, self.config, self.availability, self.method = engine, config, availability, method
-        self.listener, self.legs, self.attack = listener, legs, attack
+        self.listener, self.legs, self.summed_legs, self.attack = listener, legs, summed_legs, attack
         self.attackers = frozenset(() if attack is None else attack.attackers(config.clients, config.seed))
         """The clients that attack."""
         self.excluded: NDArray[np.int64] = np.empty(0, dtype=np.int64)

@@ -29,7 +29,7 @@ def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> 
 
     If too few clients answer, only the states of the samplers change.
     """
-    from fedstrata.federation.secure.simulated import ask_sum
+    from fedstrata.federation.secure.simulated import ask_sums
 
     config, weights = federation.config, state.weights
     sampler, data, objective, aggregator = recipe.choices()
@@ -40,7 +40,7 @@ def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> 
     state, metrics = replace(state, clients=clients_state, data=data_state), {**selection.metrics, **data_metrics}
 
     form, request = fit_form(recipe, config), Fit(federation.round, weights, objective.message(state.objective), keep)
-    summed = ask_sum(federation, invited, request, form.ring, work=recipe.work(config, keep))
+    summed = ask_sums(federation, invited, request, form, work=recipe.work(config, keep))
     if summed is None:
         return state, {"clients_trained": 0, "samples": 0, "train_loss": None, "scaled": 0, **metrics}
     sums = Sums(form.summands, len(summed.clients), summed.total)

@@ -9,8 +9,10 @@ from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.federation.allowed import declares
+from fedstrata.federation.communication.codecs import Communication, PowerSGD, Uncompressed
 from fedstrata.federation.engine import Engine, FederationConfig
 from fedstrata.federation.federation import Listener
+from fedstrata.federation.secure.factors import with_codec
 from fedstrata.federation.settings import Privacy
 from fedstrata.methods.base import READING, Method
 from fedstrata.methods.recipe import CHOICES, Recipe
@@ -35,7 +37,6 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     single = "the server does not see individual updates with privacy.sums = 'secure'"
     refusals: list[tuple[bool, str, Any, str]] = [
         (spec.attack is not None, "attack", getattr(spec.attack, "name", ""), f"{single}. Remove the section."),
-        (not spec.communication.plain, "communication", ..., "codecs have no secure sum yet. Remove the section."),
         (evaluation.weight_diversity, "evaluation.weight_diversity", True, f"{single}. Remove it."),
         (
             held.own_test is not None and config.sizes is not None,
@@ -48,14 +49,37 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     for refused, key, value, problem in refusals:
         if refused:
             raise SpecError(key, problem, value)
+    _check_codecs(spec.communication)
     invited = spec.method.most_summed(config)
     least = max(protocol.FEWEST, privacy.parties)
     if not least <= invited <= protocol.MOST_SITES or config.clients < least:
         problem = f"a secure sum needs {least} to {protocol.MOST_SITES} clients per round. Use a number in this range."
         everyone = invited != training.invited(config.clients)
         raise SpecError("partition.clients" if everyone else "training.clients_per_round", problem, invited)
-    if not spec.method.forms(config):
+    forms = spec.method.forms(config)
+    if not forms:
         raise SpecError("method.name", f"{UNDECLARED}. Use another method, or 'plain' sums.", spec.method.name)
+    with_codec(forms, spec.communication.up)
+
+
+def _check_codecs(communication: Communication) -> None:
+    """Check that the replies have secure sums with the codecs.
+
+    Raises:
+        SpecError: A codec is not supported.
+    """
+    up, down = communication.up, communication.down
+    if not isinstance(down, Uncompressed):
+        problem = "clients have different versions of the model, but a secure sum needs the same request for all"
+        raise SpecError("communication.down", f"{problem}. Use 'none'.", down.name)
+    if isinstance(up, PowerSGD):
+        for key, only in (("factors", "float32"), ("start", 1)):
+            if (value := getattr(up, key)) != only:
+                problem = f"is not supported with privacy.sums = 'secure'. Use {only!r}."
+                raise SpecError(f"communication.up.{key}", problem, value)
+    elif not isinstance(up, Uncompressed):
+        problem = "has no secure sum, because the sum of encoded updates is not an encoded update"
+        raise SpecError("communication.up", f"{problem}. Use 'powersgd' or 'none'.", up.name)
 
 
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:

@@ -27,7 +27,14 @@ from fedstrata.evaluation.history import History
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.federation.communication.compression import Compression
 from fedstrata.federation.engine import Engine
-from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
+from fedstrata.federation.federation import (
+    Federation,
+    Legs,
+    Listener,
+    SummedLegs,
+    one_leg,
+    one_summed_leg,
+)
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.client_accountant import accountant_of
@@ -149,12 +156,13 @@ class Simulation:
             self.compression: Compression | None = None
             """The codecs that compress requests and decode replies; None without compression."""
             legs: Legs = one_leg
+            summed_legs: SummedLegs = one_summed_leg
             if not self.spec.communication.plain:
                 clients, objective = prepared.config.clients, method.objective_in_use()
                 self.compression = Compression(
                     self.spec.communication, clients, self.spec.seed, objective.expected, objective.additive
                 )
-                legs = self.compression.legs
+                legs, summed_legs = self.compression.legs, self.compression.summed_legs
             self.federation = Federation(
                 self.engine,
                 prepared.config,
@@ -162,6 +170,7 @@ class Simulation:
                 method.name,
                 listener=listener,
                 legs=legs,
+                summed_legs=summed_legs,
                 attack=self.spec.attack,
             )
             self.round = checkpoint.round if checkpoint else 0

@@ -135,14 +135,16 @@ class KeptSite(Site):
         super().__init__(job, credentials.identity, credentials.trust, answered=answered_file.read(), **settings)
         self._answered_file = answered_file
 
-    def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
-        """Write the question to the disk, and return this site's masked vector.
+    def mask(
+        self, begin: Begin, question: bytes, vector: Words, enough: bool, *, continues: bool = False
+    ) -> MaskedVector:
+        """Return this site's masked vector, after the question is on the disk.
 
         Raises:
             RefusedError: A check failed.
             OSError: The question cannot be written.
         """
-        masked = super().mask(begin, question, vector, enough)
+        masked = super().mask(begin, question, vector, enough, continues=continues)
         self._answered_file.add(question)
         return masked
 

@@ -53,15 +53,23 @@ class SecureSums:
         """The keys of sites that are not in a roster yet. They came with earlier replies."""
 
     def ask(
-        self, federation: Federation, clients: Iterable[ClientId], request: Request, ring: Ring, work: Work | None
+        self,
+        federation: Federation,
+        clients: Iterable[ClientId],
+        request: Request,
+        ring: Ring,
+        work: Work | None,
+        continues: bool,
     ) -> SecureSum | None:
         """Ask sites a question, and return only the sum of their replies; None if the sum failed."""
         asked = Requests.of(clients, Masked(request))
         reached = federation.exchanges.reach(asked, work)
-        server = self._joined(federation, set(asked) - federation.log.dropped)
+        least = len(asked) if continues else max(protocol.FEWEST, federation.config.privacy.parties)
+        server = self._joined(federation, set(asked) - federation.log.dropped, least)
         if server is None:
             return None
-        exchange = server.begin(question_of(request), ring.length)
+        only = [self._site_of[client] for client in asked] if continues else None
+        exchange = server.begin(question_of(request), ring.length, only)
         assert exchange is not None
         self._ask_vectors(federation, exchange, reached, ring.length)
         while exchange.stage not in ("opened", "failed"):
@@ -82,18 +90,17 @@ class SecureSums:
             self._engine.messenger.acknowledge(site, opened)
         return SecureSum(total, contributors)
 
-    def _joined(self, federation: Federation, clients: Collection[ClientId]) -> Server | None:
-        """Return the server of a roster of these clients' sites; None if too few sites join."""
+    def _joined(self, federation: Federation, clients: Collection[ClientId], least: int) -> Server | None:
+        """Return the server of a roster of these clients' sites; None if fewer than ``least`` sites join."""
         sites = self._with_keys(federation, clients)
         server = self._server
         # A site that refused to deal shares would refuse again, so the roster goes on without it.
         if server is not None and server.roster is not None and server.left and server.roster.names == sites:
             return server
-        parties = federation.config.privacy.parties
-        if len(sites) < (least := max(protocol.FEWEST, parties)):
+        if len(sites) < least:
             federation.note(FAILED, clients, f"{len(sites)} sites can take part, but the sum needs {least}.")
             return None
-        server = Server(self._job, self._trust, parties=parties)
+        server = Server(self._job, self._trust, parties=federation.config.privacy.parties)
         roster = server.enrol({site: self.packages.pop(site) for site in sites})
         deals = {}
         if roster is not None:

@@ -32,7 +32,7 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
     """
-    reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds)
+    reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds, single=True)
     limit = SampleLimit(size, f"uses a part of a batch of {size} sample{'s' * (size > 1)}")
     if local_steps == 1:
         return [reserve, Allowed(Gradient, times=None, rounds=rounds, limit=limit)]
@@ -64,10 +64,11 @@ def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -
         classes: The number C of classes; None if C is not known.
     """
     if masking == "none":
-        return [Allowed(LabelReport), Allowed(Assign)]
+        return [Allowed(LabelReport, single=True), Allowed(Assign, single=True)]
     where: dict[str, Any] = {} if classes is None else {"classes": classes}
     prf = masking == "prf"
     labels = [Allowed(TagReport)] if prf else [Allowed(kind, where=where) for kind in (SealLabels, Compare, Enlist)]
     shares = [Allowed(ShareReport)] if weighted else []
     keys = Allowed(OpenKeys, where={"comparing": not prf})
-    return [keys, *labels, Allowed(CountReport), Allowed(OpenTotals), *shares]
+    requests = [keys, *labels, Allowed(CountReport), Allowed(OpenTotals), *shares]
+    return [replace(each, single=True) for each in requests]

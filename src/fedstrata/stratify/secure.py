@@ -13,12 +13,14 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation, Summed
 from fedstrata.federation.messages import Params, Weights, Work
 from fedstrata.federation.secure.fit import (
+    EQUAL,
     LOSS_RANGE,
     Count,
     ModelForm,
     Numbers,
     Summands,
     Sums,
+    Update,
     largest_size,
     size_of_weights,
     weight_by_size,
@@ -41,9 +43,12 @@ class GradientForm(ModelForm):
         most = max(batch_size, largest_size(config)) if config.privacy.gathers else batch_size
         weight = weight_by_size(config, most)
         loss = {"loss": torch.zeros(1, dtype=torch.float64)}
+        wide = config.privacy.range * steps
+        # A codec compresses the sum over the client's samples, to which it has added the error of earlier batches.
+        update = Update("", wide * weight.largest, EQUAL)
         summands: Summands = {
-            "gradient": Numbers(_mean_gradient, config.model.params(), config.privacy.range * steps, weight),
-            "loss": Numbers(_mean_loss, loss, LOSS_RANGE, weight),
+            "gradient": Numbers(_mean_gradient, config.model.params(), wide, weight, update),
+            "loss": Numbers(_mean_loss, loss, LOSS_RANGE, weight, needs_model=False),
             "drawn": Count(lambda reply: reply.samples, most),
         }
         self.weighted = config.task.weighted
@@ -63,9 +68,9 @@ def ask_gradients(
     federation: Federation, clients: Iterable[int], request: Gradient, form: GradientForm, work: Work
 ) -> Summed | None:
     """Ask the clients of a batch for the sum of their gradients. Return None if too few clients answer."""
-    from fedstrata.federation.secure.simulated import ask_sum
+    from fedstrata.federation.secure.simulated import ask_sums
 
-    summed = ask_sum(federation, clients, request, form.ring, work=work)
+    summed = ask_sums(federation, clients, request, form, work=work)
     if summed is None:
         return None
     reply = form.reply(Sums(form.summands, len(summed.clients), summed.total))

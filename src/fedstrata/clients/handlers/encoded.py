@@ -7,6 +7,7 @@ inner request, and encodes the change in its reply, such as the model update. It
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,15 @@ from fedstrata.base.records import Tree, record
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.federation.communication.changes import digest_of, parted, renewed
-from fedstrata.federation.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
+from fedstrata.federation.communication.codecs import (
+    Payload,
+    PowerSGD,
+    Uncompressed,
+    WithMemory,
+    pack,
+    unpack,
+    with_frame,
+)
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
@@ -119,9 +128,29 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     frame = unpack(request.frame, codec.forms_of_frame(change))
     payload = codec.coefficients(change, frame)
     client.state = dict(pending.state)
-    if pending.reply.has_update():
-        _remember(client, pending.round, change, codec.decode(with_frame(payload, frame), change))
+    _remember_second(client, pending, codec, with_frame(payload, frame))
     return EncodedReply(pending.reply, pack(payload, codec.forms_of_coefficients(change)))
+
+
+def remember_sent(client: Client, before: Mapping[str, Tree], request: Coefficients, sent: Payload) -> None:
+    """Store the error of the update that a secure sum contains, in which the ring has rounded the second factor.
+
+    Args:
+        client: The client, with its state after its answer to the request.
+        before: The client's state before its answer.
+        request: The request for the second sum.
+        sent: The client's term of the second sum, after rounding.
+    """
+    pending, codec = before[PENDING], client.context.communication.up
+    assert isinstance(pending, Pending)
+    assert isinstance(codec, PowerSGD)
+    frame = unpack(request.frame, codec.forms_of_frame(pending.change))
+    _remember_second(client, pending, codec, with_frame(sent, frame))
+
+
+def _remember_second(client: Client, pending: Pending, codec: PowerSGD, payload: Payload) -> None:
+    if pending.reply.has_update():
+        _remember(client, pending.round, pending.change, codec.decode(payload, pending.change))
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.records import Message
 from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.handlers.encoded import remember_sent
 from fedstrata.clients.handling import handles
+from fedstrata.federation.communication.messages import Coefficients, EncodedReply
+from fedstrata.federation.secure.factors import SecondForm, with_codec
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, Step, StepReply, reply_of
 
@@ -28,7 +31,12 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     form = client.context.cached(forms).get(type(inner))
     if form is None:
         raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
-    words = form.encode(inner, client.context.handlers.alone[type(inner)](client, inner), client.number)
+    reply = client.context.handlers.alone[type(inner)](client, inner)
+    words = form.encode(inner, reply, client.number)
+    if continues := isinstance(form, SecondForm):
+        assert isinstance(inner, Coefficients)
+        assert isinstance(reply, EncodedReply)
+        remember_sent(client, before, inner, form.sent(words, reply))
     site = client.context.member
     if not isinstance(request.begin, Begin):
         if site is not None:
@@ -37,7 +45,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     member = _member(client)
     # An empty vector protects nobody. In a simulation, sums with and without masks must have the same contributors.
     enough = site is None or client.n_contributing > 0
-    masked = member.site.mask(request.begin, question_of(inner), words, enough)
+    masked = member.site.mask(request.begin, question_of(inner), words, enough, continues=continues)
     member.pending, client.state = client.state, before
     return MaskedReply(masked.vector, masked.present)
 
@@ -70,8 +78,8 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return the forms in which secure sums add the clients' replies."""
-    return context.forms(context.config)
+    """Return the forms in which the clients' replies are summed."""
+    return with_codec(context.forms(context.config), context.communication.up)
 
 
 def _member(client: Client) -> Member:

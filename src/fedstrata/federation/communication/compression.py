@@ -31,9 +31,12 @@ from fedstrata.federation.communication.codecs import (
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.exchanges import Replies
-from fedstrata.federation.federation import Federation, Leg, one_leg
+from fedstrata.federation.federation import Federation, Leg, SummedLeg, one_leg
 from fedstrata.federation.messages import Extra, ModelRequest, Params, Reply, Requests, Weights
 from fedstrata.federation.reply_checks import Check, finite
+from fedstrata.federation.secure.factors import FirstForm, SecondForm
+from fedstrata.federation.secure.fit import ModelForm
+from fedstrata.federation.secure.ring import Total
 
 
 @record("ChannelState")
@@ -208,6 +211,25 @@ class Compression:
             next_basis = codec.next_basis(reader.sum_payloads(answers.values()), basis)
             self.state = replace(self.state, basis=next_basis)
         return _DecodedReplies(reader, answers)
+
+    def summed_legs(self, federation: Federation, request: Any, form: ModelForm) -> Generator[SummedLeg, Total, Total]:
+        """Yield two secure sums, one for each of PowerSGD's factors; see ``SummedLegs``."""
+        codec = self.up
+        if not isinstance(codec, PowerSGD):
+            raise FedstrataError(f"secure sums: the codec {self.up.name!r} has no secure sum.")
+        first, second = FirstForm(form, codec), SecondForm(form, codec)
+        exchange = self.state.exchange + 1
+        self.state = replace(self.state, exchange=exchange)
+        # A norm of 1 bounds the first sum, and does not change P.
+        basis = self._basis(codec, second.like)
+        basis = codec.next_basis(basis, basis)
+        packed = pack(basis, codec.forms_of_basis(second.like))
+        opened = yield SummedLeg(Encoded(request, federation.round, exchange, None, False, packed), first.ring)
+        frame = codec.orthonormal(first.payload(opened))
+        packed = pack(frame, codec.forms_of_frame(second.like))
+        total = yield SummedLeg(Coefficients(exchange, packed), second.ring, continues=True)
+        self.state = replace(self.state, basis=codec.next_basis(second.payload(total), basis))
+        return second.decoded(opened, total, frame)
 
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.

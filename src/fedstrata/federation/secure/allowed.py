@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.allowed import Allowed, Bound
-from fedstrata.federation.messages import Fit
+from fedstrata.federation.communication.messages import Coefficients
+from fedstrata.federation.messages import ModelRequest
 from fedstrata.federation.secure.requests import Masked, SiteStep
 
 STEPS = 4
@@ -16,7 +17,7 @@ to open the sum."""
 
 
 def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
-    """Wrap each request into a ``Masked`` request, and add the messages of the protocol.
+    """Wrap each request into a ``Masked`` request, except ``single`` requests, and add the messages of the protocol.
 
     Args:
         allowed: The requests without masks, as methods and samplers declare them.
@@ -26,14 +27,18 @@ def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
         SpecError: The replies to a request cannot be added up in a secure sum.
     """
     begins = Bound("the beginning of an exchange", lambda begin, _: begin is not None)
-    envelopes = []
+    single, envelopes = [], []
     for inside in allowed:
-        if inside.request is not Fit:
+        if inside.single:
+            single.append(inside)
+            continue
+        if not issubclass(inside.innermost.request, ModelRequest | Coefficients):
             problem = f"the reply to {inside.label} has no secure sum. Use another method, or 'plain'."
             raise SpecError("privacy.sums", problem, "secure")
         description = f"{inside.rule.description}, masked so that the server reads only the sum over {parties} or more"
         rule = replace(inside.rule, description=f"{description} sites", discloses=frozenset())
+        rule = replace(rule, order=None, together=False)
         envelopes.append(replace(inside, request=Masked, where={"begin": begins}, rule=rule, inside=inside))
     times = [each.times for each in envelopes]
     steps = None if None in times else STEPS * sum(each or 0 for each in times)
-    return [*envelopes, Allowed(SiteStep, times=steps)]
+    return [*single, *envelopes, Allowed(SiteStep, times=steps)]

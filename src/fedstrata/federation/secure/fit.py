@@ -43,6 +43,21 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 
 @dataclass(frozen=True)
+class Update:
+    """The sum of the clients' updates that a codec may compress.
+
+    Args:
+        prefix: The beginning of the names that ``Reply.split_update`` gives to the tensors of the update.
+        range: Largest absolute value of an element of an update.
+        weight: The weight of each client's update in the sum.
+    """
+
+    prefix: str
+    range: float
+    weight: Weight
+
+
+@dataclass(frozen=True)
 class Numbers:
     """Real numbers that each client computes from its reply. The server learns their weighted sum over the clients.
 
@@ -51,12 +66,16 @@ class Numbers:
         like: Tensors with the names, shapes and dtypes of the numbers.
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
+        update: The same sum as a sum of updates that a codec may compress; None if there is no such sum.
+        needs_model: Whether ``values`` reads a model. Such numbers cannot be summed beside a compressed update.
     """
 
     values: Callable[[Weights, Any], Params]
     like: Params
     range: float
     weight: Weight = EQUAL
+    update: Update | None = None
+    needs_model: bool = True
 
     @property
     def part(self) -> Part:
@@ -99,7 +118,7 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 def size_of_weights(weight: Weight) -> Summands:
     """Return the sum of real weights, such as numbers of tokens."""
     one = {"samples": torch.ones(1)}
-    return {weight.name: Numbers(lambda sent, reply: one, one, 1.0, weight)}
+    return {weight.name: Numbers(lambda sent, reply: one, one, 1.0, weight, needs_model=False)}
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,9 @@ class Bounds:
         def values(sent: Weights, reply: FitReply) -> Params:
             return {name: reply.weights.params[name] - sent.params[name] for name in self.params}
 
-        return {f"updates by {weight.name}": Numbers(values, self.params, self.config.privacy.range, weight)}
+        wide = self.config.privacy.range
+        update = Update("params/", wide, weight)
+        return {f"updates by {weight.name}": Numbers(values, self.params, wide, weight, update)}
 
     def buffers(self, weight: Weight) -> Summands:
         """Return the changes of the floating-point buffers; empty if the model has no such buffers."""
@@ -168,7 +189,10 @@ class Bounds:
             return {"loss": torch.tensor([reply.loss], dtype=torch.float64)}
 
         like = {"loss": torch.zeros(1, dtype=torch.float64)}
-        return {"loss": Numbers(loss, like, LOSS_RANGE, by_seen), "seen": Count(lambda reply: reply.seen, most)}
+        return {
+            "loss": Numbers(loss, like, LOSS_RANGE, by_seen, needs_model=False),
+            "seen": Count(lambda reply: reply.seen, most),
+        }
 
 
 @dataclass(frozen=True)
@@ -252,7 +276,7 @@ class ModelForm:
     """
 
     def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:
-        self.seed, self.summands = config.seed, summands
+        self.config, self.summands = config, summands
         try:
             self.ring = Ring(
                 clients,
@@ -273,11 +297,19 @@ class ModelForm:
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
         """Return the vector that a client adds to the sum."""
-        sent = request.weights
+        generator = rounding(self.config.seed, request.round, client, self.exchange(request))
+        return self.words(request.weights, reply, generator)
+
+    def words(self, sent: Weights, reply: Any, generator: np.random.Generator) -> Words:
+        """Return a client's vector, given the model that the client received and the generator for the rounding.
+
+        Raises:
+            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+        """
         return self.ring.encode(
             {name: _row(each.values(sent, reply), each.like).numpy() for name, each in self._numbers.items()},
             {name: each.value(reply) for name, each in self.summands.items() if isinstance(each, Count)},
-            rounding(self.seed, request.round, client, self.exchange(request)),
+            generator,
             weights={name: each.weight.of(reply) / (each.weight.largest or 1) for name, each in self._numbers.items()},
         )
 

@@ -60,9 +60,12 @@ revealed R' therefore needs t − m honest votes in its own context, and the sam
 The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
 colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-The protocol has limits. In exchanges with different questions, the server may unmask sums over two sets that differ by
-only one site. A site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a
-run.
+A question may *continue* the previous one: both sums then have the same contributors. The question's hash contains the
+set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
+have therefore voted for it before, so no other set was opened before.
+
+The protocol has limits. In other exchanges, the server may unmask sums over two sets that differ by only one site. A
+site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
 """
 
 from __future__ import annotations
@@ -357,6 +360,11 @@ class Opened(Message):
 
     exchange: int
     members: list[str]
+
+
+def continued(question: bytes, members: Sequence[str]) -> bytes:
+    """Return the hash of a question whose sum must have the contributors ``members`` of the previous sum."""
+    return digest("continued", question, members)
 
 
 def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:

@@ -45,7 +45,7 @@ class Masked(Request):
 
     @property
     def round(self) -> int:
-        """The round of the inner request."""
+        """The round of the inner request; an ``AttributeError`` if the request does not name its round."""
         return int(self.request.round)  # type: ignore[attr-defined]  # requests of a round have this field
 
 

@@ -142,17 +142,21 @@ class Server:
             return False
         return True
 
-    def begin(self, question: bytes, length: int) -> Exchange | None:
+    def begin(self, question: bytes, length: int, only: Sequence[str] | None = None) -> Exchange | None:
         """Begin the next exchange. Return None if the roster has no keys left.
 
         Args:
             question: The hash of the question, with the model as the sites decode it.
             length: Number of elements of each site's vector.
+            only: The contributors of the previous sum, if this sum must have the same contributors.
         """
         assert self.roster is not None
         if self._used == self.exchanges:
             return None
-        exchange = Exchange(self, self.roster, self._hash, self._used, question, length)
+        if only is not None:
+            only = sorted(only)
+            question = protocol.continued(question, only)
+        exchange = Exchange(self, self.roster, self._hash, self._used, question, length, only)
         for name in self.members:
             delivery = None
             if name not in self._delivered:
@@ -212,12 +216,20 @@ class Exchange:
         number: The index of the exchange in the roster.
         question: The hash of the question.
         length: Number of elements of each site's vector.
+        only: The sites that must all contribute; None if t of them are enough.
     """
 
     def __init__(
-        self, server: Server, roster: Roster, roster_hash: bytes, number: int, question: bytes, length: int
+        self,
+        server: Server,
+        roster: Roster,
+        roster_hash: bytes,
+        number: int,
+        question: bytes,
+        length: int,
+        only: Sequence[str] | None = None,
     ) -> None:
-        self.number, self.length = number, length
+        self.number, self.length, self._only = number, length, only
         self.stage: Stage = "masking"
         self.outgoing: dict[str, Message] = {}
         """The next message to each site."""
@@ -267,6 +279,8 @@ class Exchange:
             self._fail(f"only {len(self.contributors)} sites have sent their vectors, not {self._roster.threshold}")
         elif enough < self._server.parties:
             self._fail(f"fewer than {self._server.parties} sites have enough samples")
+        elif self._only not in (None, self.contributors):
+            self._fail("it has lost a site that has contributed to the sum before")
         elif self.contributors == self._members and self._server.confirm == "needed":
             self._ask("revealing", self.contributors, RevealAll(self.number, self._present))
         else:

@@ -17,6 +17,7 @@ from fedstrata.federation.exchanges import Replies
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request, Requests, Work
 from fedstrata.federation.secure import protocol, shamir
+from fedstrata.federation.secure.fit import ModelForm
 from fedstrata.federation.secure.member import KeyIsCertificate, job_of, question_of
 from fedstrata.federation.secure.primitives import KEY_BYTES
 from fedstrata.federation.secure.requests import (
@@ -36,8 +37,42 @@ SIGNATURE_BYTES = 64
 TAG_BYTES = 16
 
 
+def ask_sums(
+    federation: Federation, clients: Iterable[ClientId], request: Request, form: ModelForm, *, work: Work | None = None
+) -> SecureSum | None:
+    """Ask clients a question about a model, and return only the sum of their replies, which a codec may compress.
+
+    Args:
+        federation: The federation.
+        clients: The clients to ask.
+        request: The question.
+        form: The form of the replies without a codec.
+        work: See ``Federation.ask``.
+
+    Returns:
+        The sum in the layout of ``form``; None if too few clients answered. An event then gives the reason.
+    """
+    legs = federation.summed_legs(federation, request, form)
+    leg = next(legs)
+    while True:
+        summed = ask_sum(federation, clients, leg.request, leg.ring, work=work, continues=leg.continues)
+        if summed is None:
+            return None
+        try:
+            leg = legs.send(summed.total)
+        except StopIteration as end:
+            return SecureSum(end.value, summed.clients)
+        clients, work = summed.clients, None
+
+
 def ask_sum(
-    federation: Federation, clients: Iterable[ClientId], request: Request, ring: Ring, *, work: Work | None = None
+    federation: Federation,
+    clients: Iterable[ClientId],
+    request: Request,
+    ring: Ring,
+    *,
+    work: Work | None = None,
+    continues: bool = False,
 ) -> SecureSum | None:
     """Ask clients a question, and return only the sum of their replies.
 
@@ -49,24 +84,25 @@ def ask_sum(
         request: The question.
         ring: The layout of the replies.
         work: See ``Federation.ask``.
+        continues: Whether all clients must answer, because their previous sum contains the replies of all of them.
 
     Returns:
         The sum; None if too few clients answered. An event then gives the reason.
     """
     privacy, engine, exchanges = federation.config.privacy, federation.engine, federation.exchanges
     if engine.secure_sums is not None:
-        return engine.secure_sums.ask(federation, clients, request, ring, work)
+        return engine.secure_sums.ask(federation, clients, request, ring, work, continues)
     asked = Requests.of(clients, Masked(request))
     reached = exchanges.reach(asked, work)
     # Late clients have exchanged keys and shares like the others, so they count in the threshold.
     online = sorted(set(asked) - federation.log.dropped)
-    needed = max(privacy.parties, protocol.default_threshold(len(online)))
+    needed = len(asked) if continues else max(privacy.parties, protocol.default_threshold(len(online)))
     check = partial(check_vector, length=ring.length)
     if len(online) < needed:
         exchanges.collect(reached, {}, False, check)
         _fail(federation, online, "are online", needed)
         return None
-    masks = Masks(federation, online) if privacy.simulate_masks else None
+    masks = Masks(federation, online, continues) if privacy.simulate_masks else None
     outcomes = engine.ask(reached, together=False) if masks is None else masks.ask(reached, request, ring.length)
     answers = exchanges.collect(reached, outcomes, False, check)
     count_messages(federation, Masked(request), ring.length, online, list(answers), len(answers) >= needed)
@@ -95,10 +131,11 @@ class Masks:
     Args:
         federation: The federation.
         clients: The clients that are online.
+        continues: Whether the clients' previous sum contains the replies of all of them.
     """
 
-    def __init__(self, federation: Federation, clients: Sequence[ClientId]) -> None:
-        self._engine, self._clients = federation.engine, clients
+    def __init__(self, federation: Federation, clients: Sequence[ClientId], continues: bool) -> None:
+        self._engine, self._clients, self._continues = federation.engine, clients, continues
         config = federation.config
         self._server = Server(job_of(config.seed), KeyIsCertificate(), parties=config.privacy.parties, exchanges=1)
         self._exchange: Exchange | None = None
@@ -117,7 +154,8 @@ class Masks:
             self._server.deliver(self._step(dict.fromkeys(self._clients, roster)))
         if self._server.members != sorted(map(str, self._clients)):
             raise FedstrataError(f"secure sums: the clients could not join a roster. {self._reasons()}")
-        self._exchange = self._server.begin(question_of(request), length)
+        only = list(map(str, self._clients)) if self._continues else None
+        self._exchange = self._server.begin(question_of(request), length, only)
         assert self._exchange is not None
         begun = {
             client: Masked(request, begin)

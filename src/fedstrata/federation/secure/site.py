@@ -89,6 +89,7 @@ class _Exchange:
     members: list[str]
     voted: list[str] | None = None
     signed: bool = False
+    only: list[str] | None = None
 
 
 class Site:
@@ -137,6 +138,7 @@ class Site:
         self._own: _Own | None = None
         self._joined: _Joined | None = None
         self._current: _Exchange | None = None
+        self._last_vote: list[str] | None = None
         self.answered = set(answered)
         """The hashes of the questions that the site has answered. Save them before a masked vector leaves the site."""
 
@@ -212,8 +214,10 @@ class Site:
         self._joined, self._current = joined, None
         return Deal(boxes)
 
-    def mask(self, begin: Begin, question: bytes, vector: Words, enough: bool) -> MaskedVector:
-        """Return this site's masked vector. The site never masks a second vector for the same question.
+    def mask(
+        self, begin: Begin, question: bytes, vector: Words, enough: bool, *, continues: bool = False
+    ) -> MaskedVector:
+        """Return this site's masked vector. The site never masks another vector for this question.
 
         Call this method only after the site's guard has accepted the question.
 
@@ -222,6 +226,7 @@ class Site:
             question: The hash of the question, with the model as this site decoded it.
             vector: The site's vector, shape (d,).
             enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
+            continues: Whether the sum must have the same contributors as the site's previous sum.
 
         Raises:
             RefusedError: A check failed.
@@ -244,7 +249,9 @@ class Site:
             raise RefusedError("exchange", f"there are no keys for exchange {number}")
         self._require("exchange", number > joined.last, f"exchange {number} was used before")
         self._require("question", question not in self.answered, "this question was answered before")
-        context = self._context(members, number, question)
+        only = self._last_vote if continues else None
+        self._require("continued", not continues or only is not None, "the site has not voted in the previous sum")
+        context = self._context(members, number, question if only is None else protocol.continued(question, only))
         masked = vector + protocol.self_mask(context, self.name, joined.own.seeds[number]["self"], len(vector))
         key = protocol.exchange_key(self.job, self.name, number, joined.own.seeds[number]["pair"])
         for other in members:
@@ -256,7 +263,7 @@ class Site:
             kept.update(new)
         joined.members, joined.last = members, number
         self.answered.add(question)
-        self._current = _Exchange(number, context, members)
+        self._current, self._last_vote = _Exchange(number, context, members, only=only), None
         signature = self._job_key.sign(protocol.present_statement(context, self.name, enough))
         return MaskedVector(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
 
@@ -271,7 +278,7 @@ class Site:
         self._require("vote", current.voted is None, "the site has already voted in this exchange")
         self._require("all", sorted(message.present) == current.members, "not all members have sent their vectors")
         self._check_present(current, joined, message.present)
-        current.voted = current.members
+        current.voted = self._last_vote = current.members
         return Shares({name: joined.shares[current.number]["self", name] for name in current.members}, {})
 
     def propose(self, message: Propose) -> Vote:
@@ -287,7 +294,7 @@ class Site:
         self._require("subset", self.name in chosen, "the set does not contain this site")
         self._require("size", len(chosen) >= joined.roster.threshold, "the set has too few sites")
         self._check_present(current, joined, message.present)
-        current.voted, current.signed = chosen, True
+        current.voted, self._last_vote, current.signed = chosen, chosen, True
         return Vote(self._job_key.sign(protocol.vote_statement(current.context, chosen)))
 
     def reveal_set(self, message: RevealSet) -> Shares:
@@ -382,6 +389,8 @@ class Site:
         return derive(agree(self._box_key, other.box_key), roster, public), content, public
 
     def _check_present(self, current: _Exchange, joined: _Joined, present: Mapping[str, In]) -> None:
+        same = current.only in (None, sorted(present))
+        self._require("continued", same, "the sum has other contributors than the sum that it continues")
         for name, each in present.items():
             signed = protocol.present_statement(current.context, name, each.enough)
             right = name in current.members and valid(joined.package(name).job_key, each.signature, signed)
