@@ -669,8 +669,7 @@ def test_sites_add_noise_before_they_mask_and_spend_their_own_budgets(tmp_path: 
         assert [record["clients_trained"] for record in histories[-1]] == [4, 4, 3]
         assert deployment.ledgers["c"].refused == ["policy.budget"]
         spent = {name: PrivacyBudget(deployment.folder / name, Policy()).report()["jobs"] for name in "abcd"}
-        assert {name: [job["steps"] for job in jobs] for name, jobs in spent.items()} == dict(
-            a=[9], b=[9], c=[6], d=[9]
-        )
+        steps = {name: [job["steps"] for job in jobs] for name, jobs in spent.items()}
+        assert steps == {"a": [9], "b": [9], "c": [6], "d": [9]}
     one, other = histories
     assert all((w != other.params[name]).all() for name, w in one.params.items()), "sites draw noise in secret"

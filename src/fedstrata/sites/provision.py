@@ -202,10 +202,8 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str, *, own_k
     if own_keys:
         key = f" Copy the private key that you made with your request (`{KEY}`) to `startup/`."
     if spec.privacy.sums == "secure":
-        peers = (
-            " Set `peers` there to the fingerprints of the other sites, which you get from these sites by telephone, "
-        )
-        peers += "for example. `fedstrata check .` prints the fingerprint of this site."
+        peers = " Set `peers` there to the fingerprints of the other sites, and get each fingerprint by telephone. "
+        peers += "`fedstrata check .` prints the fingerprint of this site."
     extras = {"secure": spec.privacy.sums == "secure", "dp": spec.privacy.dp is not None}
     values = {
         "federation": sites.federation,

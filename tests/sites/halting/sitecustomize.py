@@ -1,4 +1,4 @@
-"""Stop a site's job process in round 3, after its masked vector and before its shares. Python imports this at its start.
+"""Stop a site's job process in round 3, after its masked vector and before its shares. Python imports this module.
 
 ``FEDSTRATA_HALTED`` is the path of a file that is then created, and its name without suffix is the name of the site.
 """
