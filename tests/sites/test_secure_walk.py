@@ -58,7 +58,7 @@ def test_four_hospitals_by_hand_as_the_documentation_says(tmp_path: Path) -> Non
             with (tmp_path / "said.txt").open("wb") as output:
                 process = subprocess.Popen(["bash", "-c", line], stdout=output, **options)
             if line.startswith("fedstrata submit"):
-                until("a site that waits in a sum", halted.exists)
+                until("a site that waits in a sum", halted.exists, 1500)
                 kill(kits / KILLED)
             code, said[line] = process.wait(), (tmp_path / "said.txt").read_text(errors="replace")
             assert code == 0, f"{line}\n{said[line]}"
