@@ -23,7 +23,6 @@ from verdicts import Asked, changed, field_names, parse, unparse
 
 import fedstrata as fs
 from fedstrata.base import records
-from fedstrata.base.errors import WireError
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.federation.secure import protocol
 from fedstrata.federation.secure.member import question_of
@@ -44,15 +43,14 @@ class Promises:
     """Checks that four sites keep their promises in a conversation.
 
     Args:
-        sites: The names of the sites.
+        job: The job's hash.
     """
 
-    def __init__(self, sites: list[str]) -> None:
-        self.sites, self.answers = sites, Counter[str]()
+    def __init__(self, job: bytes) -> None:
+        self.job, self.answers = job, Counter[str]()
         self._masked, self._questions = set[tuple[str, int]](), set[tuple[str, bytes]]()
         self._revealed: dict[tuple[str, bytes, int, str], str] = {}
         self._votes: dict[tuple[str, bytes, int], list[str]] = {}
-        self._roster = b""
         self.rosters: dict[str, bytes] = {}
         """The hash of the roster in which each site last dealt its shares."""
 
@@ -116,11 +114,8 @@ class Promises:
     def _vote(self, site: str, exchange: int, members: list[str]) -> None:
         key = site, self.rosters[site], exchange
         assert key not in self._votes
-        assert len(members) >= protocol.default_threshold(len(self.sites)) - 1 >= protocol.FEWEST - 1
+        assert len(members) >= protocol.FEWEST, "all rosters of three or four sites have this threshold"
         self._votes[key] = members
-
-    job = b""
-    """The job's hash."""
 
 
 class Conversation:
@@ -137,9 +132,8 @@ class Conversation:
         self.names = list("abcd")
         self.deployment = Deployment(made, folder, {name: {"sums": "secure"} for name in self.names})
         self.chance, self.numbers = random.Random(seed), count(1)
-        self.promises, self.sent = Promises(self.names), Counter[str]()
         self.text, config = made.to_toml(), self.deployment.prepared.config
-        self.promises.job = job_of(self.text)
+        self.promises, self.sent = Promises(job_of(self.text)), Counter[str]()
         self.weights = Weights(config.model.params(), config.model.buffers())
         self.ring = fs.FedAvg().forms(config)[Fit].ring
         self.server: Server | None = None
@@ -228,7 +222,7 @@ class Conversation:
         return None if at_once else outcome
 
     def _mutant(self, data: bytes) -> bytes:
-        """Return a changed message: mostly its innermost part, and sometimes an earlier request or the whole message."""
+        """Return a changed message: mostly its inner part, sometimes an earlier request or the whole message."""
         tree, chance = parse(data, whole=True), self.chance
         body = tree["f"]["body"]["f"]
         if "requests" not in body:
