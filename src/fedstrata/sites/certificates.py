@@ -207,7 +207,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
     from cryptography.hazmat.primitives import hashes, serialization
 
     old = read(path, "Give the file of a certificate, such as client.crt.")
-    key = old.public_key() if key is None else key
+    public_key: Any = old.public_key() if key is None else key
     try:
         state = json.loads((authority / "cert.json").read_text(encoding="utf-8"))
         root = x509.load_pem_x509_certificate(state["root_cert"].encode())
@@ -226,11 +226,11 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
     # With an earlier begin, the certificate is also valid on a machine whose clock is slow.
     begin = min(now, end) - timedelta(hours=1)
-    new = x509.CertificateBuilder(old.issuer, old.subject, key, x509.random_serial_number(), begin, end)
+    new = x509.CertificateBuilder(old.issuer, old.subject, public_key, x509.random_serial_number(), begin, end)
     for extension in old.extensions:
         value = extension.value
         if isinstance(value, x509.SubjectKeyIdentifier):
-            value = x509.SubjectKeyIdentifier.from_public_key(key)
+            value = x509.SubjectKeyIdentifier.from_public_key(public_key)
         new = new.add_extension(value, extension.critical)
     replace_file(path, new.sign(root_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
     path.chmod(0o600)

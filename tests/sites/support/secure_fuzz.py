@@ -187,7 +187,9 @@ class Conversation:
             self.server = Server(job_of(self.text), authority().trust)
             self.packages |= self._steps(dict.fromkeys(set(self.names) - self.packages.keys()), round)
             roster = self.server.enrol(self.packages)
-            dealt = self._steps(dict.fromkeys(self.names, roster), round) if roster is not None else {}
+            if roster is None:
+                return None
+            dealt = self._steps(dict.fromkeys(self.names, roster), round)
             self.packages = {name: each.package for name, each in dealt.items() if isinstance(each, Dealt)}
             if not self.server.deliver({name: each.deal for name, each in dealt.items() if isinstance(each, Dealt)}):
                 return None
