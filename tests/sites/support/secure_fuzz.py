@@ -188,6 +188,7 @@ class Conversation:
             self.packages |= self._steps(dict.fromkeys(set(self.names) - self.packages.keys()), round)
             roster = self.server.enrol(self.packages)
             if roster is None:
+                self.packages = {}
                 return None
             dealt = self._steps(dict.fromkeys(self.names, roster), round)
             self.packages = {name: each.package for name, each in dealt.items() if isinstance(each, Dealt)}
