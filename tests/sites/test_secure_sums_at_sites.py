@@ -637,7 +637,7 @@ def test_sites_with_their_own_data_sum_like_plain_sums(tmp_path: Path) -> None:
 NOISE: dict[str, Any] = {"dp": {"clip": 1.0, "noise": 2.0}}
 
 
-def test_the_server_of_secret_sizes_leaves_epsilon_to_the_sites(tmp_path: Path) -> None:
+def test_the_server_leaves_epsilon_to_sites_whose_sizes_are_not_in_replies(tmp_path: Path) -> None:
     data = own_data(tmp_path)
 
     def run(**dp: float) -> fs.History:

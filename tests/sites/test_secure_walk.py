@@ -70,7 +70,7 @@ def test_four_hospitals_by_hand_as_the_documentation_says(tmp_path: Path) -> Non
     history = fs.History.load(tmp_path / "result")
     assert [record["clients_trained"] for record in history] == [4] * 3 + [3] * 12
     assert (tmp_path / "result" / "model.safetensors").exists()
-    assert "epsilon" not in history[-1], "the server does not know the sites' numbers of samples"
+    assert "epsilon" not in history[-1], "replies do not contain the sites' numbers of samples"
     assert kinds_of(kits / KILLED) == ["Masked of Fit"], "it was killed before it sent its shares"
     assert kinds_of(kits / "cleveland")[:2] == ["Masked of Fit", "RevealAll"], "the others opened the sum without it"
     for name, rounds in {**dict.fromkeys(OTHERS, 15), KILLED: 3}.items():

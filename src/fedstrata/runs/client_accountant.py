@@ -136,7 +136,7 @@ class ClientAccountant(RunAccountant):
 def accountant_of(spec: Experiment, config: FederationConfig) -> RunAccountant | None:
     """Return the accountant of a run; None without differential privacy.
 
-    With secure sums at real sites, the result is None too: the server does not know the sites' numbers of samples, from
+    With secure sums at real sites, the result is None too: replies do not contain the sites' numbers of samples, from
     which ε follows. Each site then computes its own ε.
     """
     if spec.privacy.dp is not None:

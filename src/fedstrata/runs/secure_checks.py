@@ -84,7 +84,7 @@ def _check_sites(spec: Experiment) -> None:
         problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"
         raise SpecError("privacy.largest", f"{problem} that is not a secret.")
     if spec.privacy.dp is not None and spec.privacy.dp.budget is not None:
-        problem = "needs each site's number of samples, but the server sees only their sum. Remove this key, and let "
+        problem = "needs each site's number of samples, but replies contain only their sum. Remove this key, and let "
         problem += "each site set 'budget' in its policy."
         raise SpecError("privacy.dp.budget", problem, spec.privacy.dp.budget)
 
