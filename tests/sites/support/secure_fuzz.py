@@ -240,10 +240,19 @@ class Conversation:
             node, key = (inner, place) if place in inner else (body, "requests")
         fields = field_names([Asked(0, tree, None, False, False)])
         if chance.random() < 0.1:
-            return unparse(changed(tree, chance, fields))
+            return unparse(_bounded(changed(tree, chance, fields), body.get("exchange", 0)))
         if key != "requests" or chance.random() < 0.5:
             node[key] = changed(node[key], chance, fields)
         return unparse(tree)
+
+
+def _bounded(tree: Any, exchange: int) -> Any:
+    """Lower the number of a message's exchange. After a larger number, a site refuses all honest messages."""
+    body = tree["f"].get("body")
+    fields = body.get("f") if isinstance(body, dict) else None
+    if isinstance(fields, dict) and isinstance(fields.get("exchange"), int):
+        fields["exchange"] = min(fields["exchange"], exchange)
+    return tree
 
 
 def main() -> None:
