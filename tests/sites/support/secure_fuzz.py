@@ -131,7 +131,7 @@ class Conversation:
         made = spec(4, rounds=ROUNDS, training=training)
         self.names = list("abcd")
         self.deployment = Deployment(made, folder, {name: {"sums": "secure"} for name in self.names})
-        self.chance, self.numbers = random.Random(seed), count(1)
+        self.chance, self.numbers, self.round = random.Random(seed), count(1), 0
         self.text, config = made.to_toml(), self.deployment.prepared.config
         self.promises, self.sent = Promises(job_of(self.text)), Counter[str]()
         self.weights = Weights(config.model.params(), config.model.buffers())
@@ -161,6 +161,7 @@ class Conversation:
         return self.deployment.site_servers[site].call(SERVER, data)
 
     def _sum(self, round: int) -> None:
+        self.round = round
         self.spare = Counter(
             dict.fromkeys(self.names, 1 if self.server is None else 2) | {"question": int(self.chance.random() < 0.3)}
         )
@@ -240,19 +241,24 @@ class Conversation:
             node, key = (inner, place) if place in inner else (body, "requests")
         fields = field_names([Asked(0, tree, None, False, False)])
         if chance.random() < 0.1:
-            return unparse(_bounded(changed(tree, chance, fields), body.get("exchange", 0)))
-        if key != "requests" or chance.random() < 0.5:
+            tree = changed(tree, chance, fields)
+        elif key != "requests" or chance.random() < 0.5:
             node[key] = changed(node[key], chance, fields)
-        return unparse(tree)
+        return unparse(_bounded(tree, body.get("exchange", 0), self.round))
 
 
-def _bounded(tree: Any, exchange: int) -> Any:
-    """Lower the number of a message's exchange. After a larger number, a site refuses all honest messages."""
-    body = tree["f"].get("body")
-    fields = body.get("f") if isinstance(body, dict) else None
-    if isinstance(fields, dict) and isinstance(fields.get("exchange"), int):
-        fields["exchange"] = min(fields["exchange"], exchange)
-    return tree
+def _bounded(node: Any, exchange: int, round: int) -> Any:
+    """Lower the numbers of exchanges and rounds. After a larger number, a site refuses all honest messages."""
+    if isinstance(node, list):
+        return [_bounded(item, exchange, round) for item in node]
+    if not isinstance(node, dict):
+        return node
+    most = {"round": round} | ({"exchange": exchange} if node.get("$r") == "Ask" else {})
+    fields = node.get("f")
+    if isinstance(fields, dict):
+        lower = {key: min(fields[key], most[key]) for key in most if type(fields.get(key)) in (int, float)}
+        node = {**node, "f": fields | lower}
+    return {key: _bounded(item, exchange, round) for key, item in node.items()}
 
 
 def main() -> None:
