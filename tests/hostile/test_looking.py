@@ -32,6 +32,7 @@ LOOK = {
     "recommend": ["recommend", "job.toml"],
     "renew": ["renew", "kit", "kit/x.crt"],
     "report": ["report", "result"],
+    "request": ["request", "site"],
     "revoke": ["revoke", "kit", "site"],
     "status": ["status", "result"],
     "strata": ["strata", "job.toml"],

@@ -59,6 +59,7 @@ def written(made: fs.Experiment, folder: Path, **how: Any) -> dict[str, Any]:
     }
 
 
+SMALL: dict[str, Any] = {"data": {"name": "digits", "limit": 400}, "model": {"name": "mlp", "hidden": [8]}}
 CASES: dict[str, dict[str, Any]] = {
     "all answer": {},
     "dropouts": {"availability": {"name": "bernoulli", "p": 0.8}},
@@ -74,6 +75,12 @@ CASES: dict[str, dict[str, Any]] = {
     "kept states": {"training": {"optimizer_state": "keep", "momentum": 0.9, "lr": 0.02}},
     "a server optimiser": {"method": {"name": "fedavg", "aggregator": {"name": "size", "server": "adam"}}},
     "steps instead of epochs": {"training": {"local_epochs": None, "local_steps": 4}},
+    "noise": {**SMALL, "privacy": {"dp": {"clip": 1.0, "noise": 0.5}}},
+    "noise in steps": {
+        **SMALL,
+        "training": {"local_epochs": None, "local_steps": 4},
+        "privacy": {"dp": {"clip": 1.0, "noise": 0.5, "budget": 50.0}},
+    },
 }
 
 
@@ -98,7 +105,11 @@ def test_masks_change_no_byte_of_a_run(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["all answer", "dropouts", "kept states", "a server optimiser", "steps instead of epochs"]
+    "case",
+    [
+        *("all answer", "dropouts", "kept states", "a server optimiser", "steps instead of epochs"),
+        *("noise", "noise in steps"),
+    ],
 )
 def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
     plain, secure = (list(fs.run(spec(sums, **CASES[case]))) for sums in ("plain", "secure"))
@@ -107,6 +118,7 @@ def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
             assert one[name] == other[name]
         assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one.get("epsilon") == other.get("epsilon")
         assert other["bytes_up"] > one["bytes_up"]
 
 
@@ -362,10 +374,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an attack": ({"attack": {"name": "sign-flip", "clients": [1]}}, "attack = 'sign-flip': the server does not see"),
     "diversity": ({"evaluation": {"weight_diversity": True}}, "evaluation.weight_diversity = True: the server does"),
     "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of individual clients are not sums"),
-    "noise": (
-        {"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}},
-        "privacy.dp: is not supported with privacy.sums = 'secure' yet",
-    ),
     "two clients": ({"training": {"clients_per_round": 2}}, "training.clients_per_round = 2: a secure sum needs 3 to"),
     "many clients": (
         {"training": {"clients_per_round": 65}, "partition": {"clients": 70}},

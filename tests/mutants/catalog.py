@@ -167,6 +167,8 @@ slots = _of("stratify/masking/slot_layout.py", "stratify/masking/test_slot_layou
 guard = _of("sites/guard.py", "sites/test_guard.py", "sites/test_policy.py")
 members = _of("sites/members.py", "sites/test_members.py")
 certificates = _of("sites/certificates.py", "sites/test_check.py")
+provision = _of("sites/provision.py")
+REQUESTS = "sites/test_certificate_requests.py"
 predictor = _of("runs/predictor.py", "runs/test_predictor.py")
 statistics = _of("reporting/statistics.py", "reporting/test_statistics.py", "papers/test_judging.py")
 judging = _of("papers/judging.py", "papers/test_judging.py")
@@ -198,6 +200,7 @@ MUTANTS = [
     secure_fit(
         "models instead of updates", "reply.weights.params[name] - sent.params[name]", "reply.weights.params[name]"
     ),
+    secure_fit("whole steps of noise", "most = self.steps * self.config.training.batch_size", "pass"),
     secure_fit("tokens count as samples", "lambda reply: reply.size,", "lambda reply: reply.samples,"),
     aggregation("the sum instead of the mean", "weights.params, sums.weight(self.share))", "weights.params)", FORMS),
     aggregation("buffers of one client", 'sums.of("buffers", sums.weight(self.share))', 'sums.of("buffers")', FORMS),
@@ -239,6 +242,12 @@ MUTANTS = [
     secure_checks("rounded factors", '(("factors", "float32"), ("start", 1))', '(("start", 1),)', CODECS),
     batch("a sum of two clients", "if len(samples) < least:", "if not samples:", SECURE),
     batch("lost clients are asked again", "if lost := set(samples) & federation.log.absent():", "if False:", SECURE),
+    secure_checks(
+        "a budget for secret sizes",
+        "spec.privacy.dp is not None and spec.privacy.dp.budget is not None",
+        "False",
+        "sites/test_secure_sums_at_sites.py",
+    ),
     secure_checks("every part", "        if reason:", "        if False:"),
     secure_checks(
         "parts that declare nothing",
@@ -1031,6 +1040,11 @@ MUTANTS = [
         "end = now + timedelta(days=days)",
     ),
     certificates("any key", "if not _fits(certificate, key):", "if False:"),
+    certificates("a request of another site", "if other != name or", "if", REQUESTS),
+    certificates("a request that is not signed", "or not valid or", "or", REQUESTS),
+    certificates("a short key", " or key.key_size < KEY_BITS", "", REQUESTS),
+    certificates("a key is overwritten", "if (folder / KEY).exists():", "if False:", REQUESTS),
+    provision("the kit keeps a key", "private_key.unlink()", "pass", REQUESTS),
     predictor("BatchNorm goes on with the batch", "            layer.eval()\n", ""),
     predictor(
         "a changed description",

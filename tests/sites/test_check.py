@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.cli import main
 from fedstrata.sites.certificates import ROOT, ROOT_DAYS, faults, key_pair, read, renew
 from fedstrata.sites.check import check
@@ -189,6 +189,8 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
         renew(made / "other" / "authority", path, 30)
     with pytest.raises(FedstrataError, match="has no private key of a root certificate"):
         renew(fed / "a", path, 30)
+    with pytest.raises(DataError, match=r"cannot be read as a certificate: Is a directory. Give the file of a cert"):
+        renew(fed / "authority", fed / "a", 30)
 
 
 def test_no_certificate_outlives_the_root_that_signed_it(fed: Path) -> None:

@@ -35,10 +35,12 @@ from fedstrata.federation.secure.protocol import Opened, Propose, RevealAll, Rev
 from fedstrata.federation.secure.requests import Masked, MaskedReply, SiteStep, Step, StepReply
 from fedstrata.federation.secure.server import Exchange, Server
 from fedstrata.federation.secure.site import Site
+from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.disclosure import declaration_of
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import FILE, Policy
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.rehearsal import rehearse_file
 from fedstrata.sites.secure_site import Answered, Credentials, job_of, trust_of
 from fedstrata.sites.site_server import SERVER
@@ -607,7 +609,8 @@ def test_a_rehearsal_has_the_model_of_a_simulation(tmp_path: Path) -> None:
     assert same(rehearse_file(made, tmp_path / "sites.toml", tmp_path / "run"), fs.run(made))
 
 
-def test_sites_with_their_own_data_sum_like_plain_sums(tmp_path: Path) -> None:
+def own_data(tmp_path: Path) -> dict[str, Any]:
+    """Write the files of sites a, b and c and the server's test samples, and return the section ``data`` of a spec."""
     generator = np.random.default_rng(1)
     for name, samples in {"a": 20, "b": 40, "c": 30, "test": 10}.items():
         x = generator.normal(size=(samples, 4)).astype(np.float32)
@@ -615,8 +618,11 @@ def test_sites_with_their_own_data_sum_like_plain_sums(tmp_path: Path) -> None:
         np.savez(tmp_path / f"{name}.npz", **{f"x_{part}": x, f"y_{part}": y})
     sites = "".join(f"[site.{name}]\ndata = '{name}.npz'\n" for name in "abc")
     (tmp_path / "sites.toml").write_text(f"own_data = true\nserver.data = 'test.npz'\n{sites}")
-    data = {"name": "own.npz", "shape": [4], "classes": 2, "normalize": "standard"}
-    histories = []
+    return {"name": "own.npz", "shape": [4], "classes": 2, "normalize": "standard"}
+
+
+def test_sites_with_their_own_data_sum_like_plain_sums(tmp_path: Path) -> None:
+    data, histories = own_data(tmp_path), []
     for sums, privacy in (("secure", {"largest": 40}), ("secure", {"largest": 30}), ("plain", {})):
         made = spec(3, sums, data=data, partition="natural", privacy=privacy)
         histories.append(rehearse_file(made, tmp_path / "sites.toml", tmp_path / f"run-{len(histories)}"))
@@ -625,3 +631,44 @@ def test_sites_with_their_own_data_sum_like_plain_sums(tmp_path: Path) -> None:
     assert [record["clients_trained"] for record in without_b] == [0, 0, 0]  # site b does not answer, and t = 3
     for name, values in plain.params.items():
         assert torch.allclose(secure.params[name], values, atol=1e-6)
+
+
+NOISE: dict[str, Any] = {"dp": {"clip": 1.0, "noise": 2.0}}
+
+
+def test_the_server_leaves_epsilon_to_sites_whose_sizes_are_not_in_replies(tmp_path: Path) -> None:
+    data = own_data(tmp_path)
+
+    def run(**dp: float) -> fs.History:
+        made = spec(3, data=data, partition="natural", privacy={"largest": 40, "dp": NOISE["dp"] | dp})
+        return rehearse_file(made, tmp_path / "sites.toml", tmp_path / "run")
+
+    with pytest.raises(SpecError, match=r"privacy\.dp\.budget = 8\.0: needs each site's number of samples"):
+        run(budget=8.0)
+    history = run()
+    assert [record["clients_trained"] for record in history] == [3, 3, 3]
+    assert [record["train_loss"] for record in history] == [None] * 3
+    assert "epsilon" not in history[-1]
+
+
+def test_sites_add_noise_before_they_mask_and_spend_their_own_budgets(tmp_path: Path) -> None:
+    """In round 3, the budget of site c is spent: the other three sites sum without it."""
+    data = {"name": "digits", "limit": 400, "shift": [128.0], "scale": [0.01]}
+    made = spec(4, data=data, privacy=NOISE)
+    sizes, dp = prepare(made).config.sizes, made.privacy.dp
+    assert sizes is not None
+    assert dp is not None
+    two_rounds = Accountant(dp, made.training, sizes).largest(np.array([0, 0, 2, 0]))
+    policies = {name: {"sums": "secure", "dp": 1.0, "budget": 1000.0} for name in "abcd"}
+    policies["c"]["budget"] = 1.01 * two_rounds
+    histories = []
+    for again in range(2):
+        deployment = Deployment(made, tmp_path / f"sites-{again}", policies)
+        histories.append(deployment.run(tmp_path / f"run-{again}"))
+        assert [record["clients_trained"] for record in histories[-1]] == [4, 4, 3]
+        assert deployment.ledgers["c"].refused == ["policy.budget"]
+        spent = {name: PrivacyBudget(deployment.folder / name, Policy()).report()["jobs"] for name in "abcd"}
+        steps = {name: [job["steps"] for job in jobs] for name, jobs in spent.items()}
+        assert steps == {"a": [9], "b": [9], "c": [6], "d": [9]}
+    one, other = histories
+    assert all((w != other.params[name]).all() for name, w in one.params.items()), "sites draw noise in secret"

@@ -43,7 +43,7 @@ GROUPS = {
     "Evaluate results": ("table", "report", "predict", "strata", "audit", "reproduce", "board"),
     "Look up": ("methods", "datasets", "settings", "partition"),
     REAL_SITES: (
-        *("keys", "deploy", "asks", "approve", "check", "submit", "status"),
+        *("keys", "request", "deploy", "asks", "approve", "check", "submit", "status"),
         *("verify", "ledger", "renew", "revoke"),
     ),
 }

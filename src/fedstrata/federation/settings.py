@@ -58,7 +58,8 @@ class DPSGD(Setting):
         delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of samples of a client.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. At real
-            sites, the server learns the numbers of samples only in the first round. Default: no limit.
+            sites, the server learns the numbers of samples only in the first round. With secure sums, replies
+            do not contain them, so each real site sets the budget in its policy. Default: no limit.
     """
 
     clip: PositiveFloat

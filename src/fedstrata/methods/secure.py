@@ -51,7 +51,7 @@ def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> 
     return replace(state, weights=after, objective=objective_state, aggregator=aggregator_state), {
         "clients_trained": sums.clients,
         "samples": seen,
-        "train_loss": sums.number("loss") / seen if seen else None,
+        "train_loss": sums.number("loss") / seen if seen and config.privacy.dp is None else None,
         "scaled": summed.total.scaled,
         **metrics,
         **objective.metrics_of_sums(sums),

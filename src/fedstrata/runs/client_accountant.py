@@ -209,8 +209,14 @@ def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAc
 
 
 def accountant_of(spec: Experiment, config: FederationConfig) -> RunAccountant | None:
-    """Return the accountant of a run; None without differential privacy."""
+    """Return the accountant of a run; None without differential privacy.
+
+    With secure sums at real sites, the result is None too: replies do not contain the sites' numbers of samples, from
+    which ε follows. Each site then computes its own ε.
+    """
     if spec.privacy.dp is not None:
+        if config.sizes is None and spec.privacy.sums == "secure":
+            return None
         sizes = np.zeros(config.clients, dtype=np.int64) if config.sizes is None else config.sizes
         return Accountant(spec.privacy.dp, spec.training, sizes, known=config.sizes is not None)
     return None if spec.privacy.clients is None else client_accountant_of(spec, config)

@@ -44,7 +44,6 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
             ...,
             "the metrics of individual clients are not sums. Remove client_test.",
         ),
-        (privacy.dp is not None, "privacy.dp", ..., "is not supported with privacy.sums = 'secure' yet. Remove one."),
     ]
     for refused, key, value, problem in refusals:
         if refused:
@@ -128,6 +127,10 @@ def _check_sites(spec: Experiment) -> None:
     if spec.privacy.largest is None:
         problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"
         raise SpecError("privacy.largest", f"{problem} that is not a secret.")
+    if spec.privacy.dp is not None and spec.privacy.dp.budget is not None:
+        problem = "needs each site's number of samples, but replies contain only their sum. Remove this key, and let "
+        problem += "each site set 'budget' in its policy."
+        raise SpecError("privacy.dp.budget", problem, spec.privacy.dp.budget)
 
 
 def refuse_secure_sums(spec: Experiment) -> None:

@@ -1,18 +1,19 @@
-"""Check and renew the certificates of a party: the server, a site or the administrator of a federation."""
+"""Request, check and renew the certificates of a party: the server, a site or the administrator of a federation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.base.errors import DataError, FedstrataError
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import replace_file
 
 if TYPE_CHECKING:
-    from cryptography.x509 import Certificate
+    from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+    from cryptography.x509 import Certificate, CertificateSigningRequest
 
 ROOT_DAYS = 3650
 """The number of days for which a root certificate is valid. It must outlive the certificates that it signs."""
@@ -22,6 +23,12 @@ WARNED = timedelta(days=30)
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
+
+KEY = "client.key"
+"""The file of a site's private key."""
+
+KEY_BITS = 2048
+"""The number of bits of a site's RSA key, as NVFlare makes it. A site may use a longer key."""
 
 
 def key_pair(kit: Path) -> tuple[Path, Path]:
@@ -68,7 +75,10 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
         name = json.loads(settings.read_text(encoding="utf-8"))["client"]["fqsn"]
         if (other := _common_name(certificate)) != name:
             yield True, f"{path.name} is the certificate of {other!r}, but the folder is of {name!r}. {ASK}"
-    if not _fits(certificate, key):
+    if not key.exists():
+        remedy = "If you made the key with 'fedstrata request', copy it to startup/. Otherwise, ask the "
+        yield True, f"{key.name} is missing. {remedy}administrator of the federation for a new kit."
+    elif not _fits(certificate, key):
         yield True, f"{key.name} is not the key of {path.name}. {ASK}"
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
@@ -82,8 +92,12 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
             yield False, f"{name} ends on {days}. Ask for a new one (fedstrata renew)."
 
 
-def read(path: Path) -> Certificate:
+def read(path: Path, remedy: str = ASK) -> Certificate:
     """Read a certificate in PEM format.
+
+    Args:
+        path: The file.
+        remedy: A sentence for the error message: what to do if the file cannot be read.
 
     Raises:
         DataError: The file cannot be read, or is not a certificate.
@@ -94,7 +108,7 @@ def read(path: Path) -> Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: cannot be read as a certificate: {problem}. {ASK}") from None
+        raise DataError(f"{path}: cannot be read as a certificate: {problem}. {remedy}") from None
 
 
 def fingerprint(kit: Path) -> str:
@@ -111,14 +125,77 @@ def fingerprint(kit: Path) -> str:
     return read(key_pair(kit)[0]).fingerprint(SHA256()).hex()
 
 
-def renew(authority: Path, path: Path, days: int) -> datetime:
-    """Replace a certificate with a new one that has the same name and public key, but expires later.
+def request_certificate(name: str, folder: Path) -> Path:
+    """Make a private key for a site, and a request for a certificate, which contains only the public key.
+
+    Args:
+        name: The name of the site.
+        folder: The folder for the private key (``client.key``) and the request (``NAME.csr``).
+
+    Returns:
+        The file of the request.
+
+    Raises:
+        SpecError: The folder already contains a private key, which is never overwritten.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import NameOID
+
+    if (folder / KEY).exists():
+        problem = f"already contains {KEY}, and private keys are never overwritten. Give another folder."
+        raise SpecError("--out", problem, str(folder))
+    key = rsa.generate_private_key(65537, KEY_BITS)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder(subject).sign(key, SHA256())
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+    replace_file(folder / KEY, private, mode=0o600)
+    path = folder / f"{name}.csr"
+    replace_file(path, request.public_bytes(Encoding.PEM))
+    return path
+
+
+def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey]:
+    """Read the certificate requests of all sites, and return the public key of each site.
+
+    Args:
+        folder: The folder with a file ``NAME.csr`` for each site.
+        names: The names of the sites.
+
+    Raises:
+        SpecError: A request is missing, damaged, of another site, or not about an RSA key of ``KEY_BITS`` or more.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+
+    keys = {}
+    for name in names:
+        path = folder / f"{name}.csr"
+        try:
+            request = x509.load_pem_x509_csr(path.read_bytes())
+            key, valid, other = request.public_key(), request.is_signature_valid, _common_name(request)
+        except (OSError, ValueError, LookupError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"{path.name} cannot be read: {reason}. Ask site {name} for this file (fedstrata request)."
+            raise SpecError("--requests", problem, str(folder)) from None
+        if other != name or not valid or not isinstance(key, RSAPublicKey) or key.key_size < KEY_BITS:
+            problem = f"{path.name} is not a valid request of site {name} with an RSA key of {KEY_BITS} bits or more."
+            raise SpecError("--requests", f"{problem} Ask the site for a new request.", str(folder))
+        keys[name] = key
+    return keys
+
+
+def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = None) -> datetime:
+    """Replace a certificate with a new certificate that has the same name, but expires later.
 
     Args:
         authority: The folder with the root certificate and its private key.
-        path: The file of the old certificate, which this function replaces. The private key of the certificate's owner
-            is not needed.
-        days: The number of days for which the new certificate is valid.
+        path: The file of the old certificate, which is replaced. The private key of its owner is not needed.
+        days: Days for which the new certificate is valid.
+        key: The public key of the new certificate. Default: the public key of the old certificate.
 
     Returns:
         The time at which the new certificate expires. The new certificate never expires after the root certificate.
@@ -130,11 +207,12 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
 
-    old = read(path)
+    old = read(path, "Give the file of a certificate, such as client.crt.")
+    public_key: Any = old.public_key() if key is None else key
     try:
         state = json.loads((authority / "cert.json").read_text(encoding="utf-8"))
         root = x509.load_pem_x509_certificate(state["root_cert"].encode())
-        key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
+        root_key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{authority}: has no private key of a root certificate: {error}. Give the folder of the authority."
@@ -149,15 +227,18 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
     end = min(now + timedelta(days=days), root.not_valid_after_utc)
     # With an earlier begin, the certificate is also valid on a machine whose clock is slow.
     begin = min(now, end) - timedelta(hours=1)
-    new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
+    new = x509.CertificateBuilder(old.issuer, old.subject, public_key, x509.random_serial_number(), begin, end)
     for extension in old.extensions:
-        new = new.add_extension(extension.value, extension.critical)
-    replace_file(path, new.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        value = extension.value
+        if isinstance(value, x509.SubjectKeyIdentifier):
+            value = x509.SubjectKeyIdentifier.from_public_key(public_key)
+        new = new.add_extension(value, extension.critical)
+    replace_file(path, new.sign(root_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
     path.chmod(0o600)
     return end
 
 
-def _common_name(certificate: Certificate) -> str:
+def _common_name(certificate: Certificate | CertificateSigningRequest) -> str:
     from cryptography.x509.oid import NameOID
 
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)

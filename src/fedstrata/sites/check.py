@@ -76,7 +76,7 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
         findings += _outcome(lambda: f"fingerprint: {fingerprint(kit)}")
     if data and (kit / PART).exists():
         findings += _outcome(lambda: _data(kit))
-    if server and site:
+    if server and site and key_pair(kit)[1].exists():
         findings += _server(kit)
     return findings
 

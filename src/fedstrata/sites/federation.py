@@ -24,6 +24,23 @@ RESERVED = ("server", "admin", "authority", "result")
 """Names that no site may have, because ``fedstrata deploy`` uses these names for other folders."""
 
 
+def check_name(key: str, name: str) -> None:
+    """Check the name of a federation or a site, which its certificate contains.
+
+    Args:
+        key: The name of the setting, for the error message.
+        name: The name.
+
+    Raises:
+        SpecError: The name is too long, reserved or has a wrong character.
+    """
+    if len(name) > LONGEST_NAME:
+        raise SpecError(key, f"has {len(name)} characters. Use at most {LONGEST_NAME}.", name)
+    if not _NAME.fullmatch(name) or name in RESERVED:
+        accepted = f"Use letters, digits and hyphens, but none of {', '.join(RESERVED)}."
+        raise SpecError(key, f"is not a valid name. {accepted}", name)
+
+
 class SiteEntry(Setting):
     """The entry of a site in ``sites.toml``.
 
@@ -98,11 +115,7 @@ class Sites(Setting):
     @model_validator(mode="after")
     def _fits(self) -> Sites:
         for key, name in (("federation", self.federation), *(("site", name) for name in self.site)):
-            if len(name) > LONGEST_NAME:
-                raise SpecError(key, f"has {len(name)} characters. Use at most {LONGEST_NAME}.", name)
-            if not _NAME.fullmatch(name) or name in RESERVED:
-                accepted = f"Use letters, digits and hyphens, but none of {', '.join(RESERVED)}."
-                raise SpecError(key, f"is not a valid name. {accepted}", name)
+            check_name(key, name)
         host = self.server.host
         if ":" in host:
             problem = (

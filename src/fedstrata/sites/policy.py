@@ -196,7 +196,7 @@ class Policy(Setting):
         if dp.noise < self.dp:
             raise RuleError("policy.dp", f"privacy.dp.noise = {dp.noise:g} is too small for this site. {accepted}")
         if others := [name for name in asked.outside if name not in self.outside_dp]:
-            raise RuleError("policy.outside_dp", self._outside(others[0]))
+            raise RuleError("policy.outside_dp", self._outside(others))
 
     def check_evaluation(self) -> None:
         """Refuse to evaluate a model on the site's samples if the site requires differential privacy.
@@ -205,11 +205,12 @@ class Policy(Setting):
             RuleError: ``outside_dp`` does not allow evaluations.
         """
         if self.requires_dp and "evaluation" not in self.outside_dp:
-            raise RuleError("policy.outside_dp", self._outside("evaluation"))
+            raise RuleError("policy.outside_dp", self._outside(["evaluation"]))
 
-    def _outside(self, name: str) -> str:
+    def _outside(self, names: list[str]) -> str:
+        values = " and ".join(f"{OUTSIDE[name]} ({name!r})" for name in names)
         allowed = ", ".join(self.outside_dp) or "none"
-        return f"{OUTSIDE[name]} would be sent without noise ({name!r}), but this site allows only: {allowed}"
+        return f"{values} would be sent without noise, but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
         """Refuse an answer about the site's data if other jobs got as many different answers as ``surveys`` allows.

@@ -21,7 +21,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import write_json
 from fedstrata.base.loading import only_from
 from fedstrata.runs.preparation import refuse_attack
-from fedstrata.sites.certificates import ROOT_DAYS, key_pair, renew
+from fedstrata.sites.certificates import KEY, ROOT_DAYS, key_pair, renew, requested_keys
 from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
 from fedstrata.sites.data_schema import prepare_server
@@ -50,7 +50,9 @@ _RIGHTS = {
 }
 
 
-def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None) -> None:
+def provision(
+    spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None, requests: Path | None = None
+) -> None:
     """Write the folders ``out/server``, ``out/admin`` (with the job) and one folder per site, each with a README.
 
     Args:
@@ -58,6 +60,8 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         sites: The federation.
         out: A folder that is empty or does not exist.
         base_dir: The folder to which relative paths of data files refer in a trial on this machine; otherwise None.
+        requests: The folder with the certificate requests of all sites. The folder of a site then has no private key,
+            because the site made its key itself. Default: make the private keys of the sites.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -74,6 +78,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         problem = "cannot be set in a job for real sites. Remove this section, and read the run folder of the result."
         raise SpecError("tracking", problem)
     refuse_attack(spec)
+    keys = {} if requests is None else requested_keys(requests, sites.site)
     site_of_client = sites.site_of_client(spec)
     if spec.privacy.sums == "secure":
         from fedstrata.sites.secure_site import require_own_sites
@@ -115,7 +120,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     for name, own in settings.items():
         _write_settings(out / name, own)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
-    _write_readmes(spec, sites, out, run)
+    _write_readmes(spec, sites, out, run, own_keys=bool(keys))
     write_members(out / SERVER, sites.site)
     if sites.own_data:
         for client, name in enumerate(site_of_client):
@@ -124,7 +129,10 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             write_json(out / name / PART, part)
     for name in (SERVER, ADMIN, *sites.site):
         finish(out / name)
-        renew(out / "authority", key_pair(out / name)[0], sites.days)
+        certificate, private_key = key_pair(out / name)
+        renew(out / "authority", certificate, sites.days, keys.get(name))
+        if name in keys:
+            private_key.unlink()
     close(out / "authority")
 
 
@@ -186,20 +194,28 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     write_json(local / "authorization.json", _RIGHTS)
 
 
-def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
-    data = ""
+def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str, *, own_keys: bool) -> None:
+    data = key = peers = ""
     if sites.own_data:
-        data = '3. Write the path of your data file into `local/fedstrata.toml`: `data = "/path/to/file.csv"`. '
-        data += f"The file is {_described(spec)}. It is read on this machine and never sent.\n"
+        data = 'Write the path of your data file into `local/fedstrata.toml`: `data = "/path/to/file.csv"`. '
+        data += f"The file is {_described(spec)}. It is read on this machine and never sent. "
+    if own_keys:
+        key = f" Copy the private key that you made with your request (`{KEY}`) to `startup/`."
+    if spec.privacy.sums == "secure":
+        peers = " Set `peers` there to the fingerprints of the other sites, and get each fingerprint by telephone. "
+        peers += "`fedstrata check .` prints the fingerprint of this site."
+    extras = {"secure": spec.privacy.sums == "secure", "dp": spec.privacy.dp is not None}
     values = {
         "federation": sites.federation,
         "host": sites.server.host,
         "port": sites.server.port,
         "sites": ", ".join(sites.site),
         "run": run,
+        "extras": ",".join(["nvflare", *(name for name, needed in extras.items() if needed)]),
+        "key": key,
+        "spec": str(SPEC) if sites.own_data else "SPEC",
+        "peers": peers,
         "data": data,
-        "check": 4 if data else 3,
-        "start": 5 if data else 4,
     }
     kinds = {SERVER: SERVER, ADMIN: ADMIN} | dict.fromkeys(sites.site, "site")
     for name, kind in kinds.items():

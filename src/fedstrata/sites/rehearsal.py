@@ -20,6 +20,7 @@ from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.federation import Sites, path_of, policy_of
 from fedstrata.sites.messenger import Messenger, Transport
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.spec.callbacks import Callback
@@ -86,6 +87,7 @@ def rehearse_file(
             policy=policy,
             credentials=partial(_credentials, name),
         )
+        transport.site_servers[name].budget = PrivacyBudget(out / STATES / name, policy)
     test = path_of(sites.server.data, base_dir)
     prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
     # A rehearsal does not wait for sites, because a site that failed in a rehearsal cannot recover.

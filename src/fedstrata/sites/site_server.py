@@ -61,7 +61,7 @@ model."""
 
 HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
-    *(UnusableDataError, RuleError),
+    *(UnusableDataError, RuleError, LateError),
 )
 """Errors whose text the server and other sites may read. The text is about their own messages or the spec, or it names
 only a column and the requirement that its values violate."""

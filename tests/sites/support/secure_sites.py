@@ -17,6 +17,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.secure_site import Credentials
 from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
@@ -99,6 +100,7 @@ class Deployment:
             ledger=self.ledgers[name],  # type: ignore[arg-type]
             credentials=lambda: Credentials(identity(name), authority().trust),
         )
+        self.site_servers[name].budget = PrivacyBudget(self.folder / name, policy)
 
     def is_reachable(self, site: str) -> bool:
         return site not in self.dead

@@ -18,6 +18,7 @@ def add_deploy(commands: common.Commands) -> None:
     """Add the command ``fedstrata deploy``."""
     examples = """
         fedstrata deploy spec.toml --sites sites.toml --out kits
+        fedstrata deploy spec.toml --sites sites.toml --requests requests --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
     help = "create the job for real sites, and a folder (kit) with certificates and scripts for each party"
@@ -29,6 +30,8 @@ def add_deploy(commands: common.Commands) -> None:
     )
     help = "folder to create, which will contain a folder for each party"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
+    help = "folder with each site's certificate request, SITE.csr; the sites' private keys then stay at the sites"
+    parser.add_argument("--requests", type=Path, metavar="DIR", help=help)
     help = "try the deployment on this machine: start all parties, run the job, and store the result in DIR/result"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
     common.add_output(parser, progress=False)
@@ -43,9 +46,11 @@ def _deploy(options: argparse.Namespace) -> int:
     spec = common.experiment(options)
     sites, out, base_dir = Sites.read(options.sites), options.out, options.sites.parent
     if options.trial:
+        if options.requests is not None:
+            raise SpecError("--requests", "cannot be combined with --try, which needs all private keys. Remove one.")
         folder = common.located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
         return common.show_run(History.load(folder), options.json)
-    common.located(options, lambda: provision(spec, sites, out))
+    common.located(options, lambda: provision(spec, sites, out, requests=options.requests))
     text = f"{out}: send each party the folder with its name; the README.md in it says what to do"
     return _show(options, {"folder": str(out)}, text)
 
@@ -57,6 +62,28 @@ def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
     else:
         print_lines(*lines)
     return 0
+
+
+def add_request(commands: common.Commands) -> None:
+    """Add the command ``fedstrata request``."""
+    help = "make a site's private key, and a request for a certificate, for the administrator to sign"
+    examples = "fedstrata request hospital-a --out request"
+    parser = common.add_command(commands, "request", help, examples, work=_request)
+    parser.add_argument("site", metavar="SITE", help="name of the site in sites.toml")
+    help = "folder to store the private key and the request in (default: request)"
+    parser.add_argument("--out", type=Path, default=Path("request"), metavar="DIR", help=help)
+    common.add_output(parser, progress=False)
+
+
+def _request(options: argparse.Namespace) -> int:
+    from fedstrata.sites.certificates import KEY, request_certificate
+    from fedstrata.sites.federation import check_name
+
+    check_name("SITE", options.site)
+    path = request_certificate(options.site, options.out)
+    key = options.out / KEY
+    lines = f"{path}: send this file to the administrator", f"{key}: keep this private key, and put it into your kit"
+    return _show(options, {"request": str(path), "key": str(key)}, *lines)
 
 
 def add_submit(commands: common.Commands) -> None:
@@ -298,4 +325,7 @@ def _approve(options: argparse.Namespace) -> int:
     return _show(options, {"job": job, "file": file, "new": new}, text)
 
 
-COMMANDS = (add_deploy, add_submit, add_status, add_check, add_renew, add_revoke, add_verify, add_asks, add_approve)
+COMMANDS = (
+    *(add_request, add_deploy, add_submit, add_status, add_check),
+    *(add_renew, add_revoke, add_verify, add_asks, add_approve),
+)
