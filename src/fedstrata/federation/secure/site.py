@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,21 +196,16 @@ class Site:
             if package != own.package:
                 self._check_package(package, own.package.exchanges)
         roster_hash = roster.hash(self.job)
-        contents = [bytearray() for _ in range(sites)]
-        for seeds in own.seeds:
-            for kind in SEEDS:
-                shares = shamir.split(int.from_bytes(seeds[kind]), threshold, sites)
-                for content, share in zip(contents, shares, strict=True):
-                    content += share.to_bytes(shamir.SHARE_BYTES)
+        contents = _shares_of(own.seeds, threshold, sites)
         mine = contents[roster.names.index(self.name)]
         boxes = {
-            other.name: seal(*self._box(roster_hash, other, bytes(content), sends=True))
+            other.name: seal(*self._box(roster_hash, other, content, sends=True))
             for other, content in zip(roster.packages, contents, strict=True)
             if other.name != self.name
         }
         own.dealt = True
         joined = _Joined(roster, roster_hash, own, [{} for _ in own.seeds])
-        _add_shares(joined.shares, self.name, bytes(mine))
+        _add_shares(joined.shares, self.name, mine)
         self._joined, self._current = joined, None
         return Deal(boxes)
 
@@ -397,6 +392,17 @@ class Site:
             self._require("in", right, f"{name!r} has not signed that it sent its vector in this exchange")
         enough = sum(each.enough for each in present.values())
         self._require("parties", enough >= self.parties, f"fewer than {self.parties} sites have enough samples")
+
+
+def _shares_of(seeds: Sequence[Mapping[Seed, bytes]], threshold: int, sites: int) -> list[bytes]:
+    """Return each site's shares of the seeds of all exchanges, in the order of the roster."""
+    contents = [bytearray() for _ in range(sites)]
+    for of_exchange in seeds:
+        for kind in SEEDS:
+            shares = shamir.split(int.from_bytes(of_exchange[kind]), threshold, sites)
+            for content, share in zip(contents, shares, strict=True):
+                content += share.to_bytes(shamir.SHARE_BYTES)
+    return [bytes(content) for content in contents]
 
 
 def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content: bytes) -> bool:
