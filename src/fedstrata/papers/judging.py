@@ -356,7 +356,9 @@ def _ratio(case: _Case) -> Judgement:
         verdict = "confirmed" if least <= min(ratios) and max(ratios) <= most else "contradicted"
     text = "unknown, because no runs are finished"
     if ratios:
-        text = f"{statistics.fmean(ratios):.3f} times the number with {case.other}"
+        mean = statistics.fmean(ratios)
+        text = f"{mean:,.0f}" if mean >= 10 else f"{mean:.3f}"
+        text += f" times the number with {case.other}"
     measure = f"The number of {COUNTED[metric]} with `{case.row}` is"
     return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
 
