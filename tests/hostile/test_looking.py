@@ -17,8 +17,10 @@ from fedstrata.cli.main import main, parser
 LOOK = {
     "approve": ["approve", "job.toml", "--kit", "kit"],
     "asks": ["asks", "job.toml"],
+    "audit canaries": ["audit", "canaries", "result", "--quiet"],
     "audit gradients": ["audit", "gradients", "result", "--quiet"],
     "audit prototypes": ["audit", "prototypes", "result", "--quiet"],
+    "audit updates": ["audit", "updates", "result", "--quiet"],
     "check": ["check", "kit"],
     "completion": ["completion", "bash"],
     "datasets": ["datasets"],

@@ -472,8 +472,8 @@ def test_a_job_declares_only_requests_for_sums() -> None:
     declaration = declaration_of(spec(evaluation={"client_test": 0.2}), own_data=True)
     assert [allowed.label for allowed in declaration.allowed or ()] == ["Masked of Fit", "SiteStep"]
     assert declaration_of(spec(), own_data=False).discloses == frozenset()
-    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': the reply to LabelReport has no secure sum"):
-        declaration_of(spec(method={"name": "stratify"}))
+    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': the reply to SizeReport has no secure sum"):
+        declaration_of(spec(method={"name": "fedsampling", "reuse": False}))
 
 
 def test_masks_need_the_local_engine_and_no_listener() -> None:
