@@ -132,7 +132,7 @@ class Privacy(Setting):
             same, and the run is faster.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
             scaled down, and the metric ``scaled`` counts such updates.
-        buffer_range: Largest absolute value of a change of BatchNorm's statistics in a secure sum.
+        buffer_range: Largest absolute change of one of BatchNorm's statistics in a secure sum.
         message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
             variates, and the prototypes of ReBaFL.
         largest: Largest number of samples that a client in secure sums may have. A client with more samples does not
@@ -172,7 +172,7 @@ class Privacy(Setting):
                 raise SpecError("clients.colluding", problem, clients.colluding)
             return self
         if self.sums == "plain":
-            problem = "the server would see single updates, which have too little noise. Use it with sums = 'secure'."
+            problem = "the server would see individual updates with too little noise. Use it with sums = 'secure'."
             raise SpecError("clients.noise_from", problem, "sites")
         for key in ("range", "buffer_range", "message_range", "largest"):
             if getattr(self, key) != type(self).model_fields[key].default:

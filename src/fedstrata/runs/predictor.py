@@ -507,7 +507,7 @@ def _check(about: Mapping[str, Any]) -> None:
     if (frozen := about.get("frozen")) is not None and not (
         type(frozen["seed"]) is int and frozen["fingerprints"].keys()
     ):
-        raise ValueError("frozen does not have a seed and fingerprints")
+        raise ValueError("frozen.seed must be a whole number, and frozen.fingerprints must not be empty")
 
 
 def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> None:

@@ -84,8 +84,8 @@ def _check_codecs(communication: Communication) -> None:
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
     """Return the settings, in which ``privacy.parties`` is the number of clients that a sum needs.
 
-    With noise from the clients, this number must not depend on how many clients are online in a round, because each
-    client's share of the noise depends on it.
+    If the clients add the noise, this number must be the same in all rounds, however many clients are online, because
+    it determines each client's share of the noise.
 
     Raises:
         ExtraMissingError: The extra ``secure`` is not installed.

@@ -184,7 +184,7 @@ def test_samples_of_different_weights() -> None:
     assert distance(by_replies(method, config, heavy), by_sums(method, config, heavy)) < 5e-6
     assert distance(by_sums(method, config, heavy), by_sums(method, config, plain)) > 1e-3
     too_heavy = WeightedFitReply(**vars(plain[1]), weight=7 * LARGEST_SIZE + 1.0)
-    with pytest.raises(WithheldError, match=r"its size is above privacy\.largest"):
+    with pytest.raises(WithheldError, match=r"its number of samples is above privacy\.largest"):
         summed(method, config, sent, {1: too_heavy})
 
 

@@ -122,7 +122,8 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     """Return the client's term of the second sum, and the reply that it computed for the first sum."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
-        raise FedstrataError(f"this client did not reply to the first sum request of exchange {request.exchange}")
+        problem = f"did not answer the first of the two requests of exchange {request.exchange}"
+        raise FedstrataError(f"this client {problem}, so it cannot answer the second request.")
     client.authorize_release(pending.behind)
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
