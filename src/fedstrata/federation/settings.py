@@ -45,7 +45,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
 
 class DPSGD(Setting):
-    """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
+    """Differential privacy of individual samples in local training: DP-SGD (Abadi et al. 2016).
 
     In each step, a client draws each of its samples with the same probability. The client scales down each sample's
     gradient to the norm ``clip`` if the gradient is longer. It then adds Gaussian noise to the sum of the gradients.
@@ -221,8 +221,8 @@ class Training(Setting):
         execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
             which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
             slower.
-        threads: Number of threads that each PyTorch operation uses. Another number of threads may change the last bits
-            of results.
+        threads: Number of threads that each PyTorch operation uses. A different number of threads may change the last
+            bits of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for the operations

@@ -122,7 +122,7 @@ def _check_sites(spec: Experiment) -> None:
     """Refuse settings with which real sites would send more than sums, or send sums of an unknown size."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
-            problem = "the metrics of single sites are not sums. Remove this key, and give the server test samples."
+            problem = "the metrics of individual sites are not sums. Remove this key, and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None:
         problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"

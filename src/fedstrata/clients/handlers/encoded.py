@@ -197,7 +197,9 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         for change in delivery.changes:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
-            raise FedstrataError(f"the model with the changes differs from the server's version {delivery.version}")
+            raise FedstrataError(
+                f"after the changes, this client's model differs from the server's version {delivery.version}"
+            )
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:
