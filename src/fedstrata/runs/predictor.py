@@ -571,7 +571,9 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     except Exception as error:  # the user's own module may raise any exception
         raise SpecError("model", f"{needed}, but failed: {error}", name) from error
     if trial[1](output):
-        raise SpecError("model", f"{needed}, but returned {tuple(output.shape)} for two samples", name)
+        raise SpecError(
+            "model", f"{needed}, but returned {tuple(output.shape)} for two samples. Change the output.", name
+        )
     return laid_out
 
 
