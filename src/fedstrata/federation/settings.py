@@ -85,8 +85,8 @@ class ClientDP(Setting):
 
     Args:
         clip: Largest L2 norm C of a client's update, over all parameters that clients train.
-        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. With
-            noise from the clients, this is the smallest standard deviation.
+        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
+            from the clients has at least this standard deviation.
         delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of clients.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
