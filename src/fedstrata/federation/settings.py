@@ -93,9 +93,9 @@ class ClientDP(Setting):
             no limit.
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
             clients does not lower ε. Default: no limit.
-        noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. This noise
-            needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the larger of
-            ⌊2n/3⌋ + 1 and ``privacy.parties``.
+        noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
+            ``sites`` needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the
+            larger of ⌊2n/3⌋ + 1 and ``privacy.parties``.
         colluding: Number of clients in a sum that may tell the server the noise that they added. Each client then adds
             more noise. With 0, ε does not apply to other clients, which know their own noise.
     """
