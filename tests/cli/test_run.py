@@ -54,7 +54,7 @@ def test_failing_clients_are_told_in_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path.cwd())
     assert main(["run", "--set", "method.objective=fails:Fails", "--quiet", "--out", "out"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("fedstrata: all 10 clients failed in round 1 of fedavg. The reason at client ")
+    assert error.startswith("fedstrata: all 10 clients failed in round 1 of fedavg. For example, client ")
     assert "OSError: on fire (" in error
     assert error.count("\n") == 1
 

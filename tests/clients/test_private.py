@@ -201,9 +201,9 @@ def test_digits_are_learned_with_a_moderate_epsilon():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "bsm-fedavg"}, "is not a sum of losses of single samples"),
-        ({"method": "rebafl"}, "is not a sum of losses of single samples"),
-        ({"method": "moon"}, "is not a sum of losses of single samples"),
+        ({"method": "bsm-fedavg"}, "is not a sum of losses of individual samples"),
+        ({"method": "rebafl"}, "is not a sum of losses of individual samples"),
+        ({"method": "moon"}, "is not a sum of losses of individual samples"),
         ({"method": "stratify"}, "which have no noise"),
         ({"method": {"name": "fedsts", "strata": 2}}, "which have no noise"),
         ({"method": "power-of-choice"}, "replies to SizeReport, LossReport"),
@@ -223,7 +223,7 @@ def test_what_would_break_privacy_is_refused_before_the_first_round(changes: dic
 
 
 class Recurrent(nn.Module):
-    """A layer for which PyTorch has no gradients of single samples."""
+    """A layer for which PyTorch has no gradients of individual samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_model_without_gradients_of_single_samples_is_refused():
-    with pytest.raises(SpecError, match="cannot compute the gradients of single samples"):
+    with pytest.raises(SpecError, match="cannot compute the gradients of individual samples"):
         fs.prepare(spec(), model=Recurrent)
 
 

@@ -259,7 +259,7 @@ def test_when_all_clients_raise_the_program_is_at_fault(tiny, broken):
     federation = tiny(sizes=[8, 16], objective=broken(culprits=[0, 1]))
     with pytest.raises(
         ClientsFailedError,
-        match=r"all 2 clients failed in round 1 of toy. The reason at client 0: ZeroDivisionError: on purpose",
+        match=r"all 2 clients failed in round 1 of toy. For example, client 0: ZeroDivisionError: on purpose",
     ) as caught:
         federation.fit()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -412,7 +412,7 @@ def test_a_relay_hands_the_model_on(tiny):
 
 def test_when_every_hop_raises_the_program_is_at_fault(tiny):
     federation = tiny(5)
-    with pytest.raises(ClientsFailedError, match=r"in round 1 of toy. The reason at client 3: LookupError: stumbled"):
+    with pytest.raises(ClientsFailedError, match=r"in round 1 of toy. For example, client 3: LookupError: stumbled"):
         federation.relay([(3, Pass(3, "raise")), (2, Pass(2, "raise"))], federation.weights)
     federation.relay([(1, Pass(3, "raise")), (3, Pass(3, "raise"))], federation.weights)
     assert federation.log.returned == {1}

@@ -135,7 +135,7 @@ NEEDS_REPLIES = {
     "ccvr": "asks each client for the moments of its features",
     **dict.fromkeys(("fedau", "mifa", "fedawe", "fedvarp"), "stores values of individual clients"),
 }
-"""The methods that need single replies, and the reason in the error."""
+"""The methods that need individual replies, and the reason in the error."""
 
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "fedsampling": {"method": {"name": "fedsampling", "samples": 500, "reuse": False}},

@@ -250,7 +250,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 HEADLINES = {
     "stratify": ["confirmed", "partly", "confirmed", "partly"],
-    "fedstas": ["not tested", "contradicted", "contradicted"],
+    "fedstas": ["inconclusive", "contradicted", "contradicted"],
     "fedssar": ["inconclusive", "contradicted"],
     "rebafl": ["confirmed", "inconclusive", "confirmed"],
 }

@@ -239,7 +239,7 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of the updates after long updates are shortened (centred clipping, Karimireddy et al. 2021).
+    """The mean of the updates after large updates are scaled down (centred clipping, Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, that is,

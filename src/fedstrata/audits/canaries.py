@@ -104,7 +104,7 @@ def audit_canaries(
     Args:
         run: The run folder.
         canaries: The number of canaries.
-        client: The client that has the canaries. Default: the client with most samples.
+        client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence of the bound.
         divide_noise: A number by which the noise is divided while ε is that of the run, as a control. With too little
             noise, the bound should be above ε.

@@ -300,7 +300,7 @@ def _require_parts(prepared: Prepared) -> None:
             "without BatchNorm.",
         )
     if getattr(spec.method, "local_steps", 1) != 1:
-        raise SpecError("method.local_steps", "the audit requires one gradient step per batch. Use a run with 1.")
+        raise SpecError("method.local_steps", "the audit requires one step per batch. Use a run with local_steps = 1.")
 
 
 class Attacker:

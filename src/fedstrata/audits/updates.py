@@ -46,7 +46,7 @@ IMAGES = 128
 
 @dataclass(frozen=True)
 class View:
-    """The results of the attacks on one kind of values: updates of single clients, or sums of updates.
+    """The results of the attacks on one kind of values: updates of individual clients, or sums of updates.
 
     Args:
         name: ``SINGLE`` or ``SUM``.
@@ -81,7 +81,7 @@ class UpdateAudit:
             ``privacy.dp``.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
-        views: The results for updates of single clients, and for sums.
+        views: The results for updates of individual clients, and for sums.
     """
 
     method: str

@@ -49,7 +49,7 @@ def single(x: Any) -> Tensor:
         TypeError: The inputs are several tensors.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"needs samples of one tensor, not of {len(x)} tensors")
+        raise TypeError(f"the inputs must be one tensor, but are a mapping of {len(x)} tensors")
     return x
 
 

@@ -52,7 +52,8 @@ class CropFlip(Augmentation):
     image.
 
     Args:
-        padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number.
+        padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number of
+            pixels.
         flip: Whether images are mirrored at random. Use false if mirroring changes the meaning of an image, such as a
             digit.
     """

@@ -84,7 +84,7 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure] = {}
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
-        # The work of a client is the number of gradients of single samples that it computes, plus 1 for the request.
+        # The work of a client is the number of samples of which it computes the gradient, plus 1 for the request.
         # Clients with the most work come first, so that no process begins a long task when the other processes are
         # nearly done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)

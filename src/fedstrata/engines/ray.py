@@ -64,7 +64,7 @@ class ClientError(FedstrataError):
 
 
 class RayEngine(Engine):
-    """An engine that runs clients in any free worker of Ray, and stores their states in this process.
+    """An engine that runs clients in any free Ray worker, and stores their states in this process.
 
     Args:
         context: Data, assignment, model and settings that all clients share.
@@ -363,9 +363,7 @@ class WorkerPool:
         try:
             versions, worker.name = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            raise FedstrataError(
-                f"a worker of Ray cannot start: {_last_line(error)}. Check the Ray cluster."
-            ) from error
+            raise FedstrataError(f"a Ray worker cannot start: {_last_line(error)}. Check the Ray cluster.") from error
         if versions != VERSIONS:
             raise FedstrataError(
                 f"{worker.name} uses {versions}, but this process uses {VERSIONS}. Install the same versions."

@@ -92,7 +92,7 @@ class Allowed:
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the server reads single replies even with secure sums. Such replies contain no updates.
+        single: Whether the server reads individual replies even with secure sums. Such replies contain no updates.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.

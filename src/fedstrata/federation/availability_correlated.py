@@ -89,7 +89,7 @@ class LabelCorrelated(Correlated):
 
 
 class SizeCorrelated(Correlated):
-    """Clients with many samples are online more often, or less often, than clients with few samples.
+    """Each client's probability of being online depends on its number of samples.
 
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 

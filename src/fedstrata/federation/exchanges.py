@@ -286,7 +286,7 @@ class Exchanges:
         client, failure = failures[0]
         where = f"in round {self.log.round} of {self._method}"
         raise ClientsFailedError(
-            f"all {len(asked)} clients failed {where}. The reason at client {client}: {failure.reason}"
+            f"all {len(asked)} clients failed {where}. For example, client {client}: {failure.reason}"
         ) from failure.error
 
 

@@ -84,7 +84,7 @@ class SummedLeg:
     """One secure sum. With PowerSGD, the sum of the clients' replies takes two secure sums.
 
     Args:
-        request: The request in the form in which it is sent.
+        request: The request as it is sent.
         ring: The layout of the replies.
         continues: Whether the sum must have the same contributors as the previous leg.
     """
@@ -295,7 +295,7 @@ class Federation:
         total = self.engine.ask_sum(reached)
         first = next(iter(reached.values()))
         if total is None or defect_of(total, first.check_reply, check) is not None:
-            # The caller then asks for single replies, which show which client's reply is unusable.
+            # The caller then asks for individual replies, which show which client's reply is unusable.
             return None
         self.engine.commit(reached)
         size = records.size(total)

@@ -45,7 +45,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
 
 class DPSGD(Setting):
-    """Differential privacy of single samples in local training: DP-SGD (Abadi et al. 2016).
+    """Differential privacy of individual samples in local training: DP-SGD (Abadi et al. 2016).
 
     In each step, a client draws each of its samples with the same probability. The client scales down each sample's
     gradient to the norm ``clip`` if the gradient is longer. It then adds Gaussian noise to the sum of the gradients.
@@ -85,17 +85,17 @@ class ClientDP(Setting):
 
     Args:
         clip: Largest L2 norm C of a client's update, over all parameters that clients train.
-        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. With
-            noise from the clients, this is the smallest standard deviation.
+        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
+            from the clients has at least this standard deviation.
         delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
             divided by the number of clients.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
             no limit.
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
             clients does not lower ε. Default: no limit.
-        noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. This noise
-            needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the larger of
-            ⌊2n/3⌋ + 1 and ``privacy.parties``.
+        noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
+            ``sites`` needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the
+            larger of ⌊2n/3⌋ + 1 and ``privacy.parties``.
         colluding: Number of clients in a sum that may tell the server the noise that they added. Each client then adds
             more noise. With 0, ε does not apply to other clients, which know their own noise.
     """
@@ -132,7 +132,7 @@ class Privacy(Setting):
             same, and the run is faster.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
             scaled down, and the metric ``scaled`` counts such updates.
-        buffer_range: Largest absolute value of a change of BatchNorm's statistics in a secure sum.
+        buffer_range: Largest absolute change of one of BatchNorm's statistics in a secure sum.
         message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
             variates, and the prototypes of ReBaFL.
         largest: Largest number of samples that a client in secure sums may have. A client with more samples does not
@@ -172,7 +172,7 @@ class Privacy(Setting):
                 raise SpecError("clients.colluding", problem, clients.colluding)
             return self
         if self.sums == "plain":
-            problem = "the server would see single updates, which have too little noise. Use it with sums = 'secure'."
+            problem = "the server would see individual updates with too little noise. Use it with sums = 'secure'."
             raise SpecError("clients.noise_from", problem, "sites")
         for key in ("range", "buffer_range", "message_range", "largest"):
             if getattr(self, key) != type(self).model_fields[key].default:
@@ -221,8 +221,8 @@ class Training(Setting):
         execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
             which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
             slower.
-        threads: Number of threads that each PyTorch operation uses. Another number of threads may change the last bits
-            of results.
+        threads: Number of threads that each PyTorch operation uses. A different number of threads may change the last
+            bits of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for the operations

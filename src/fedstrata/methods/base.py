@@ -59,7 +59,7 @@ class Method(Setting):
     """
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+    """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
     def most_summed(self, config: FederationConfig) -> int:
         """Return the largest number of clients that contribute to one secure sum (``privacy.sums``)."""

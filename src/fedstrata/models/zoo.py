@@ -152,7 +152,9 @@ class Custom(ModelSpec):
             inspect.signature(factory).bind(shape, classes, **self.arguments)
         except TypeError as error:
             call = ", ".join(["shape", "classes", *(f"{key}=…" for key in self.arguments)])
-            raise SpecError("model.name", f"cannot be called as factory({call}): {error}", self.factory) from None
+            raise SpecError(
+                "model.name", f"cannot be called as factory({call}): {error}. Change its parameters.", self.factory
+            ) from None
         module = factory(shape, classes, **self.arguments)
         if not isinstance(module, nn.Module):
             problem = f"must return an nn.Module, but returned {type(module).__name__}."

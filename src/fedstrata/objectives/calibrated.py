@@ -124,7 +124,7 @@ class Restricted(Calibrated):
     As a result, local training changes the head's parameters for these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. With 1, training equals FedAvg. With 0, the
+        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg. With 0, the
             head's parameters for these classes do not change.
     """
 

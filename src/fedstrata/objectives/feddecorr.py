@@ -47,7 +47,7 @@ class Decorrelated(Objective):
     batch size B.
 
     Args:
-        beta: Weight β of the decorrelation term. With 0, training equals FedAvg.
+        beta: Weight β of the decorrelation term. With 0, training is as in FedAvg.
     """
 
     tasks: ClassVar[frozenset[str] | None] = None

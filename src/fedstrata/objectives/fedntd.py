@@ -23,7 +23,7 @@ class NotTrue(PerSample, Distilled):
     the authors' code, the factor τ² keeps the size of the gradient similar for all τ.
 
     Args:
-        beta: Weight β of the distillation. With 0, training equals FedAvg.
+        beta: Weight β of the distillation. With 0, training is as in FedAvg.
         temperature: Temperature τ of the softmaxes of both models.
     """
 

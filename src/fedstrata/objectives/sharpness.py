@@ -38,7 +38,7 @@ class SharpnessAware(Objective):
 
     Args:
         rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
-            equals FedAvg.
+            is as in FedAvg.
     """
 
     rho: NonNegativeFloat = 0.05
@@ -67,7 +67,7 @@ class GloballySharpnessAware(Objective):
 
     Args:
         rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
-            equals FedAvg.
+            is as in FedAvg.
     """
 
     rho: NonNegativeFloat = 0.05

@@ -65,5 +65,5 @@ def _panel(axes: Axes, paper: str, judgements: Sequence[Judgement]) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(left=False)
     axes.axvline(0, color=INK, lw=0.8)
-    axes.set(ylim=(len(labels) - 0.3, -0.7), xlabel="difference of accuracy, points")
+    axes.set(ylim=(len(labels) - 0.3, -0.7), xlabel="difference in accuracy, points")
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -36,9 +36,9 @@ BEGIN, END = "<!-- written by `fedstrata reproduce` from here -->", "<!-- to her
 QUICK = "\n**At small scale, to test the software: these figures say nothing about the papers.**\n"
 
 ABOUT_FOREST = f"""\
-![Differences of accuracy with their intervals, one panel per paper]({FOREST})
+![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
-The figure shows differences of accuracy. Blue differences are as claimed, orange differences are the opposite, and
+The figure shows differences in accuracy. Blue differences are as claimed, orange differences are the opposite, and
 grey differences are not significant. A thick line is the 95 % interval of one comparison. The thin lines of a claim are
 wider than its thick lines, because all thin intervals of a claim hold together with 95 % confidence. *#C=1* means one
 class per client."""

@@ -184,7 +184,7 @@ def figures(history: History) -> dict[str, Any]:
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
-        raise DataError("the run has no accuracy, because it was never evaluated")
+        raise DataError("the run was never evaluated, so it has no accuracy.")
     seconds = round(sum(record["seconds"] for record in history), 2)
     result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
     result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}

@@ -135,8 +135,9 @@ def contrast(
     Args:
         runs: The histories of each method, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. A column of the records is also a measure (its value for the saved
-            model). Default: the primary metric at the end, at equal bytes and at equal samples.
+            or ``rounds_to_T`` for a target T. The name of a column of the records is also a measure: the value of the
+            column in the round of the saved model. Default: the primary metric at the end, at equal bytes and at equal
+            samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.

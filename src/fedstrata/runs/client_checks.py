@@ -85,7 +85,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
 
 
 def _check_method(method: Method, config: FederationConfig) -> None:
-    """Refuse methods whose clients send more than one update, or whose server needs single updates."""
+    """Refuse methods whose clients send more than one update, or whose server needs individual updates."""
     own_rounds = not isinstance(method, Recipe) or type(method).train_clients is not Recipe.train_clients
     if own_rounds or type(method).run_round is not Recipe.run_round:
         problem = f"asks clients for more than one update per round, but ε covers only one. {USE}"

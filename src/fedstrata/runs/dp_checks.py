@@ -44,7 +44,7 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     if config.task.weighted:
         refuse(f"does not support the task {config.task.name!r}, which weights samples. Use another task.")
     if not vars(type(objective)).get("single_samples", False):
-        refuse(f"the objective of {method.name!r} is not a sum of losses of single samples. {USE}")
+        refuse(f"the objective of {method.name!r} is not a sum of losses of individual samples. {USE}")
     if not is_plain(objective, "displacement"):
         refuse(f"the objective of {method.name!r} computes gradients at moved parameters, unlike DP-SGD. {USE}")
     asked = method.declared(config)
@@ -68,7 +68,7 @@ def _two_zeros(tensor: Tensor) -> Tensor:
 
 
 def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> None:
-    """Raise ``SpecError`` if the gradients of single samples cannot be computed together.
+    """Raise ``SpecError`` if the gradients of individual samples cannot be computed together.
 
     The samples are zeros, because the server of real sites may have no samples.
     """
@@ -84,5 +84,7 @@ def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> No
         with model.loaded(params, model.buffers(), train=True) as loaded:
             gradient(loaded, names, batch)
     except Exception as error:  # PyTorch raises many kinds of exceptions
-        problem = f"PyTorch cannot compute the gradients of single samples of this model ({error}). Use another model."
+        problem = (
+            f"PyTorch cannot compute the gradients of individual samples for this model ({error}). Use another model."
+        )
         raise SpecError("privacy.dp", problem, dp.noise) from error

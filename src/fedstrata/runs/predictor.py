@@ -507,7 +507,7 @@ def _check(about: Mapping[str, Any]) -> None:
     if (frozen := about.get("frozen")) is not None and not (
         type(frozen["seed"]) is int and frozen["fingerprints"].keys()
     ):
-        raise ValueError("frozen does not have a seed and fingerprints")
+        raise ValueError("frozen.seed must be a whole number, and frozen.fingerprints must not be empty")
 
 
 def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> None:
@@ -571,7 +571,9 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     except Exception as error:  # the user's own module may raise any exception
         raise SpecError("model", f"{needed}, but failed: {error}", name) from error
     if trial[1](output):
-        raise SpecError("model", f"{needed}, but returned {tuple(output.shape)} for two samples", name)
+        raise SpecError(
+            "model", f"{needed}, but returned {tuple(output.shape)} for two samples. Change the output.", name
+        )
     return laid_out
 
 

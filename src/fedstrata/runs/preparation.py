@@ -376,7 +376,7 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
         raise SpecError("model", f"{needed}, but failed: {error}") from error
     if not isinstance(output, torch.Tensor) or dataset.task.check_outputs(output, y, dataset.outputs):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise SpecError("model", f"{needed}, but returned {shape} for {len(y)} samples")
+        raise SpecError("model", f"{needed}, but returned {shape} for {len(y)} samples. Change the output.")
 
 
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:

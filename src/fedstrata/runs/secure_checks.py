@@ -84,8 +84,8 @@ def _check_codecs(communication: Communication) -> None:
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
     """Return the settings, in which ``privacy.parties`` is the number of clients that a sum needs.
 
-    With noise from the clients, this number must not depend on how many clients are online in a round, because each
-    client's share of the noise depends on it.
+    If the clients add the noise, this number must be the same in all rounds, however many clients are online, because
+    it determines each client's share of the noise.
 
     Raises:
         ExtraMissingError: The extra ``secure`` is not installed.
@@ -122,7 +122,7 @@ def _check_sites(spec: Experiment) -> None:
     """Refuse settings with which real sites would send more than sums, or send sums of an unknown size."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
-            problem = "the metrics of single sites are not sums. Remove this key, and give the server test samples."
+            problem = "the metrics of individual sites are not sums. Remove this key, and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None:
         problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"

@@ -123,7 +123,7 @@ class ClientSampler(Setting):
     """Whether the sampler asks clients for their exact numbers of samples."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+    """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
     def most_invited(self, config: FederationConfig) -> int:
         """Return the largest number of clients that the sampler invites in a round."""
@@ -251,7 +251,7 @@ class DataSampler(Setting):
     """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs single replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+    """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""

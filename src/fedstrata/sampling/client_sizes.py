@@ -29,7 +29,7 @@ class Sizes:
     """The clients' numbers of samples.
 
     Args:
-        known: The clients with samples that answered, ascending, int64.
+        known: The clients that answered and have samples, in ascending order, int64.
         samples: The number of samples of each client in ``known``, int64.
     """
 

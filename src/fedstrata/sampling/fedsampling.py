@@ -80,7 +80,7 @@ class FedSamplingData(DataSampler):
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
             smaller value means more noise. Clients still disclose how many samples they used. Default: clients report
             exact numbers.
-        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Larger numbers
+        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
             clients report in every round in which they take part. The errors then average out, but T reports spend T

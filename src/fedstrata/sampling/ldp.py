@@ -42,7 +42,7 @@ class FedSTaSData(DataSampler):
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
             smaller value means more noise. A client spends the privacy budget ε in each round in which it takes part.
             Default: clients report exact numbers.
-        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Larger numbers
+        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1. Clients then use more samples than requested.
     """
 

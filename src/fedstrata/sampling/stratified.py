@@ -111,8 +111,8 @@ class Stratified(ClientSampler):
             not sent a gradient yet, at most ``training.clients_per_round`` of them per round. ``updates``: a client's
             gradient is its last update, divided by the learning rate and by the number of steps. Clients that have not
             taken part yet form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Features by which clients are compared. ``restored``: whole compressed gradients, as in the paper.
-            ``centroids``: only the d' different values of a compressed gradient, as in FedSTaS's code; requires
+        compared: Features by which clients are compared. ``restored``: all numbers of a compressed gradient, as in the
+            paper. ``centroids``: only the d' different values of a compressed gradient, as in FedSTaS's code; requires
             ``gradients = "asked"``.
         start: Initial centres of k-means. ``random``: gradients of random clients, as in the paper. ``k-means++``
             (default): gradients that lie far apart.

@@ -250,7 +250,9 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     """
     evaluation = spec.evaluation
     if test is None and spec.privacy.sums == "secure":
-        problem = "the metrics of single sites are not sums. Give the server test samples (server.data in sites.toml)."
+        problem = (
+            "the metrics of individual sites are not sums. Give the server test samples (server.data in sites.toml)."
+        )
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
     empty, task = _empty(spec.data, task_of(spec)), task_of(spec)
     _refuse_disclosure(spec, empty, tests=test is not None)

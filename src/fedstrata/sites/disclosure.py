@@ -47,7 +47,7 @@ class Declaration:
             without such statistics.
         own_data: Whether sites bring their own data. If they do, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
-        extremes: Whether the statistics contain the minimum and the maximum, which are values of single samples.
+        extremes: Whether the statistics contain the minimum and the maximum, which are values of individual samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
         targets: Whether the statistics also describe the labels, because the task needs this.
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see

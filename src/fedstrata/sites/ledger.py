@@ -195,7 +195,9 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
     """
     path = folder / FILE
     if not path.exists() and not (folder / HEAD).exists():
-        raise DataError(f"{folder}: there is no ledger yet. A site creates it when it answers its first question.")
+        raise DataError(
+            f"{folder}: there is no ledger yet. The site creates its ledger when the first request arrives."
+        )
     data = path.read_bytes() if path.exists() else b""
     *lines, torn = data.split(b"\n")
     checked, digests = Checked([]), [""]

@@ -17,6 +17,7 @@ from fedstrata.sites.certificates import ROOT, key_pair, read
 from fedstrata.sites.settings import USER
 
 LOG = logging.getLogger(__name__)
+AGAIN = "Ask the administrator to send the folder again."
 
 MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
 """Files in a run folder that an administrator fetched: the manifest, its signature, and the signer's certificate."""
@@ -97,16 +98,18 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         key.verify((run / SIGNATURE).read_bytes(), data, padding.PKCS1v15(), hashes.SHA256())
     except Exception as error:
         raise DataError(
-            f"{run / MANIFEST} has no valid signature of this federation ({type(error).__name__})"
+            f"{run / MANIFEST} has no valid signature of this federation ({type(error).__name__}). {AGAIN}"
         ) from None
     names = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     if names != [USER]:
         signer = ", ".join(names) or "nobody"
-        raise DataError(f"{run / MANIFEST} is signed by {signer}, but must be signed by the administrator, {USER}.")
+        raise DataError(
+            f"{run / MANIFEST} is signed by {signer}, but must be signed by the administrator, {USER}. {AGAIN}"
+        )
     table: dict[str, Any] = json.loads(data)
     signed = {SPEC: table["spec"], **table["result"]}
     if WEIGHTS not in signed:
-        raise DataError(f"{run / MANIFEST} does not list {WEIGHTS}.")
+        raise DataError(f"{run / MANIFEST} does not list {WEIGHTS}. {AGAIN}")
     files = _files(run)
     wrong = [
         f"{name} ({'changed' if name in files else 'missing'})"

@@ -73,7 +73,7 @@ def submit(
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError(
             "ADMIN",
-            "is not the folder of an administrator, because it has no job. Give the folder 'admin' that 'fedstrata "
+            "is not an administrator's folder: it does not contain a job. Give the folder 'admin' that 'fedstrata "
             "deploy' created.",
             str(admin),
         )

@@ -150,7 +150,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
         before = Reserved(request.round, {}, _NONE, _NONE)
     batches, wanted = request.batches.numpy(), request.labels.numpy()
     if len(batches) != len(wanted) or bool((np.diff(batches) < 0).any()):
-        raise FedstrataError("the request must name a batch for each position, in ascending order")
+        raise FedstrataError("the request must have one batch index per label, in ascending order of the indices")
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = sorted(set(wanted.tolist()))
     if len(asked) > client.context.config.strata:

@@ -66,7 +66,7 @@ class Epoch(Order):
             return f"fresh = {request.fresh}, but the epoch {again}"
         if isinstance(request, Reserve):
             if not _numbers(request.batches) or len(request.batches) != len(request.labels):
-                return "batches must name a batch for each label"
+                return "batches must contain one batch index for each label"
             if (first := int(request.batches.min())) <= self._last:
                 return f"samples are requested for batch {first}, but batch {self._last} was already trained"
         return ""

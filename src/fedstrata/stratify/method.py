@@ -62,17 +62,16 @@ class Stratify(Method):
             travels from client to client, with one step per sample. ``hybrid``: first ``batch`` on the samples that
             exist from the start, and then ``single`` on new samples.
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
-            at most ``cap`` per label. ``uniform``: equally many samples of every label, as many as the mean over
-            labels.
+            at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
-            ``weighted``: in proportion to the clients' numbers of samples of the label.
+            ``weighted``: in proportion to how many samples of the label each client has.
         batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges, but also fewer
             steps. Default: ``training.batch_size``.
         lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``.
             The factor is 1 with ``none``, r with ``linear``, and √r with ``sqrt``.
-        local_steps: Number of steps that a client takes on the client's samples in a batch; only in batch mode. With 1,
+        local_steps: Number of steps per batch that each client takes on its own samples; only in batch mode. With 1,
             a batch equals one step of centralised SGD.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
             ``training.lr``. Default: SGD with the momentum and the weight decay of ``training``.

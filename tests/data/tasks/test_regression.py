@@ -145,7 +145,9 @@ def test_refuses_other_targets(targets, words):
 
 
 def test_refuses_edges_that_do_not_ascend():
-    assert refusal(arrays(), spec({"edges": [3.0, 1.0]})).startswith("task.edges = [3.0, 1.0]: must ascend.")
+    assert refusal(arrays(), spec({"edges": [3.0, 1.0]})).startswith(
+        "task.edges = [3.0, 1.0]: must be in ascending order."
+    )
 
 
 def test_refuses_bins_of_equal_targets():

@@ -1,4 +1,4 @@
-"""Sums of replies to training requests: they give the model and the states that single replies give."""
+"""Sums of replies to training requests: they give the model and the states that individual replies give."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def start_of(method: Recipe, config: FederationConfig) -> tuple[Weights, Any, An
 
 
 def by_replies(method: Recipe, config: FederationConfig, replies: Mapping[int, FitReply]) -> dict[str, Any]:
-    """Return the model, the states and the metrics after a round in which the server sees single replies."""
+    """Return the model, the states and the metrics after a round in which the server sees individual replies."""
     weights, aggregator_state, objective_state = start_of(method, config)
     selection, answers = Selection.plain(np.array(INVITED), CLIENTS), list(replies.values())
     combined, aggregator_state = method.aggregator.combine(weights, aggregator_state, selection, replies)
@@ -184,7 +184,7 @@ def test_samples_of_different_weights() -> None:
     assert distance(by_replies(method, config, heavy), by_sums(method, config, heavy)) < 5e-6
     assert distance(by_sums(method, config, heavy), by_sums(method, config, plain)) > 1e-3
     too_heavy = WeightedFitReply(**vars(plain[1]), weight=7 * LARGEST_SIZE + 1.0)
-    with pytest.raises(WithheldError, match=r"its size is above privacy\.largest"):
+    with pytest.raises(WithheldError, match=r"its number of samples is above privacy\.largest"):
         summed(method, config, sent, {1: too_heavy})
 
 

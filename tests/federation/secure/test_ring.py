@@ -121,7 +121,7 @@ def test_values_that_are_not_finite_are_withheld(value: float, dtype: type) -> N
 def test_weights_and_counts_out_of_range_are_withheld_without_their_value() -> None:
     ring = Ring(3, {"x": Part(1, 1.0)}, {"n": 9})
     for weight in (1.1, -0.1, np.nan):
-        with pytest.raises(WithheldError, match=r"its size is above privacy\.largest") as raised:
+        with pytest.raises(WithheldError, match=r"its number of samples is above privacy\.largest") as raised:
             ring.encode({"x": [0.0]}, {"n": 1}, rounding(0, 1, 0, 0), weights={"x": weight})
         assert str(weight) not in str(raised.value)
     for count in (-1, 10):

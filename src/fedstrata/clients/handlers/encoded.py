@@ -122,7 +122,8 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     """Return the client's term of the second sum, and the reply that it computed for the first sum."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
-        raise FedstrataError(f"this client did not reply to the first sum request of exchange {request.exchange}")
+        problem = f"did not answer the first of the two requests of exchange {request.exchange}"
+        raise FedstrataError(f"this client {problem}, so it cannot answer the second request.")
     client.authorize_release(pending.behind)
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
@@ -196,7 +197,9 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         for change in delivery.changes:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
-            raise FedstrataError(f"the model with the changes differs from the server's version {delivery.version}")
+            raise FedstrataError(
+                f"after the changes, this client's model differs from the server's version {delivery.version}"
+            )
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:

@@ -54,7 +54,7 @@ class Task(Setting):
 
     tables: ClassVar[tuple[str, ...]] = ()
     """The entries of ``rows`` from which metrics are computed. These entries are additive: the entry of many samples is
-    the sum of the entries of single samples."""
+    the sum of the entries of individual samples."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""

@@ -56,7 +56,7 @@ class Regression(Task):
     @classmethod
     def _ascending(cls, edges: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if edges is not None and any(a >= b for a, b in pairwise(edges)):
-            raise ValueError("must ascend. Sort the edges, and remove duplicates.")
+            raise ValueError("must be in ascending order. Sort the edges, and remove duplicates.")
         return edges
 
     @override

@@ -216,7 +216,7 @@ class Compression:
         """Yield two secure sums, one for each of PowerSGD's factors; see ``SummedLegs``."""
         codec = self.up
         if not isinstance(codec, PowerSGD):
-            raise FedstrataError(f"secure sums: the codec {self.up.name!r} has no secure sum.")
+            raise FedstrataError(f"secure sums: the codec {self.up.name!r} is not supported. Use 'powersgd' or 'none'.")
         first, second = FirstForm(form, codec), SecondForm(form, codec)
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)

@@ -4,7 +4,7 @@ The first sum is Σ M_k Q over the clients' updates M_k, from which the server c
 Σ w_k M_kᵀ P, where w_k is the weight of client k.
 
 Both sums must have the same contributors. Let only one sum contain client k. From the difference of the two sums, the
-server could compute Pᵀ M_k Q. A server that chooses P and Q could so read elements of a single update.
+server could compute Pᵀ M_k Q. A server that chooses P and Q could so read elements of a client's update.
 """
 
 from __future__ import annotations

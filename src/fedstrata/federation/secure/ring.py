@@ -147,7 +147,10 @@ class Ring:
         factors = dict.fromkeys(self.parts, 1.0) | dict(weights or {})
         if not all(0 <= factor <= 1 for factor in factors.values()):
             # The message does not say the weight, which depends on the size of the site.
-            raise WithheldError("the client did not send its answer, because its size is above privacy.largest.")
+            raise WithheldError(
+                "the client did not send its answer, because its number of samples is above "
+                "privacy.largest. Increase privacy.largest."
+            )
         words = np.zeros(self.length, dtype=np.uint32)
         begin, scaled = 0, 0
         for name, part in self.parts.items():

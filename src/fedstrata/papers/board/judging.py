@@ -1,4 +1,4 @@
-"""Judge a column of the board: values, ranks and differences of all entries, and the best entry at equal cost."""
+"""Compare the entries in a column of the board: values, ranks, differences, and the best at the baseline's cost."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _paragraphs(advice: Advice) -> Iterator[Text]:
         for name, reasons in advice.methods.items()
         for line in (name, *(f"  {reason.text} ({reason.source})" for reason in reasons))
     ]
-    none = ["None of the measured properties is a reason to try another method than fedavg."]
+    none = ["None of the measured properties is a reason to try a method other than fedavg."]
     yield from _section("Compare these methods with fedavg", advised or none)
     behind = [f"{name}: {reason.text} ({reason.source})" for name, reason in advice.behind.items()]
     yield from _section("Not recommended", behind)

@@ -135,8 +135,8 @@ class KeyRing:
     - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
       several processes.
 
-    - With a folder and without ``create``, an operator has put the key file into the folder. This case is for real
-      sites.
+    - With a folder and without ``create``, the folder must already contain the key file, which an operator has put
+      there. This case is for real sites.
 
     Args:
         folder: The folder of the key file.
