@@ -209,7 +209,7 @@ MUTANTS = [
     rebafl("means of all clients alike", 'table["means"] * table["samples"][:, None]', 'table["means"]', FORMS),
     rebafl(
         "forgotten prototypes",
-        'merged({"means": means, "samples": samples}, state), after',
+        'updated(state, {"means": means, "samples": samples}, self.prototype_momentum), after',
         '{"means": means, "samples": samples}, after',
         FORMS,
     ),
