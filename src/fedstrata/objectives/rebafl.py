@@ -69,9 +69,9 @@ class Rebalanced(CountsIdle):
             cross-entropy (an ablation of the paper).
         keep_prototypes: Whether each client stores its most recently sent prototypes. ``fedstrata audit prototypes``
             needs these prototypes.
-        prototype_momentum: Weight β of the federation's prototype P[c] in its update. P[c] becomes β P[c] + (1 − β) ×
-            (the round's mean of class c). With 0, P[c] is the round's mean, as in the paper. The first prototype of a
-            class is always the round's mean.
+        prototype_momentum: Weight β of a class's stored prototype in the moving average over rounds, an extension that
+            is not in the paper. The server replaces P[c] by β P[c] + (1 − β) × (the mean of the round's prototypes of
+            class c). With 0, P[c] is this mean, as in the paper.
     """
 
     later_settings = ("prototype_momentum",)
