@@ -104,15 +104,20 @@ def test_a_moving_average_of_prototypes_over_rounds_with_dropout(start, seven, t
 
 
 def test_a_resumed_run_continues_the_moving_average(tmp_path):
-    spec = fs.Experiment(**{**SKEWED, "method": {"name": "rebafl", "prototype_momentum": 0.9}})
+    method = {"name": "rebafl", "prototype_momentum": 0.9}
+    spec = fs.Experiment(**{**SKEWED, "method": method, "evaluation": {"checkpoint_every": 1}})
     fs.run(spec, out=tmp_path / "whole")
 
-    def stop(record: dict[str, object]) -> None:
-        if record["round"] == 2:
-            raise KeyboardInterrupt
+    class KilledError(Exception):
+        pass
 
-    with pytest.raises(KeyboardInterrupt):
-        fs.run(spec, out=tmp_path / "killed", callbacks=[stop])
+    def kill(record):
+        if record["round"] == 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        fs.run(spec, out=tmp_path / "killed", callbacks=[kill])
+    assert checkpoint.load(tmp_path / "killed" / "checkpoint").round == 2
     fs.run(spec, out=tmp_path / "killed", resume=True)
     whole, killed = (checkpoint.load(tmp_path / name / "checkpoint").state for name in ("whole", "killed"))
     assert torch.equal(whole.objective["means"], killed.objective["means"])
