@@ -52,6 +52,15 @@ def test_to_spec_leaves_out_what_is_not_set_and_reads_back():
     assert plain({"a": (circle, None), "b": None}) == {"a": [circle.to_spec(), None]}
 
 
+def test_to_spec_leaves_out_later_settings_with_their_defaults():
+    class Grown(Inner):
+        later_settings = ("width",)
+        width: int = 5
+
+    assert Grown().to_spec() == Grown(width=5).to_spec() == {"depth": 0}
+    assert Grown(width=6).to_spec() == {"depth": 0, "width": 6}
+
+
 def test_a_class_of_ones_own_is_called_by_its_path():
     class Local(Shape):
         pass

@@ -87,6 +87,52 @@ def test_two_clients_are_averaged_by_class_counts(start, seven):
     torch.testing.assert_close(found["means"], torch.stack([(2 * one[0] + two[0]) / 3, one[1], two[2]]))
 
 
+def test_a_moving_average_of_prototypes_over_rounds_with_dropout(start, seven, trace):
+    """Class 0 is at both clients. Class 1 is only at client 0, which is absent in round 2."""
+    spec = given(((0, 1, 3), (2, 5, 6)), trace({0: [1, 3], 1: [2, 3]}), prototype_momentum=0.75)
+    started = start(spec, seven, net())
+    stored = torch.zeros(3, 4)
+    for there in ((0,), (1,), (0, 1)):
+        known = started.state.objective["samples"] > 0
+        started.step()
+        tables = [started.store.get(client)["objective"] for client in there]
+        samples = sum(table["samples"] for table in tables)
+        mean = sum(table["samples"][:, None] * table["means"] for table in tables) / samples.clamp(min=1)[:, None]
+        for c in samples.nonzero().flatten().tolist():
+            stored[c] = 0.75 * stored[c] + 0.25 * mean[c] if known[c] else mean[c]
+        torch.testing.assert_close(started.state.objective["means"], stored)
+
+
+def test_a_resumed_run_continues_the_moving_average(tmp_path):
+    method = {"name": "rebafl", "prototype_momentum": 0.9}
+    spec = fs.Experiment(**{**SKEWED, "method": method, "evaluation": {"checkpoint_every": 1}})
+    fs.run(spec, out=tmp_path / "whole")
+
+    class KilledError(Exception):
+        pass
+
+    def kill(record):
+        if record["round"] == 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        fs.run(spec, out=tmp_path / "killed", callbacks=[kill])
+    assert checkpoint.load(tmp_path / "killed" / "checkpoint").round == 2
+    fs.run(spec, out=tmp_path / "killed", resume=True)
+    whole, killed = (checkpoint.load(tmp_path / name / "checkpoint").state for name in ("whole", "killed"))
+    assert torch.equal(whole.objective["means"], killed.objective["means"])
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "killed/model.safetensors").read_bytes()
+
+
+def test_specs_without_a_moving_average_stay_as_they_were():
+    for method in ("rebafl", {"name": "fedavg", "objective": "rebafl"}):
+        assert "prototype_momentum" not in str(fs.Experiment(method=method).to_spec())
+    spec = fs.Experiment(method={"name": "fedavg", "objective": {"name": "rebafl", "prototype_momentum": 0.5}})
+    assert fs.Experiment.from_table(spec.to_spec()).method.objective.prototype_momentum == 0.5
+    with pytest.raises(SpecError, match=r"^method\.prototype_momentum = 1"):
+        fs.Experiment(method={"name": "rebafl", "prototype_momentum": 1})
+
+
 @pytest.mark.slow
 def test_the_bytes_of_prototypes_are_counted():
     plain, rebafl = run("fedavg"), run("rebafl")

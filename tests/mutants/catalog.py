@@ -209,7 +209,7 @@ MUTANTS = [
     rebafl("means of all clients alike", 'table["means"] * table["samples"][:, None]', 'table["means"]', FORMS),
     rebafl(
         "forgotten prototypes",
-        'merged({"means": means, "samples": samples}, state), after',
+        'updated(state, {"means": means, "samples": samples}, self.prototype_momentum), after',
         '{"means": means, "samples": samples}, after',
         FORMS,
     ),
@@ -400,6 +400,18 @@ MUTANTS = [
         "FedRS scales what is there",
         "torch.where(counts > 0, 1.0, self.alpha)",
         "torch.where(counts > 0, self.alpha, 1.0)",
+    ),
+    prototypes(
+        "the first prototype is averaged with zeros",
+        'torch.where(before["samples"][:, None] > 0, blended, new["means"])',
+        "blended",
+    ),
+    prototypes("β weighs the new prototypes", "momentum * (before", "(1 - momentum) * (before"),
+    rebafl(
+        "sums without a moving average",
+        "samples}, self.prototype_momentum), after",
+        "samples}, 0.0), after",
+        FORMS,
     ),
     rebafl("λ is one", "P[targets] + self.transfer * (features", "P[targets] + 1.0 * (features"),
     rebafl("deviation from the target", "(features - P[labels])", "(features - P[targets])"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from fedstrata.base.errors import SpecError
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch
-from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes
+from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, updated
 
 
 def table(means: list[list[float]], samples: list[float]) -> dict[str, Tensor]:
@@ -24,6 +26,41 @@ def test_the_mean_by_samples_and_what_nobody_reports_stays():
     assert found["means"].tolist() == [[2.0, 1.0], [8.0, 8.0], [3.0, 3.0], [1.0, 7.0]]
     assert found["samples"].tolist() == [4, 4, 2, 5]
     assert averaged(before, [])["means"].tolist() == before["means"].tolist()
+
+
+def test_a_moving_average_over_three_rounds_by_hand():
+    rounds = [
+        [table([[1.0], [0.0], [0.0]], [3, 0, 0]), table([[5.0], [2.0], [0.0]], [1, 4, 0])],
+        [table([[6.0], [0.0], [8.0]], [2, 0, 1])],  # class 1 is absent, and class 2 is new
+        [table([[0.0], [6.0], [4.0]], [0, 1, 3]), table([[4.0], [0.0], [0.0]], [2, 0, 1])],
+    ]
+    stored, means = no_prototypes(3, 1), []
+    for tables in rounds:
+        stored = averaged(stored, tables, momentum=0.75)
+        means.append(stored["means"].flatten().tolist())
+    # Means of the rounds: class 0: 2, 6, 4; class 1: 2, none, 6; class 2: none, 8, (3 · 4 + 0) / 4 = 3.
+    assert means == [[2.0, 2.0, 0.0], [3.0, 2.0, 8.0], [3.25, 3.0, 6.75]]
+    assert stored["samples"].tolist() == [2, 1, 4]
+
+
+def test_a_moving_average_of_constant_prototypes_equals_them():
+    constant = table(torch.randn(5, 3, generator=torch.Generator().manual_seed(3)).tolist(), [4] * 5)
+    stored = no_prototypes(5, 3)
+    for _ in range(50):
+        stored = updated(stored, constant, 0.9)
+        assert torch.equal(stored["means"], constant["means"])
+
+
+def test_a_moving_average_has_a_smaller_variance():
+    """Of independent prototypes with variance 1, the moving average has the variance (1 − β) / (1 + β)."""
+    beta, classes, size = 0.9, 10, 400
+    generator, stored = torch.Generator().manual_seed(0), no_prototypes(classes, size)
+    for _ in range(100):  # the first prototype then has the weight 0.9^99
+        new = {"means": torch.randn(classes, size, generator=generator), "samples": torch.ones(classes)}
+        replaced, stored = updated(stored, new, 0.0), updated(stored, new, beta)
+    for found, variance in ((replaced, 1.0), (stored, (1 - beta) / (1 + beta))):
+        error = variance * math.sqrt(2 / (classes * size))
+        assert abs(found["means"].var().item() - variance) < 4 * error
 
 
 def test_a_negative_count_counts_as_none():

@@ -83,6 +83,9 @@ class Setting(BaseModel):
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
     """The name by which a spec chooses this class; empty if a section has only one class."""
 
+    later_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that early versions do not know. ``to_spec`` omits their defaults, so that old specs keep their hash."""
+
     @property
     def implementation(self) -> Any:
         """The class or function that implements the setting. Its source code is a part of a run's identity."""
@@ -120,9 +123,11 @@ class Setting(BaseModel):
 
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a table of a spec, from which an equal object can be created."""
-        values = ((key, getattr(self, key)) for key in type(self).model_fields)
+        fields = type(self).model_fields
+        omitted = [key for key in self.later_settings if getattr(self, key) == fields[key].default]
+        values = ((key, getattr(self, key)) for key in fields)
         name = {"name": self.name} if self.name else {}
-        return name | {key: plain(value) for key, value in values if value is not None}
+        return name | {key: plain(value) for key, value in values if value is not None and key not in omitted}
 
 
 def _types(annotation: Any) -> Iterator[Any]:

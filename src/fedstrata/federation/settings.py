@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
@@ -231,6 +231,8 @@ class Training(Setting):
             The last bits of results depend on the device.
     """
 
+    later_settings = ("accumulate", "optimizer", "optimizer_state", "warmup")
+
     rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20
     clients_per_round: PositiveInt | None = None
     local_epochs: PositiveInt | None = None
@@ -272,12 +274,6 @@ class Training(Setting):
             problem = "the optimiser sgd without momentum does not have a state. Use 'reset', or set training.momentum."
             raise SpecError("optimizer_state", problem, self.optimizer_state)
         return self
-
-    def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec, without settings that early versions do not know and that have their default."""
-        later = ("accumulate", "optimizer", "optimizer_state", "warmup")
-        omitted = [key for key in later if getattr(self, key) == type(self).model_fields[key].default]
-        return {key: value for key, value in super().to_spec().items() if key not in omitted}
 
     @property
     def samples_per_step(self) -> int:

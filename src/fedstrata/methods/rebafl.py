@@ -16,6 +16,7 @@ class ReBaFL(Recipe):
     false``, only the augmentation is used (F-Aug).
     """
 
+    later_settings = ("prototype_momentum",)
     paper = "Xu et al., Stabilizing and Improving FL with Non-IID Data and Client Dropout"
 
     epsilon: float = Field(default=0.01, ge=0, le=1)
@@ -23,6 +24,7 @@ class ReBaFL(Recipe):
     transfer: NonNegativeFloat = 1.0
     relaxed: bool = True
     keep_prototypes: bool = True
+    prototype_momentum: float = Field(default=0.0, ge=0, lt=1)
 
     @override
     def parts(self) -> Parts:
@@ -32,5 +34,6 @@ class ReBaFL(Recipe):
             transfer=self.transfer,
             relaxed=self.relaxed,
             keep_prototypes=self.keep_prototypes,
+            prototype_momentum=self.prototype_momentum,
         )
         return {"objective": objective}

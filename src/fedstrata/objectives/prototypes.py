@@ -101,7 +101,31 @@ def of_enough(table: Table, least: int) -> Table:
     }
 
 
-def averaged(before: Table, tables: Iterable[Table]) -> Table:
+def updated(before: Table, new: Table, momentum: float) -> Table:
+    """Return the federation's prototypes after a round: the new ones, or moving averages (not in the paper).
+
+    A class that no client reported keeps its prototype from ``before``. The first prototype of a class is the new one.
+
+    Args:
+        before: The federation's prototypes before the round.
+        new: The means of the clients' prototypes of the round.
+        momentum: Weight β of the prototypes in ``before``. The new prototypes have the weight 1 − β.
+
+    >>> before = {"means": torch.tensor([[8.0], [0.0], [7.0]]), "samples": torch.tensor([1.0, 0.0, 1.0])}
+    >>> new = {"means": torch.tensor([[4.0], [5.0], [0.0]]), "samples": torch.tensor([2.0, 3.0, 0.0])}
+    >>> updated(before, new, 0.75)
+    {'means': tensor([[7.],
+            [5.],
+            [7.]]), 'samples': tensor([2., 3., 1.])}
+    """
+    if momentum:
+        # In this form, a prototype that equals the new one stays exactly as it is.
+        blended = new["means"] + momentum * (before["means"] - new["means"])
+        new = {**new, "means": torch.where(before["samples"][:, None] > 0, blended, new["means"])}
+    return merged(new, before)
+
+
+def averaged(before: Table, tables: Iterable[Table], momentum: float = 0.0) -> Table:
     """Return the mean of the clients' prototypes for each class, weighted by sample counts (Eq. 23).
 
     A class that no client reported keeps its prototype from ``before``.
@@ -109,6 +133,7 @@ def averaged(before: Table, tables: Iterable[Table]) -> Table:
     Args:
         before: The federation's prototypes before the round.
         tables: One table for each client that replied.
+        momentum: Weight of the prototypes in ``before``; see ``updated``.
 
     >>> one = {"means": torch.tensor([[1.0], [0.0]]), "samples": torch.tensor([3.0, 0.0])}
     >>> two = {"means": torch.tensor([[5.0], [0.0]]), "samples": torch.tensor([1.0, 0.0])}
@@ -122,4 +147,4 @@ def averaged(before: Table, tables: Iterable[Table]) -> Table:
         sums += counts[:, None] * table["means"].double()
         samples += counts
     new = {"means": (sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}
-    return merged(new, before)
+    return updated(before, new, momentum)

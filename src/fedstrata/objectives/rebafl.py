@@ -34,7 +34,15 @@ from fedstrata.federation.secure.fit import Bounds, Count, Numbers, Summands, Su
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, Trained
 from fedstrata.objectives.calibrated import CountsIdle, log_prior
-from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, of_enough
+from fedstrata.objectives.prototypes import (
+    averaged,
+    class_means,
+    feature_size,
+    merged,
+    no_prototypes,
+    of_enough,
+    updated,
+)
 
 
 class Rebalanced(CountsIdle):
@@ -61,8 +69,12 @@ class Rebalanced(CountsIdle):
             cross-entropy (an ablation of the paper).
         keep_prototypes: Whether each client stores its most recently sent prototypes. ``fedstrata audit prototypes``
             needs these prototypes.
+        prototype_momentum: Weight β of a class's stored prototype in the moving average over rounds, an extension that
+            is not in the paper. The server replaces P[c] by β P[c] + (1 − β) × (the mean of the round's prototypes of
+            class c). With 0, P[c] is this mean, as in the paper.
     """
 
+    later_settings = ("prototype_momentum",)
     needs_replies = ""
 
     epsilon: float = Field(default=0.01, ge=0, le=1)
@@ -70,6 +82,7 @@ class Rebalanced(CountsIdle):
     transfer: NonNegativeFloat = 1.0
     relaxed: bool = True
     keep_prototypes: bool = True
+    prototype_momentum: float = Field(default=0.0, ge=0, lt=1)
 
     @property
     def sends(self) -> str:
@@ -113,7 +126,9 @@ class Rebalanced(CountsIdle):
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
         """Average the clients' prototypes (Eq. 23)."""
-        return averaged(state, [reply.message["prototypes"] for reply in replies]) if self.mu else None, after
+        if not self.mu:
+            return None, after
+        return averaged(state, [reply.message["prototypes"] for reply in replies], self.prototype_momentum), after
 
     @property
     def counts_idle(self) -> bool:
@@ -138,7 +153,7 @@ class Rebalanced(CountsIdle):
             return None, after
         samples = torch.tensor([sums.count(f"class {c}") for c in range(len(state["samples"]))], dtype=torch.float32)
         means = sums.of("means")["means"] / samples.clamp(min=1)[:, None]
-        return merged({"means": means, "samples": samples}, state), after
+        return updated(state, {"means": means, "samples": samples}, self.prototype_momentum), after
 
     # The following hooks run on a client.
 

@@ -203,9 +203,16 @@ def test_scaffold_by_hand_with_three_clients() -> None:
         assert torch.allclose(result["objective"][name], torch.ones_like(w), atol=1e-6)  # (3 − 1 + 4) / 6 clients
 
 
-def test_rebafl_by_hand_with_three_clients() -> None:
+@pytest.mark.parametrize(
+    ("momentum", "expected"),
+    [
+        (0.0, [2.0, 7.0, 9.0]),  # (3 · 1 + 1 · 5) / 4
+        (0.75, [7.25, 8.5, 9.0]),  # (3 · 9 + 2) / 4 and (3 · 9 + 7) / 4
+    ],
+)
+def test_rebafl_by_hand_with_three_clients(momentum: float, expected: list[float]) -> None:
     """Prototypes of three classes: one of two clients, one of one client, and one of nobody."""
-    method, config = prepared("rebafl")
+    method, config = prepared({"name": "rebafl", "prototype_momentum": momentum})
     weights = Weights(config.model.params(), config.model.buffers())
     tables = {1: {0: (3, 1.0)}, 2: {0: (1, 5.0)}, 5: {1: (2, 7.0)}}
     replies = {}
@@ -218,8 +225,7 @@ def test_rebafl_by_hand_with_three_clients() -> None:
     before = {"means": torch.full((CLASSES, FEATURES), 9.0), "samples": torch.ones(CLASSES)}
     state, after = method.objective.server_update_sums(before, weights, weights, sums, CLIENTS)
     assert state["samples"].tolist()[:3] == [4, 2, 1]
-    expected = torch.tensor([2.0, 7.0, 9.0])[:, None].expand(3, FEATURES)  # (3 · 1 + 1 · 5) / 4
-    assert torch.allclose(state["means"][:3], expected, atol=1e-5)
+    assert torch.allclose(state["means"][:3], torch.tensor(expected)[:, None].expand(3, FEATURES), atol=1e-5)
     assert after is weights
 
 
