@@ -600,7 +600,9 @@ MUTANTS = [
     ),
     client_batch("pools that look alike", 'f"pool/{label}/{refills}"', 'f"pool/{label}"'),
     label_schedule("not normalised", "totals * (frequency.sum() / max(totals.sum(), 1))", "totals * 1.0"),
-    label_client("weights in the order of labels", "by_label[label] = request.factors", "by_label[placeholder] = request.factors"),
+    label_client(
+        "weights in the order of labels", "by_label[label] = request.factors", "by_label[placeholder] = request.factors"
+    ),
     label_client("weights that have no effect", "(losses * factors.to(losses)).sum()", "losses.sum()"),
     label_batch("weights of another schedule", "np.bincount(wanted, minlength", "np.bincount(wanted[::2], minlength"),
     schedule("the cap is the mean", "int(np.median(totals))", "int(np.mean(totals))"),

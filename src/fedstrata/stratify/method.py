@@ -66,7 +66,8 @@ class Stratify(Method):
             labels.
         label_weights: Whether the loss of a sample of label l is multiplied by w_l = (n_l / Σ n) / (f_l / Σ f); only in
             batch mode. Here, n_l is the label's number of samples, and f_l its number of samples in an epoch. The
-            expected gradient of a batch is then the gradient of the mean loss over all samples. Not part of the paper.
+            expected gradient of a batch is then the gradient of the mean loss over all samples, if each sample of a
+            label is equally likely. The paper does not have these weights.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
