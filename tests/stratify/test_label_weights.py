@@ -93,7 +93,7 @@ def test_over_all_draws_the_mean_is_the_gradient_of_all_samples(start, eight: fs
     weights = Weights(model.params(), model.buffers())
     factors = torch.tensor([0.75, 1.5, 0.75])  # by placeholder: classes 2, 0 and 1
     names = [{0: 2}, {1: 0}, {1: 0, 2: 1}]
-    total: dict[str, Any] = {name: 0.0 for name in weights.params}
+    total: dict[str, Any] = dict.fromkeys(weights.params, 0.0)
     draws = list(combinations(range(4), 2))
     for drawn in draws:
         chosen = {0: [0, 1], 1: [i for i in drawn if i < 3], 2: [0] * (3 in drawn) + [1, 2]}

@@ -46,8 +46,11 @@ def allowed_in_batches(
     limit = SampleLimit(size, f"uses a part of a batch of {size} sample{'s' * (size > 1)}")
     if label_weights:
         rule = replace(Gradient.rule, description=f"{Gradient.rule.description}, with a weight for each label")
-        where = {"factors": POSITIVE}
-        return [reserve, Allowed(LabelWeightedGradient, where=where, times=None, rounds=rounds, limit=limit, rule=rule)]
+        weights = {"factors": POSITIVE}
+        return [
+            reserve,
+            Allowed(LabelWeightedGradient, where=weights, times=None, rounds=rounds, limit=limit, rule=rule),
+        ]
     if local_steps == 1:
         return [reserve, Allowed(Gradient, times=None, rounds=rounds, limit=limit)]
     rule = replace(Gradient.rule, description=f"{Gradient.rule.description}, summed over {local_steps} local steps")
