@@ -17,7 +17,9 @@ import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.client import Client
+from fedstrata.federation.allowed import Terms
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.settings import Training
 from fedstrata.stratify.client_batch import (
     PLACEHOLDERS,
     STATE,
@@ -175,3 +177,16 @@ def test_a_client_that_requires_more_samples_refuses_weights(start, eight: fs.Da
     request = LabelWeightedGradient(1, 0, Weights(context.config.model.params(), {}), torch.ones(3))
     with pytest.raises(FedstrataError, match=r"fewer samples than privacy\.min_samples"):
         label_weighted_gradient(Client(0, context, state), request)
+
+
+@pytest.mark.parametrize(
+    ("factors", "accepted"), [([1.5, 0.5], True), ([1.0, 0.0], False), ([1.0, -1.0], False), ([[1.0, 0.5]], False)]
+)
+def test_sites_accept_only_positive_weights(factors: Any, accepted: bool) -> None:
+    (allowed,) = (
+        each
+        for each in spec().method.allowed(Terms(Training(), clients=3, strata=3))
+        if each.request is LabelWeightedGradient
+    )
+    request = LabelWeightedGradient(1, 0, Weights({}, {}), torch.tensor(factors))
+    assert (allowed.wrong(request, 1) == "") == accepted
