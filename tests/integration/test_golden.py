@@ -70,6 +70,10 @@ TABLES: dict[str, dict[str, Any]] = {
         **DROPOUT,
     },
     "stratify, local steps": {"method": {"name": "stratify", "cap": 15, "local_steps": 2}},
+    "stratify, label weights": {
+        "method": {"name": "stratify", "cap": 15, "label_weights": True},
+        "partition": {"name": "classes", "per_client": 2, "clients": 6, "size": 16},
+    },
     "stratify, batchnorm": {"method": {"name": "stratify", "cap": 5}, "model": "resnet20"},
     "stratify, held back": {"method": {"name": "stratify", "cap": 15}, "privacy": {"min_samples": 3}},
     "stratify, single": {"method": {"name": "stratify", "mode": "single", "cap": 10}},

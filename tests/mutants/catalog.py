@@ -109,6 +109,9 @@ client_batch = _of("stratify/client_batch.py", "stratify/test_batch.py")
 schedule = _of("stratify/schedule.py", "stratify/test_schedule.py")
 single = _of("stratify/single.py", "stratify/test_single.py")
 selection = _of("stratify/selection.py", "stratify/test_selection.py")
+label_schedule = _of("stratify/schedule.py", "stratify/test_label_weights.py")
+label_client = _of("stratify/client_batch.py", "stratify/test_label_weights.py")
+label_batch = _of("stratify/batch.py", "stratify/test_label_weights.py")
 hybrid = _of("stratify/hybrid.py", "stratify/test_batch.py", "stratify/test_single.py")
 norm = _of("models/batchnorm.py", "models/test_batchnorm.py")
 fedtan = _of("clients/handlers/fedtan.py", "clients/test_fedtan.py")
@@ -608,6 +611,12 @@ MUTANTS = [
         "Pool(pool.order, pool.used, pool.refills)",
     ),
     client_batch("pools that look alike", 'f"pool/{label}/{refills}"', 'f"pool/{label}"'),
+    label_schedule("not normalised", "totals * (frequency.sum() / max(totals.sum(), 1))", "totals * 1.0"),
+    label_client(
+        "weights in the order of labels", "by_label[label] = request.factors", "by_label[placeholder] = request.factors"
+    ),
+    label_client("weights that have no effect", "(losses * factors.to(losses)).sum()", "losses.sum()"),
+    label_batch("weights of another schedule", "np.bincount(wanted, minlength", "np.bincount(wanted[::2], minlength"),
     schedule("the cap is the mean", "int(np.median(totals))", "int(np.mean(totals))"),
     schedule(
         "not shuffled",

@@ -149,8 +149,9 @@ def _events(folder: Path, kind: str) -> list[str]:
         ("sfl", {}),
         ("stratify", {"method": {"mode": "single", "cap": 8}}),
         ("stratify", {"method": {"cap": 4}, "model": {"name": "resnet20"}, "training": {"rounds": 1}}),
+        ("stratify", {"method": {"cap": 4, "label_weights": True}}),
     ],
-    ids=["ask", "relay", "long relay", "sums"],
+    ids=["ask", "relay", "long relay", "sums", "label weights"],
 )
 def test_clients_at_sites_compute_what_they_compute_here(
     sites: Callable[..., Sites], method: str, table: dict[str, Any], site_of_client: str

@@ -18,10 +18,19 @@ from fedstrata.stratify.masking.messages import (
     ShareReport,
     TagReport,
 )
-from fedstrata.stratify.messages import Gradient, GradientSteps, Reserve, Steps
+from fedstrata.stratify.messages import Gradient, GradientSteps, LabelWeightedGradient, Reserve, Steps
+
+POSITIVE = Bound("one positive number per label", lambda value, _: value.ndim == 1 and bool((value > 0).all()))
 
 
-def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, rounds: range | None) -> list[Allowed]:
+def allowed_in_batches(
+    size: int,
+    window: Bound,
+    lr: Bound,
+    local_steps: int,
+    rounds: range | None,
+    label_weights: bool = False,
+) -> list[Allowed]:
     """Return the requests of batch mode: to reserve samples, and to compute gradients.
 
     Args:
@@ -31,9 +40,17 @@ def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, ro
         lr: The accepted learning rate of the clients' steps. Not used if ``local_steps`` is 1.
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
+        label_weights: Whether the loss of a sample is multiplied by a weight that depends on its label.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds, single=True)
     limit = SampleLimit(size, f"uses a part of a batch of {size} sample{'s' * (size > 1)}")
+    if label_weights:
+        rule = replace(Gradient.rule, description=f"{Gradient.rule.description}, with a weight for each label")
+        weights = {"factors": POSITIVE}
+        return [
+            reserve,
+            Allowed(LabelWeightedGradient, where=weights, times=None, rounds=rounds, limit=limit, rule=rule),
+        ]
     if local_steps == 1:
         return [reserve, Allowed(Gradient, times=None, rounds=rounds, limit=limit)]
     rule = replace(Gradient.rule, description=f"{Gradient.rule.description}, summed over {local_steps} local steps")

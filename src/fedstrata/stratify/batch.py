@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.arrays import Bools, Floats, Ints
@@ -27,10 +28,12 @@ from fedstrata.stratify.messages import (
     Gradient,
     GradientReply,
     GradientSteps,
+    LabelWeightedGradient,
     Reserve,
     ReserveReply,
 )
 from fedstrata.stratify.roster import Roster
+from fedstrata.stratify.schedule import label_weights
 from fedstrata.stratify.secure import GradientForm, ask_gradients
 from fedstrata.stratify.selection import select_batches
 
@@ -59,6 +62,7 @@ class BatchMode:
     lr_rule: LRRule
     local_steps: int
     server: ServerOptimizer | None
+    label_weights: bool = False
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if BatchNorm would get batches of only one sample."""
@@ -103,10 +107,9 @@ class BatchMode:
         stepper = Stepper(self.server or default, weights.params, optimizer, lr=lr)
         samples, weight, loss, transfers, scaled = 0, 0.0, 0.0, 0, 0
         form = self.form(federation.config) if federation.config.privacy.sums == "secure" else None
+        factors = self._factors(roster, wanted) if self.label_weights else None
         for batch in range(plan.batches):
-            request = Gradient(federation.round, batch, weights)
-            if self.local_steps > 1:
-                request = GradientSteps(federation.round, batch, weights, self.local_steps, lr)
+            request = self._request(federation.round, batch, weights, lr, factors)
             if form is None:
                 total = self._sum_of_batch(plan, request, together)
             else:
@@ -137,6 +140,22 @@ class BatchMode:
         if plan.held_back or federation.config.privacy.min_samples > 1:
             metrics["held_back"] = plan.held_back
         return weights, stepper.state(), metrics
+
+    def _factors(self, roster: Roster, wanted: Ints) -> Tensor:
+        """Return the weight of each placeholder's label in the loss, shape (C,); 1 for unused placeholders."""
+        holders = roster.holders
+        weights = label_weights(holders.totals(), np.bincount(wanted, minlength=len(holders.placeholders)))
+        factors = torch.ones(roster.federation.config.strata)
+        factors[torch.from_numpy(holders.placeholders)] = torch.from_numpy(weights).float()
+        return factors
+
+    def _request(self, round: int, batch: int, weights: Weights, lr: float, factors: Tensor | None) -> Gradient:
+        """Return the request for the gradient of a batch; see ``GradientSteps`` and ``LabelWeightedGradient``."""
+        if factors is not None:
+            return LabelWeightedGradient(round, batch, weights, factors)
+        if self.local_steps > 1:
+            return GradientSteps(round, batch, weights, self.local_steps, lr)
+        return Gradient(round, batch, weights)
 
     def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if no client is left.

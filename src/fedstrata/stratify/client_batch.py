@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError
@@ -34,6 +35,7 @@ from fedstrata.stratify.messages import (
     Gradient,
     GradientReply,
     GradientSteps,
+    LabelWeightedGradient,
     Reserve,
     ReserveReply,
     Steps,
@@ -252,6 +254,31 @@ def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
     return _part(client, request, stepped)
 
 
+@handles(LabelWeightedGradient)
+def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> GradientReply:
+    """Compute the gradient of the losses of a client's samples of a batch, multiplied by the weights of their labels.
+
+    Raises:
+        FedstrataError: ``privacy.min_samples`` is more than 1.
+    """
+    return _part(client, request, partial(summed_gradient, factors=_factors([client], request)))
+
+
+def _factors(clients: Sequence[Client], request: Gradient) -> Tensor | None:
+    """Return the weight of each sample of ``reserved(clients, request)``; None if the request has no weights."""
+    if not isinstance(request, LabelWeightedGradient):
+        return None
+    if any(client.context.privacy.min_samples > 1 for client in clients):
+        raise FedstrataError("weights of labels could reduce a sum to fewer samples than privacy.min_samples")
+    factors = []
+    for client in clients:
+        by_label = torch.ones(client.context.config.strata)
+        for placeholder, label in client.state[PLACEHOLDERS].items():
+            by_label[label] = request.factors[placeholder]
+        factors.append(by_label[torch.from_numpy(client.labels[client.state[STATE].part(request.batch)])])
+    return torch.cat(factors)
+
+
 def _part(
     client: Client, request: Q, compute: Callable[[ClientContext, Model, Params, Q, Batch], GradientReply]
 ) -> GradientReply:
@@ -298,7 +325,15 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     model, params = context.cached(_loaded_model)
     model.share(request.weights.params, request.weights.buffers)
     with _seeded(context, request):
-        return summed_gradient(context, model, params, request, batch)
+        return summed_gradient(context, model, params, request, batch, _factors(list(clients.values()), request))
+
+
+@handles_sum(LabelWeightedGradient)
+def fused_label_weighted_gradient(
+    clients: Mapping[ClientId, Client], requests: Mapping[ClientId, LabelWeightedGradient]
+) -> Reply:
+    """Compute the sum of the answers of ``label_weighted_gradient`` in one pass, like ``fused_gradient``."""
+    return fused_gradient(clients, requests)
 
 
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
@@ -319,11 +354,25 @@ def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
 
 
 def summed_gradient(
-    shared: ClientContext, model: Model, params: Params, request: Gradient, batch: Batch
+    shared: ClientContext,
+    model: Model,
+    params: Params,
+    request: Gradient,
+    batch: Batch,
+    factors: Tensor | None = None,
 ) -> GradientReply:
-    """Return the gradient of the summed loss of a batch with respect to the loaded parameters."""
+    """Return the gradient of the summed loss of a batch with respect to the loaded parameters.
+
+    Args:
+        shared: The context that the clients share.
+        model: The model.
+        params: The loaded parameters.
+        request: The request.
+        batch: The samples.
+        factors: The factor by which the loss of each sample is multiplied, shape (B,); None stands for 1.
+    """
     task, size = shared.config.task, len(batch.y)
-    chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
+    chain = shared.cached(manual_sgd_of) if factors is None and is_plain(shared.objective, "loss") else None
     if chain is not None:
         mean, gradients = chain.gradient(params, batch)
         torch._foreach_mul_(gradients, size)
@@ -331,7 +380,11 @@ def summed_gradient(
     counts, lr = torch.zeros(shared.config.strata), shared.config.training.lr
     context = Context(request.weights.params, counts, {}, None, lr, task=task)
     weight = float(task.weights(batch.y).sum())
-    loss = shared.objective.loss(model, params, batch, context) * weight
+    if factors is None:
+        loss = shared.objective.loss(model, params, batch, context) * weight
+    else:
+        losses, _ = task.losses(model(params, batch.x), batch.y)
+        loss = (losses * factors.to(losses)).sum()
     parts = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
     gradient = dict(zip(params, parts, strict=True))
     reply = GradientReply(gradient, size, loss.item(), model.current_buffers())

@@ -7,7 +7,7 @@ not need to know the label. The *pool* of a placeholder contains the client's un
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -259,6 +259,17 @@ class GradientSteps(Gradient):
 
     steps: int = 2
     lr: float = 0.0
+
+
+@record("LabelWeightedGradient")
+class LabelWeightedGradient(Gradient):
+    """A request for the gradient of a weighted sum of losses, in which a sample's weight depends on its label.
+
+    Args:
+        factors: The weight of the label for which each placeholder 0 … C − 1 stands, shape (C,), float32.
+    """
+
+    factors: Tensor = field(default_factory=lambda: torch.ones(0))
 
 
 @record("StepsReply")

@@ -63,6 +63,10 @@ class Stratify(Method):
             exist from the start, and then ``single`` on new samples.
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
             at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
+        label_weights: Whether the loss of a sample of label l is multiplied by w_l = (n_l / Σ n) / (f_l / Σ f); only in
+            batch mode. Here, n_l is the label's number of samples, and f_l its number of samples in an epoch. The
+            expected gradient of a batch is then the gradient of the mean loss over all samples, if each sample of a
+            label is equally likely. The paper does not have these weights.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
@@ -99,6 +103,7 @@ class Stratify(Method):
 
     mode: Literal["batch", "single", "hybrid"] = "batch"
     schedule: Rule = "capped"
+    label_weights: bool = False
     cap: PositiveInt | None = None
     selection: Literal["uniform", "weighted"] = "uniform"
     batch_size: PositiveInt | None = None
@@ -131,7 +136,33 @@ class Stratify(Method):
         if self.lr_rule != "none" and self.batch_size is None:
             problem = "has no effect, because method.batch_size is not set. Set method.batch_size, or remove lr_rule."
             raise SpecError("method.lr_rule", problem, self.lr_rule)
+        self._check_label_weights(config)
         self._mode.check(config)
+
+    def _check_label_weights(self, config: FederationConfig) -> None:
+        """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose what is hidden."""
+        problems = {
+            "requires batches. Use method.mode = 'batch'.": self.mode != "batch",
+            "is the gradient of the mean loss only for one local step. Use method.local_steps = 1.": (
+                self.local_steps > 1
+            ),
+            "tells clients how frequent each label is, which masking hides. Use method.masking = 'none'.": (
+                self.masking != "none"
+            ),
+            "lets the server reduce a sum to few samples, by small weights for all other labels. Use "
+            "privacy.min_samples = 1.": config.privacy.min_samples > 1,
+            "lets the server reduce a secure sum to few clients, by small weights for all other labels. Use "
+            "privacy.sums = 'plain'.": config.privacy.sums == "secure",
+            "supports only tasks in which all samples have the same weight.": config.task.weighted,
+        }
+        for problem, applies in problems.items():
+            if self.label_weights and applies:
+                raise SpecError("method.label_weights", problem, True)
+
+    @override
+    def to_spec(self) -> dict[str, Any]:
+        # Specs of earlier versions do not have this key. Without it, finished runs are found by their specs.
+        return {key: value for key, value in super().to_spec().items() if key != "label_weights" or value}
 
     @override
     def forms(self, config: FederationConfig) -> Forms:
@@ -158,7 +189,7 @@ class Stratify(Method):
             scale, size = self._batches.scale(training), self.batch_size or training.batch_size
             lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
             rounds = range(1, before + 1) if hybrid else None
-            requests += allowed_in_batches(size, window, lr, self.local_steps, rounds)
+            requests += allowed_in_batches(size, window, lr, self.local_steps, rounds, self._weighted)
         if self.mode != "batch":
             rounds = range(before + 1, training.rounds + 1) if hybrid else None
             requests += allowed_sample_by_sample(window, self.chunk_size, rounds)
@@ -166,7 +197,12 @@ class Stratify(Method):
 
     @property
     def _batches(self) -> BatchMode:
-        return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server)
+        return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server, self._weighted)
+
+    @property
+    def _weighted(self) -> bool:
+        """Whether clients multiply losses by weights. With the schedule ``uncapped``, all weights are 1."""
+        return self.label_weights and self.schedule != "uncapped"
 
     @property
     def _mode(self) -> BatchMode | SingleMode | HybridMode:

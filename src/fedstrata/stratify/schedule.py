@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedstrata.base.arrays import Ints
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.records import record
 from fedstrata.sampling.label_counts import LabelReply
 
@@ -88,6 +88,27 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
         return np.full_like(totals, round(float(totals.mean())))
     limit = cap if cap is not None else int(np.median(totals))
     return np.minimum(totals, max(limit, 1))
+
+
+def label_weights(totals: Ints, frequency: Ints) -> Floats:
+    """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that undoes the choice of the frequencies f_l.
+
+    The schedule draws label l with the probability f_l / Σ f, although the fraction of the samples with this label is
+    n_l / Σ n. With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over
+    all samples. The weights are ours; the paper does not have them.
+
+    Args:
+        totals: The number n_l of samples of each label, shape (P,).
+        frequency: The number f_l of positions of the schedule with each label, shape (P,).
+
+    Returns:
+        The weight w_l of each label, float64, shape (P,). A label without positions gets the weight 1.
+
+    >>> label_weights(np.array([6, 2]), np.array([2, 2])).tolist()
+    [1.5, 0.5]
+    """
+    weights = totals * (frequency.sum() / max(totals.sum(), 1)) / np.maximum(frequency, 1)
+    return np.where(frequency > 0, weights, 1.0)
 
 
 def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
