@@ -933,7 +933,7 @@ MUTANTS = [
     ),
     sizes("a lie may be none", "generator.integers(1, bound)", "generator.integers(0, bound)"),
     ldp("a bound that clips is not told", "(config.sizes >= self.bound).any()", "(config.sizes > self.bound).any()"),
-    ldp("more than all samples", "keep = min(1.0, wanted / estimate)", "keep = wanted / estimate"),
+    ldp("more than all samples", "else min(1.0, wanted / used)", "else wanted / used"),
     clustered("groups that fill a distribution", "weight[node] <= total:", "weight[node] < total:"),
     clustered("the whole mass", "masses = (sizes * m) % total", "masses = sizes * m"),
     kmeans("only the own centre moves", "lower -= shift.max()", "lower -= shift[labels]"),

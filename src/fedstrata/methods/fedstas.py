@@ -11,7 +11,7 @@ from fedstrata.aggregation.base import HorvitzThompson, StratumMean
 from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.client_sizes import Epsilon
-from fedstrata.sampling.ldp import Estimates, FedSTaSData, Share
+from fedstrata.sampling.ldp import Estimates, FedSTaSData
 from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Start, Stratified
 
 
@@ -73,7 +73,7 @@ class FedSTaS(FedSTS):
     samples: PositiveInt | None = None
     epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
-    share: Share | None = None
+    share: float | None = Field(default=None, gt=0, le=1)
     estimates: Estimates | None = None
     reuse: bool | None = None
 

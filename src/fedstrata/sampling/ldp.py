@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import override
@@ -24,9 +24,6 @@ from fedstrata.sampling.client_sizes import (
     estimated_total_of_sum,
     unbiased_total,
 )
-
-Share = Annotated[float, Field(gt=0, le=1)]
-"""The probability with which a client keeps each of its samples."""
 
 Estimates = Literal["round", "pooled"]
 """Whether a round's probability is computed from the estimate of the round, or from the mean of all estimates."""
@@ -75,13 +72,10 @@ class FedSTaSData(DataSampler):
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Larger numbers
             are reported as M − 1. Clients then use more samples than requested.
         share: Probability with which each client keeps each of its samples, instead of n*/ñ. Clients do not report
-            their numbers of samples, spend no ε, and keep these numbers private. ``fraction`` and ``bound`` are then
-            not used.
-        estimates: The estimate ñ in the probability n*/ñ. ``round`` uses the estimate of the current round, as in the
-            paper. ``pooled`` uses the mean of the estimates of all rounds so far, so that the probability is exactly
-            ``fraction``, or tends to a constant with ``samples``. Default: ``round``.
-        reuse: Whether each client reports its number of samples only once, and thus spends ε only once. The errors of
-            the reports then do not average out over the rounds. Default: false.
+            their numbers of samples and keep them private. ``fraction`` and ``bound`` are then not used.
+        estimates: The estimate ñ in n*/ñ. ``round`` uses the estimate of the current round, as in the paper. ``pooled``
+            uses the mean of all estimates so far. Default: ``round``.
+        reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 
     needs_replies = "asks each client for its number of samples, or hides this number"
@@ -90,7 +84,7 @@ class FedSTaSData(DataSampler):
     samples: PositiveInt | None = None
     epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
-    share: Share | None = None
+    share: float | None = Field(default=None, gt=0, le=1)
     estimates: Estimates | None = None
     reuse: bool | None = None
 
