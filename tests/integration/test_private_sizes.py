@@ -24,10 +24,11 @@ def test_under_privacy_no_reply_tells_a_size(monkeypatch):
 
     monkeypatch.setattr(LocalEngine, "ask", listen)
     settings = {"partition": fs.IID(clients=12), "training": {"rounds": 2, "clients_per_round": 10}}
-    fs.run(fs.Experiment(method={"name": "fedstas", "epsilon": 3.0, "bound": 200, "fraction": 0.5}, **settings))
-    assert replies
-    assert {(reply.samples, reply.steps, reply.seen) for reply in replies} == {(0, 0, 0)}
-    replies.clear()
+    for private in ({"epsilon": 3.0, "bound": 200, "fraction": 0.5}, {"share": 0.5}):
+        fs.run(fs.Experiment(method={"name": "fedstas", **private}, **settings))
+        assert replies
+        assert {(reply.samples, reply.steps, reply.seen) for reply in replies} == {(0, 0, 0)}
+        replies.clear()
     fs.run(fs.Experiment(method={"name": "fedstas", "fraction": 0.5}, **settings))
     assert all(reply.samples > 0 for reply in replies)
 

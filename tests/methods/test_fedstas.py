@@ -97,6 +97,16 @@ def test_about_the_requested_number_of_samples_is_used(start):
     assert 0.2 < used / (12 * started.state.data.total / started.state.data.rounds) < 0.4
 
 
+def test_a_share_needs_no_exchange_for_sizes(start):
+    started = start(spec({**FEDSTAS, "share": 0.5}))
+    for _ in range(2):
+        metrics = started.step()
+        assert metrics["exchanges"] == 2  # compressed gradients, training
+        assert metrics["keep"] == 0.5
+        assert metrics["samples"] == 0  # no reply tells it
+        assert metrics["expected_samples"] > 0
+
+
 def test_requested_samples_by_hand(start, seven):
     clients = ((0, 1, 2, 3), (4, 5, 6))
     method = {"name": "fedavg", "data_sampler": {"name": "fedstas", "fraction": 0.5}}
@@ -260,6 +270,8 @@ class UnpluggedError(Exception):
     [
         {**FEDSTAS, "aggregation": "horvitz-thompson"},
         {**FEDSTAS, "aggregation": "inclusion", "refresh": "participants", "gradients": "asked", "epsilon": 3.0},
+        {**FEDSTAS, "epsilon": 3.0, "estimates": "pooled", "samples": 60, "reuse": True},
+        {**FEDSTAS, "share": 0.5},
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):

@@ -270,6 +270,7 @@ def test_a_setting_that_only_shares_a_name_with_a_replaced_choice_stays_in_the_s
 
 
 OTHERS = [0.3, 2.5, 1, 3, False, "one", "updates", "participants", "centroids", "random", "proportional", ("body",)]
+OTHERS += ["pooled"]
 
 
 def accepts(part: type, name: str, value: object) -> bool:

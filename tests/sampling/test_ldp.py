@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import fedstrata as fs
+from fedstrata.base import records
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.sampling import report_size
@@ -129,3 +131,97 @@ def test_any_privacy_that_is_accepted_has_an_estimate(choice, bound):
         assert math.isfinite(estimated_total([1, 2], bound, alpha))
     with pytest.raises(SpecError, match=r"epsilon = 5e-324: must be greater than or equal to 0.000001"):
         choice(epsilon=5e-324)
+
+
+def test_a_share_is_kept_without_a_request(tiny):
+    federation = tiny(3, sizes=[2, 3, 5])
+    sampler = FedSTaSData(share=0.25)
+    keep, _, metrics = sampler.keep(federation, sampler.init(federation), [0, 2])
+    assert keep == sampler.fixed_share == 0.25
+    assert metrics == {"keep": 0.25, "expected_samples": 1.75}
+    assert not federation.log.invited
+    assert sampler.private
+    assert FedSTaSData().fixed_share is None
+    assert not FedSTaSData().private
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("samples", 10), ("epsilon", 3.0), ("estimates", "pooled"), ("reuse", False)]
+)
+def test_a_share_needs_no_settings_of_reports(key, value):
+    with pytest.raises(SpecError, match=rf"^method\.{key} = .*: has no effect with share, .* Remove {key} or share\."):
+        fs.Experiment(method={"name": "fedstas", "share": 0.5, key: value})
+
+
+def test_pooled_estimates_by_hand(tiny):
+    federation = tiny(2, sizes=[3, 4])
+    rounds = ([0], [0, 1])
+
+    def metrics_of(**settings):
+        sampler = FedSTaSData(fraction=0.5, **settings)
+        state, found = sampler.init(federation), []
+        for round, clients in enumerate(rounds, 1):
+            federation.begin(round)
+            _, state, metrics = sampler.keep(federation, state, clients)
+            found.append(tuple(metrics.values()))
+        return found
+
+    # Estimates 3 and 7, whose mean is 5: (estimate, requested samples, probability, expected samples).
+    assert metrics_of() == [(3, 1.5, 0.5, 1.5), (7, 2.5, 2.5 / 7, 2.5)]
+    assert metrics_of(estimates="round") == metrics_of()
+    assert metrics_of(estimates="pooled") == [(3, 1.5, 0.5, 1.5), (5, 2.5, 0.5, 3.5)]
+    assert metrics_of(estimates="pooled", samples=2) == [(3, 2, 2 / 3, 2), (5, 2, 0.4, pytest.approx(2.8))]
+
+
+def test_pooled_estimates_tend_to_the_true_total_and_keep_the_fraction_exactly(tiny):
+    """Four clients of 8 samples, M = 100: single estimates are often below 1, and their mean is within 4 errors."""
+    federation = tiny(4)
+    by_fraction = FedSTaSData(fraction=0.3, epsilon=3.0, estimates="pooled")
+    by_samples = FedSTaSData(samples=16, epsilon=3.0, estimates="pooled")
+    state, other, sums = by_fraction.init(federation), by_samples.init(federation), [0.0]
+    for round in range(1, 401):
+        federation.begin(round)
+        keep, state, _ = by_fraction.keep(federation, state, range(4))
+        assert keep == 0.3
+        federation.begin(round)
+        keep, other, metrics = by_samples.keep(federation, other, range(4))
+        sums.append(other.total)
+    assert state == other
+    single = np.diff(sums)
+    assert (single < 1).mean() > 0.3
+    assert abs(metrics["estimated_samples"] - 32) < 4 * single.std() / 20
+    assert keep == min(1, 16 / metrics["estimated_samples"])
+    errors = np.abs(np.cumsum(single) / np.arange(1, 401) - 32)
+    assert errors[300:].mean() < errors[:30].mean() / 3
+
+
+def test_reused_answers_by_hand(tiny):
+    federation = tiny(3, sizes=[2, 3, 5])
+    sampler = FedSTaSData(fraction=0.5, reuse=True)
+    state, found = sampler.init(federation), []
+    for round, (clients, asked) in enumerate([([2, 0], [0, 2]), ([0, 1], [1]), ([1, 2], [])], 1):
+        federation.begin(round)
+        keep, state, metrics = sampler.keep(federation, state, clients)
+        assert sorted(federation.log.invited) == asked
+        state = records.decode(records.encode(state))
+        found.append((metrics["estimated_samples"], metrics["requested_samples"], keep))
+    # Totals 7, 5 and 8, with the means 7, 6 and 20/3.
+    assert found == [(7, 3.5, 0.5), (5, 3, 0.6), (8, pytest.approx(10 / 3), pytest.approx(5 / 12))]
+    assert state.answered.answers.tolist() == [2, 3, 5]
+
+
+def test_with_reuse_each_client_spends_epsilon_once(tiny):
+    federation = tiny(4)
+    once, each_round = (FedSTaSData(epsilon=2.0, bound=50, reuse=reuse) for reuse in (True, None))
+    state, other, asked, estimates = once.init(federation), each_round.init(federation), [], []
+    for round in range(1, 6):
+        federation.begin(round)
+        _, state, metrics = once.keep(federation, state, [0, 2] if round == 1 else range(4))
+        asked += federation.log.invited
+        federation.begin(round)
+        _, other, again = each_round.keep(federation, other, range(4))
+        assert len(federation.log.invited) == 4
+        estimates.append((metrics["estimated_samples"], again["estimated_samples"]))
+    assert sorted(asked) == [0, 1, 2, 3]
+    assert len({same for same, _ in estimates[1:]}) == 1
+    assert len({other for _, other in estimates}) > 1

@@ -424,8 +424,18 @@ def test_a_run_goes_on_where_the_server_says_and_not_before(site: Make) -> None:
     assert isinstance(*made.ask(fit(made, 2)), FitReply), "round 2 is not in any checkpoint"
 
 
-def test_what_is_asked_once_in_a_run_is_remembered_by_a_checkpoint(site: Make) -> None:
-    made = site({"method": {"name": "fedsampling", "epsilon": 1.0}})
+def test_a_site_uses_the_agreed_share_of_its_samples_and_does_not_tell_their_number(site: Make) -> None:
+    sampler = {"name": "fedstas", "share": 0.5}
+    made = site({"method": {"name": "fedavg", "data_sampler": sampler, "aggregator": "mean"}})
+    assert ruled(*made.ask(SizeReport(1, 0, 1.0))) == "kind"
+    assert ruled(*made.ask(fit(made, keep=0.6, counts=False))) == "bounds"
+    assert ruled(*made.ask(fit(made, keep=0.5))) == "bounds"
+    assert isinstance(*made.ask(fit(made, keep=0.5, counts=False)), FitReply)
+
+
+@pytest.mark.parametrize("settings", [{"name": "fedsampling"}, {"name": "fedstas", "strata": 2, "reuse": True}])
+def test_what_is_asked_once_in_a_run_is_remembered_by_a_checkpoint(site: Make, settings: dict[str, Any]) -> None:
+    made = site({"method": {**settings, "epsilon": 1.0}})
     allowed = next(a for a in made.site_server._running().guard.declaration.allowed or () if a.request is SizeReport)
 
     def size(round: int) -> SizeReport:

@@ -11,7 +11,7 @@ from fedstrata.aggregation.base import HorvitzThompson, StratumMean
 from fedstrata.methods.recipe import Parts, Recipe
 from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.client_sizes import Epsilon
-from fedstrata.sampling.ldp import FedSTaSData
+from fedstrata.sampling.ldp import Estimates, FedSTaSData
 from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Start, Stratified
 
 
@@ -73,8 +73,19 @@ class FedSTaS(FedSTS):
     samples: PositiveInt | None = None
     epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
+    share: float | None = Field(default=None, gt=0, le=1)
+    estimates: Estimates | None = None
+    reuse: bool | None = None
 
     @override
     def parts(self) -> Parts:
-        data = FedSTaSData(fraction=self.fraction, samples=self.samples, epsilon=self.epsilon, bound=self.bound)
+        data = FedSTaSData(
+            fraction=self.fraction,
+            samples=self.samples,
+            epsilon=self.epsilon,
+            bound=self.bound,
+            share=self.share,
+            estimates=self.estimates,
+            reuse=self.reuse,
+        )
         return {**super().parts(), "data_sampler": data}

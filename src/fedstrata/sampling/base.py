@@ -247,9 +247,6 @@ class DataSampler(Setting):
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
-    fixed_share: ClassVar[float | None] = None
-    """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
-
     needs_replies: ClassVar[str] = ""
     """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
 
@@ -267,6 +264,11 @@ class DataSampler(Setting):
     def forms(self, config: FederationConfig) -> Forms:
         """Return the forms in which secure sums (``privacy.sums``) add the replies to the sampler's requests."""
         return {}
+
+    @property
+    def fixed_share(self) -> float | None:
+        """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
+        return None
 
     @property
     def private(self) -> bool:
@@ -291,8 +293,12 @@ class DataSampler(Setting):
 class AllData(DataSampler):
     """Each client uses all its samples."""
 
-    fixed_share = 1.0
     needs_replies = ""
+
+    @property
+    @override
+    def fixed_share(self) -> float:
+        return 1.0
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return an empty list, because the sampler does not send requests."""

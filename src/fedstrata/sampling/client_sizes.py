@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -47,6 +47,65 @@ class Sizes:
         """Return the candidates with known sizes, and these sizes."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]
+
+
+@record("AnswersState")
+class AnswersState:
+    """The clients' answers about their numbers of samples.
+
+    Args:
+        known: Clients that answered, ascending, int64.
+        answers: The answer of each client in ``known``, int64.
+    """
+
+    known: Ints
+    answers: Ints
+
+    @classmethod
+    def empty(cls) -> AnswersState:
+        """Return a state without answers."""
+        no_clients = np.empty(0, dtype=np.int64)
+        return cls(no_clients, no_clients)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answers of a round's participants, some of which can be from earlier rounds.
+
+    Args:
+        state: All known answers, also of other clients.
+        participants: The participants with a known answer.
+        responses: The answer of each client in ``participants``.
+        bound: The argument of ``estimated_total``.
+        alpha: The argument of ``estimated_total``.
+    """
+
+    state: AnswersState
+    participants: list[int]
+    responses: list[int]
+    bound: int
+    alpha: float
+
+
+def ask_new_sizes(
+    federation: Federation, state: AnswersState, clients: Sequence[int], epsilon: float | None, bound: int
+) -> Answered:
+    """Ask only the clients without a known answer for their numbers of samples.
+
+    Args:
+        federation: The federation, through which the server asks the clients.
+        state: The known answers.
+        clients: The participants of the round.
+        epsilon: The privacy parameter ε; None if clients report their true numbers.
+        bound: The public bound M on a client's number of samples.
+    """
+    answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True))
+    unknown = [client for client in clients if client not in answers]
+    sizes, bound, alpha = ask_sizes(federation, unknown, epsilon, bound)
+    answers = dict(sorted((answers | sizes).items()))
+    state = AnswersState(np.fromiter(answers, dtype=np.int64), np.fromiter(answers.values(), dtype=np.int64))
+    answered = [client for client in clients if client in answers]
+    return Answered(state, answered, [answers[client] for client in answered], bound, alpha)
 
 
 def ask_sizes(
@@ -139,7 +198,12 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
 
 def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -> float:
     """Return the estimate of ``estimated_total``, computed from the sum of the answers and the number of clients."""
-    return max(1.0, (total - (1 - alpha) * bound * clients / 2) / alpha)
+    return max(1.0, unbiased_total(total, clients, bound, alpha))
+
+
+def unbiased_total(total: int, clients: int, bound: int, alpha: float) -> float:
+    """Return the estimate of ``estimated_total_of_sum`` without its minimum of 1. The result can be negative."""
+    return (total - (1 - alpha) * bound * clients / 2) / alpha
 
 
 class SizeForm:

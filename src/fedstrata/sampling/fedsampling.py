@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import SpecError
-from fedstrata.base.records import Tree, record
+from fedstrata.base.records import Tree
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -18,10 +16,11 @@ from fedstrata.federation.messages import Weights
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.sampling.base import ClientSampler, DataSampler, KeepResult, Selection
 from fedstrata.sampling.client_sizes import (
+    AnswersState,
     Epsilon,
     SizeForm,
     allowed_sizes,
-    ask_sizes,
+    ask_new_sizes,
     estimated_total,
     estimated_total_of_sum,
     size_report,
@@ -54,19 +53,6 @@ class Everyone(ClientSampler):
         """Select all clients that may be invited."""
         candidates = federation.candidates()
         return Selection.plain(candidates, len(candidates)), state
-
-
-@record("AnswersState")
-class AnswersState:
-    """The clients' answers about their numbers of samples.
-
-    Args:
-        known: Clients that answered, ascending, int64.
-        answers: The answer of each client in ``known``, int64.
-    """
-
-    known: Ints
-    answers: Ints
 
 
 class FedSamplingData(DataSampler):
@@ -111,23 +97,17 @@ class FedSamplingData(DataSampler):
 
     def init(self, federation: Federation) -> Tree:
         """Return a state without answers."""
-        no_clients = np.empty(0, dtype=np.int64)
-        return AnswersState(no_clients, no_clients)
+        return AnswersState.empty()
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Ask clients for unknown sizes, estimate the total number ñ of samples, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
-        participants = sorted(clients)
-        answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
-        unknown = [client for client in participants if client not in answers]
-        sizes, bound, alpha = ask_sizes(federation, unknown, self.epsilon, self.bound)
-        answers = dict(sorted((answers | sizes).items()))
-        state = AnswersState(np.fromiter(answers, dtype=np.int64), np.fromiter(answers.values(), dtype=np.int64))
-        responses = [answers[client] for client in participants if client in answers]
-        if not responses:
-            return 1.0, state, {}
-        return self._result(state, estimated_total(responses, bound, alpha))
+        known = state if self.reuse else AnswersState.empty()
+        answered = ask_new_sizes(federation, known, sorted(clients), self.epsilon, self.bound)
+        if not answered.responses:
+            return 1.0, answered.state, {}
+        return self._result(answered.state, estimated_total(answered.responses, answered.bound, answered.alpha))
 
     def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
         """Do what ``keep`` does, and learn only the sum of the participants' answers."""

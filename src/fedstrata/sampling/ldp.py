@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
+from typing_extensions import override
 
+from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.sampling.base import DataSampler, KeepResult
-from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import (
+    AnswersState,
+    Epsilon,
+    allowed_sizes,
+    ask_new_sizes,
+    estimated_total_of_sum,
+    unbiased_total,
+)
+
+Estimates = Literal["round", "pooled"]
+"""Whether a round's probability is computed from the estimate of the round, or from the mean of all estimates."""
 
 
 @record("FedSTaSDataState")
@@ -28,11 +42,24 @@ class FedSTaSDataState:
     rounds: int
 
 
+@record("FedSTaSAnswersState")
+class FedSTaSAnswersState(FedSTaSDataState):
+    """The running mean of the estimates, and the clients' answers, which later rounds use again.
+
+    Args:
+        total: The sum of the estimates so far.
+        rounds: The number of estimates so far.
+        answered: The answers of all clients that have answered.
+    """
+
+    answered: AnswersState
+
+
 class FedSTaSData(DataSampler):
     """Each participant uses each sample with the same probability, chosen to reach a requested total number of samples.
 
     The probability is n*/ñ, where n* is the requested number of samples. The server's estimate of the participants'
-    total number of samples is ñ.
+    total number of samples is ñ. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
         fraction: Fraction of the participants' samples that a round uses. The requested number n* is this fraction
@@ -40,23 +67,45 @@ class FedSTaSData(DataSampler):
         samples: Total number n* of samples that the participants of a round use on average. Default: computed from
             ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
-            smaller value means more noise. A client spends the privacy budget ε in each round in which it takes part.
-            Default: clients report exact numbers.
+            smaller value means more noise. A client spends the privacy budget ε in each round in which it takes part,
+            or only once with ``reuse``. Default: clients report exact numbers.
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1. Clients then use more samples than requested.
+        share: Probability with which each client keeps each of its samples, instead of n*/ñ. Clients do not report
+            their numbers of samples and keep them private. ``fraction`` and ``bound`` are then not used.
+        estimates: The estimate ñ in n*/ñ. ``round`` uses the estimate of the current round, as in the paper. ``pooled``
+            uses the mean of all estimates so far. Default: ``round``.
+        reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 
-    needs_replies = "asks each client for its number of samples"
+    needs_replies = "asks each client for its number of samples, or hides this number"
 
     fraction: float = Field(default=0.1, gt=0, le=1)
     samples: PositiveInt | None = None
     epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
+    share: float | None = Field(default=None, gt=0, le=1)
+    estimates: Estimates | None = None
+    reuse: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_share(self) -> Self:
+        """Refuse settings of the clients' reports if ``share`` makes the reports unnecessary."""
+        for key in ("samples", "epsilon", "estimates", "reuse"):
+            if self.share is not None and (value := getattr(self, key)) is not None:
+                problem = "has no effect with share, because clients do not report their numbers of samples. Remove"
+                raise SpecError(key, f"{problem} {key} or share.", value)
+        return self
+
+    @property
+    @override
+    def fixed_share(self) -> float | None:
+        return self.share
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private. This is the case if ``epsilon`` is set."""
-        return self.epsilon is not None
+        """Whether clients keep their numbers of samples private. This is the case with ``epsilon`` or ``share``."""
+        return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:
         """Warn if a client has more samples than it may report with the bound M."""
@@ -70,26 +119,44 @@ class FedSTaSData(DataSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' sizes, which the sampler sends in every round."""
-        return [allowed_sizes(self.epsilon, self.bound)]
+        """Return the request for the participants' sizes; an empty list with ``share``, which needs no request."""
+        if self.share is not None:
+            return []
+        return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     def init(self, federation: Federation) -> Tree:
-        """Return a state without estimates."""
-        return FedSTaSDataState(0.0, 0)
+        """Return a state without estimates and answers."""
+        return FedSTaSAnswersState(0.0, 0, AnswersState.empty()) if self.reuse else FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for the participants' sizes. Return the requested number of samples, divided by the estimated total."""
-        sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
-        if not sizes:
+        """Ask for sizes that are not known. Return the requested number of samples, divided by the estimated total."""
+        if self.share is not None:
+            return self.share, state, {"keep": self.share, **_expected(federation, self.share, clients)}
+        known = state.answered if self.reuse else AnswersState.empty()
+        answered = ask_new_sizes(federation, known, clients, self.epsilon, self.bound)
+        if not answered.responses:
             return self.fraction, state, {}
-        estimate = estimated_total(list(sizes.values()), bound, alpha)
-        state = FedSTaSDataState(state.total + estimate, state.rounds + 1)
-        wanted = float(self.samples) if self.samples is not None else self.fraction * state.total / state.rounds
-        keep = min(1.0, wanted / estimate)
-        metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
-        if (true_sizes := federation.config.sizes) is not None:
-            # The true sizes are known only in simulations. Record the expected number of used samples, so that methods
-            # can be compared at equal numbers. This number exceeds n* slightly, because 1/ñ is convex. It exceeds n* by
-            # far if M clips sizes.
-            metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
-        return keep, state, metrics
+        responses, bound, alpha = answered.responses, answered.bound, answered.alpha
+        pooled = self.estimates == "pooled"
+        # Errors of both signs average out only without the estimate's minimum of 1.
+        estimate_of = unbiased_total if pooled else estimated_total_of_sum
+        estimate = estimate_of(sum(responses), len(responses), bound, alpha)
+        state = replace(state, total=state.total + estimate, rounds=state.rounds + 1)
+        if self.reuse:
+            state = replace(state, answered=answered.state)
+        used = max(1.0, state.total / state.rounds) if pooled else estimate
+        part = self.fraction * used if pooled else self.fraction * state.total / state.rounds
+        wanted = part if self.samples is None else float(self.samples)
+        keep = self.fraction if pooled and self.samples is None else min(1.0, wanted / used)
+        metrics = {"estimated_samples": used, "requested_samples": wanted, "keep": keep}
+        return keep, state, metrics | _expected(federation, keep, answered.participants)
+
+
+def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> dict[str, float]:
+    """Return the expected number of samples that clients use, in a simulation; otherwise an empty mapping.
+
+    Only simulations know the true sizes. With this number, methods can be compared at equal numbers of samples. With
+    the estimate of the round, it exceeds n* slightly, because 1/ñ is convex. It exceeds n* by far if M clips sizes.
+    """
+    sizes = federation.config.sizes
+    return {} if sizes is None else {"expected_samples": keep * float(sizes[list(clients)].sum())}
