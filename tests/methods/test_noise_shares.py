@@ -187,7 +187,7 @@ def test_worker_processes_give_the_same_bytes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"privacy": {"sums": "plain"}}, r"privacy\.clients\.noise_from = 'sites': the server would see single"),
+        ({"privacy": {"sums": "plain"}}, r"privacy\.clients\.noise_from = 'sites': the server would see individual"),
         ({"privacy": {"range": 2.0}}, r"privacy\.range = 2\.0: has no effect with clients\.noise_from"),
         ({"privacy": {"largest": 50}}, r"privacy\.largest = 50: has no effect"),
         (
