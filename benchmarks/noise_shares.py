@@ -51,7 +51,7 @@ NOISES, SEEDS, ROUNDS = (0.5, 1.0), (0, 1, 2), 60
 
 
 def spec_of(data: str, way: str | None, noise: float, seed: int) -> fs.Experiment:
-    """Return the spec of a cell; without a way to add noise, there is no noise."""
+    """Return the spec of a cell. If ``way`` is None, nobody adds noise."""
     sampler, clients, privacy = ("uniform", {}, PLAIN) if way is None else WAYS[way]
     if way is not None:
         privacy = {**privacy, "clients": {"clip": CLIPS[data], "noise": noise, **clients}}
@@ -134,11 +134,7 @@ def main() -> None:
     if options.work == "run":
         run()
         return
-    lines = table(json.loads(RESULTS.read_text()))
-    if options.page is None:
-        print("\n".join(lines))
-    else:
-        write(options.page, "noise shares", lines)
+    write(options.page, "noise shares", table(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":

@@ -166,11 +166,7 @@ def bounds(done: dict[str, Any]) -> Iterator[str]:
 
 def table(page: Path | None) -> None:
     done = results()
-    lines = [*attacks(done), "", *bounds(done)]
-    if page is None:
-        print("\n".join(lines))
-    else:
-        write(page, "update audits", lines)
+    write(page, "update audits", [*attacks(done), "", *bounds(done)])
 
 
 def main() -> None:

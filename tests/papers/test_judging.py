@@ -250,7 +250,7 @@ def test_rounds_are_counted_to_an_accuracy_that_both_runs_reach(table):
 
 @pytest.mark.slow
 def test_two_equal_methods_seldom_differ_in_their_rounds(table):
-    """The best of a noisy curve is high by chance, so it is no fair goal for another run."""
+    """The best of a noisy curve is high by chance, so another run would need more rounds to reach it."""
     generator, verdicts = np.random.default_rng(0), list[str]()
     rise = 80.0 * (1 - np.exp(-np.arange(1, 51) / 10))
     for _ in range(300):

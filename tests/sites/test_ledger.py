@@ -419,4 +419,4 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
 
 def test_no_kit_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", str(tmp_path)]) == 2
-    assert "no ledger" in capsys.readouterr().err
+    assert "the ledger does not exist yet" in capsys.readouterr().err

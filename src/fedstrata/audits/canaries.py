@@ -3,8 +3,9 @@
 Each canary is in the data of a client with probability 1/2; see ``fedstrata.audits.planting``. Training uses the run's
 own code for sampling, clipping, noise and updates. The attacker sees what the server sees: the client's updates or,
 with ``privacy.sums = "secure"``, the sums of all updates. The attacker subtracts the part of each update that test
-samples predict. If a canary was in the data, its parameter falls. The attacker guesses "in the data" for the canaries
-whose parameters fell most, and "not in the data" for those whose parameters rose most.
+samples predict. If a canary was in the data, its parameter falls. The attacker sorts the
+canaries by the changes of their parameters. It guesses "in the data" for the largest falls, and "not in the data" for
+the largest rises.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ class CanaryTap(UpdateTap):
 def audited(context: ClientContext, canaries: Canaries, client: ClientId, divide_noise: float) -> ClientContext:
     """Return the context of the client with canaries: the sampling rate, the steps and the noise are those of the run.
 
-    Without ``privacy.dp``, the norm of a canary's gradient is such that a canary moves the update as much as a sample
-    whose gradient has norm 1 moves the update of a client without canaries.
+    Without ``privacy.dp``, a canary changes the update as much as a sample with a gradient of norm 1 changes the update
+    of a client without canaries.
 
     Args:
         context: The context of the run.

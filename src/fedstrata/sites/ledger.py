@@ -191,13 +191,11 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         reported: The heads that a server received.
 
     Raises:
-        DataError: There is no ledger.
+        DataError: The ledger does not exist.
     """
     path = folder / FILE
     if not path.exists() and not (folder / HEAD).exists():
-        raise DataError(
-            f"{folder}: there is no ledger yet. The site creates its ledger when the first request arrives."
-        )
+        raise DataError(f"{folder}: the ledger does not exist yet. The site creates it when the first request arrives.")
     data = path.read_bytes() if path.exists() else b""
     *lines, torn = data.split(b"\n")
     checked, digests = Checked([]), [""]

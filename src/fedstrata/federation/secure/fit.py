@@ -66,7 +66,7 @@ class Numbers:
         like: Tensors with the names, shapes and dtypes of the numbers.
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
-        update: The same sum as a sum of updates that a codec may compress; None if there is no such sum.
+        update: The same sum as a sum of updates that a codec may compress; None for other numbers.
         needs_model: Whether ``values`` reads a model. Such numbers cannot be summed beside a compressed update.
     """
 
