@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.objectives.fedbabu import BodyOnly
-from fedstrata.sampling.messages import Compress, Sketch
+from fedstrata.sampling.messages import Compress, CompressReply, Sketch
 from fedstrata.sampling.quantization import restore
 
 
@@ -37,3 +38,15 @@ def test_a_gradient_is_of_the_mean_over_all_samples_though_they_come_in_batches(
     F.cross_entropy(logits, context.data.y_train[where]).backward()
     expected = torch.cat([w.grad.flatten() for w in params.values()])
     torch.testing.assert_close(torch.from_numpy(values), expected, atol=1e-6, rtol=1e-4)
+    exact = federation.ask([0], Compress(1, weights, 0, 0))[0]
+    torch.testing.assert_close(torch.from_numpy(exact.restored()), expected, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [9, 58])
+def test_a_gradient_that_is_not_rounded_has_all_its_coordinates(tiny, count):
+    federation = tiny(sizes=[10])
+    request = Compress(1, federation.weights, 0 if count > 9 else 9, 0)
+    empty = torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(ReplyRefusedError):
+        request.check(CompressReply(torch.zeros(count), empty, 57))
+    Compress(1, federation.weights, 0, 0).check(CompressReply(torch.zeros(57), empty, 57))

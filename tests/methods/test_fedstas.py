@@ -182,9 +182,35 @@ def test_every_rule_of_allocation_acts(start, rule):
     assert all(one_each) == (rule in ("neyman-at-least-one", "proportional"))
 
 
-def test_what_leaves_strata_out_cannot_be_weighted():
-    with pytest.raises(SpecError, match="can leave a stratum without draws in all rounds, and weights cannot"):
-        fs.prepare(spec({**FEDSTAS, "allocation": "neyman", "aggregation": "horvitz-thompson"}))
+@pytest.mark.filterwarnings("ignore:training.clients_per_round")
+@pytest.mark.parametrize("aggregation", ["horvitz-thompson", "inclusion"])
+@pytest.mark.parametrize(("rule", "places"), [("neyman", 6), ("neyman-at-least-one", 3), ("proportional", 3)])
+def test_what_leaves_strata_out_cannot_be_weighted(rule, places, aggregation):
+    method = {**FEDSTAS, "strata": 4, "allocation": rule, "aggregation": aggregation}
+    with pytest.raises(SpecError, match=f"^method.allocation = '{rule}': with {places} clients per round, a stratum"):
+        fs.prepare(spec(method, clients_per_round=places))
+
+
+@pytest.mark.parametrize("rule", ["neyman-at-least-one", "proportional"])
+def test_one_draw_for_each_stratum_can_be_weighted(rule):
+    method = {**FEDSTAS, "strata": 4, "allocation": rule, "aggregation": "horvitz-thompson"}
+    assert fs.prepare(spec(method, clients_per_round=4)).config.training.clients_per_round == 4
+
+
+def test_without_rounding_strata_are_of_the_whole_gradients(start):
+    """255 values for fewer than 255 coordinates round nothing, so both runs have the same strata, draws and models."""
+    exact, rounded = (start(spec({**FEDSTAS, "centres": centres, "coordinates": 32})) for centres in (0, 32))
+    for _ in range(3):
+        assert exact.step()["strata_allocation"] == rounded.step()["strata_allocation"]
+    for name, weights in exact.state.weights.params.items():
+        assert torch.equal(weights, rounded.state.weights.params[name])
+
+
+def test_gradients_that_are_not_rounded_have_no_centroids():
+    with pytest.raises(
+        SpecError, match=r"^method.compared = 'centroids': gradients that are not rounded \(centres = 0"
+    ):
+        fs.prepare(spec({**FEDSTAS, "centres": 0, "compared": "centroids"}))
 
 
 def test_participants_renew_and_the_others_keep_their_last(start):

@@ -306,10 +306,14 @@ class HorvitzThompson(Aggregator):
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Require draws with known probabilities: draws with replacement, systematic draws, or uniform draws."""
-        if getattr(sampler, "allocation", None) == "neyman":
-            problem = "can leave a stratum without draws in all rounds, and weights cannot correct this bias. "
-            problem += "Use 'neyman-random' (the default of horvitz-thompson), or another allocation."
-            raise SpecError("method.allocation", problem, "neyman")
+        allocation, draws = getattr(sampler, "allocation", None), config.training.invited(config.clients)
+        all_drawn = allocation in (None, "neyman-random") or (
+            allocation != "neyman" and draws >= getattr(sampler, "strata", 0)
+        )
+        if not all_drawn:
+            problem = f"with {draws} clients per round, a stratum may never be drawn, and weights cannot correct this "
+            problem += "bias. Use 'neyman-random' (the default of horvitz-thompson)."
+            raise SpecError("method.allocation", problem, allocation)
         known = isinstance(sampler, Uniform) or getattr(sampler, "draws", None) == "systematic"
         if getattr(sampler, "replacement", None) is False and not known:
             problem = (

@@ -31,7 +31,7 @@ class FedSTS(Recipe):
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"
 
     strata: PositiveInt = 10
-    centres: int = Field(default=9, ge=1, le=255)
+    centres: int = Field(default=9, ge=0, le=255)
     coordinates: int = Field(default=2048, ge=0)
     refresh: Refresh | None = None
     gradients: Gradients | None = None

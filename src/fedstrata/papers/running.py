@@ -188,6 +188,10 @@ def figures(history: History) -> dict[str, Any]:
     seconds = round(sum(record["seconds"] for record in history), 2)
     result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
     result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}
+    if "weight_diversity" in history.columns:
+        result["diversity"] = float(f"{history.column('weight_diversity')[1].mean():.4g}")
+    if "test.balanced-accuracy" in history.columns:
+        result["macro"] = round(100 * float(history.column("test.balanced-accuracy")[1][-1]), 2)
     losses = [round(float(loss), 4) for loss in history.column("train_loss")[1]]
     return {**result, "curve": curve, "train_loss": losses}
 

@@ -145,13 +145,16 @@ SHOWN = {
     "strata": "strata, round 1",
     "undrawn": "strata without a draw, %",
     "purity": "purity, %",
+    "macro": "macro accuracy, %",
+    "diversity": "Λ",
 }
 """A mapping from result keys to headings of additional columns. A table shows the columns that its results have."""
 
 
 def _mean(cells: Cells, row: str, column: str, key: str) -> str:
     values = over_seeds(cells, row, column, key).values()
-    return f"{statistics.fmean(values):,.0f}" if values else ""
+    mean = statistics.fmean(values) if values else None
+    return "" if mean is None else f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 def _here(estimate: Estimate) -> str:

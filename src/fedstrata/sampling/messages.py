@@ -65,12 +65,13 @@ class SizeReport(Request):
 
 @record("CompressReply")
 class CompressReply(Reply):
-    """A quantized gradient.
+    """A quantized gradient, or a gradient that is not quantized.
 
     Args:
-        centres: The d' values X that occur in the quantized gradient, shape (d',), float32.
+        centres: The d' values X that occur in the quantized gradient, shape (d',), float32. If the gradient is not
+            quantized, these are all its coordinates.
         codes: The index λ into X for every coordinate, uint8. If d' ≤ 16, each byte contains two indices, with the
-            first index in the high four bits.
+            first index in the high four bits. Empty if the gradient is not quantized.
         length: The number of coordinates.
     """
 
@@ -79,12 +80,14 @@ class CompressReply(Reply):
     length: int
 
     def restored(self) -> Floats32:
-        """Return the quantized gradient as floats, shape (length,).
+        """Return the gradient as floats, shape (length,).
 
         Raises:
             ValueError: The codes do not fit the length or the centres.
         """
-        return restore(self.centres.numpy(), self.codes.numpy(), self.length)
+        centres: Floats32 = self.centres.numpy()
+        whole = len(centres) == self.length and not len(self.codes)
+        return centres if whole else restore(centres, self.codes.numpy(), self.length)
 
 
 @record("Compress")
@@ -94,7 +97,8 @@ class Compress(ModelRequest):
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        centres: The largest number d' of different values in the quantized gradient.
+        centres: The largest number d' of different values in the quantized gradient. With 0, the gradient is not
+            quantized.
         coordinates: The length to which a random projection reduces the gradient before quantization (K_desired in the
             paper). With 0, the gradient is not projected.
     """
@@ -112,10 +116,11 @@ class Compress(ModelRequest):
         require_shape(reply.centres, (-1,), torch.float32, "centres")
         require_shape(reply.codes, (-1,), torch.uint8, "codes")
         length = sketch_length(self.weights.params, self.coordinates)
-        if reply.length != length or len(reply.centres) > self.centres:
+        most = self.centres or length
+        if reply.length != length or len(reply.centres) > most:
             raise ReplyRefusedError(
                 f"the reply has {reply.length} coordinates and {len(reply.centres)} centres, but must have {length} "
-                f"coordinates and at most {self.centres} centres"
+                f"coordinates and at most {most} centres"
             )
         try:
             reply.restored()

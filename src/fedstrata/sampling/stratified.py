@@ -101,7 +101,8 @@ class Stratified(ClientSampler):
 
     Args:
         strata: Number of strata.
-        centres: Number d' of different values in a compressed gradient. A larger value means less compression.
+        centres: Number d' of different values in a compressed gradient. A larger value means less compression. With 0,
+            gradients are not rounded.
         coordinates: Number of coordinates of each gradient after a random projection (probably K_desired in the paper).
             With 0, gradients are not projected.
         refresh: Clients that send a new compressed gradient in each round. ``all`` means all clients, as in the paper
@@ -134,7 +135,7 @@ class Stratified(ClientSampler):
     needs_replies = "groups clients by their gradients"
 
     strata: PositiveInt = 10
-    centres: int = Field(default=9, ge=1, le=255)
+    centres: int = Field(default=9, ge=0, le=255)
     coordinates: int = Field(default=2048, ge=0)
     refresh: Refresh | None = None
     gradients: Gradients | None = None
@@ -168,6 +169,9 @@ class Stratified(ClientSampler):
             problem = "updates divided by lr × steps are mean gradients only if clients use SGD. Use 'sgd', "
             problem += "or method.gradients = 'asked'."
             raise SpecError("training.optimizer", problem, config.training.optimizer.label)
+        if self.compared == "centroids" and not self.centres:
+            problem = "gradients that are not rounded (centres = 0) have no centroids. Use 'restored', or set centres."
+            raise SpecError("method.compared", problem, self.compared)
         if self.strata > config.clients:
             raise SpecError(
                 "method.strata",
@@ -206,7 +210,8 @@ class Stratified(ClientSampler):
             return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
         length = f"{self.coordinates} random combinations of" if self.coordinates else "all of"
-        description = f"{length} {Compress.rule.description}, rounded to {self.centres} values"
+        description = f"{length} {Compress.rule.description}"
+        description += f", rounded to {self.centres} values" if self.centres else ""
         return [Allowed(Compress, where=where, rule=replace(Compress.rule, description=description))]
 
     @override

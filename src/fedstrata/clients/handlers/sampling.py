@@ -43,7 +43,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
-    """Return the gradient of the global model's mean loss on all samples, projected and quantized."""
+    """Return the gradient of the global model's mean loss on all samples, projected and, if requested, quantized."""
     client.authorize_release(len(client))
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
@@ -57,9 +57,9 @@ def compress(client: Client, request: Compress) -> CompressReply:
             gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
             flat += torch.cat([g.reshape(-1) for g in gradient])
     config = client.context.config
-    projected = project(flat, request.coordinates, config.seed)
-    centres, codes = quantize(projected.numpy(), request.centres)
-    return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())
+    values = project(flat, request.coordinates, config.seed).numpy()
+    centres, codes = quantize(values, request.centres) if request.centres else (values, np.empty(0, dtype=np.uint8))
+    return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), len(values))
 
 
 class _TrainsLike(CrossEntropy):
