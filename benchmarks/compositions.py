@@ -26,7 +26,7 @@ from marks import write
 from rebafl_tables import validation_arrays
 
 import fedstrata as fs
-from fedstrata.papers.judging import difference_text
+from fedstrata.papers.comparing import difference_text
 from fedstrata.reporting.statistics import paired_difference
 
 HERE = Path(__file__).parent

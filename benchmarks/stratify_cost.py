@@ -29,14 +29,11 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.papers.calculations import transfers
 from fedstrata.reporting.axes import log_ticks
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.client_single import stepper_of
-from fedstrata.stratify.messages import StepsReply
-from fedstrata.stratify.roster import Roster
-from fedstrata.stratify.schedule import Holders, schedule
-from fedstrata.stratify.single import Route
 
 RESULTS = Path(__file__).parent / "results"
 CHUNKS = (1, 2, 3, 5, 8, 12, 20, 35, 50, 75, 100, 150)
@@ -139,48 +136,16 @@ def _two() -> dict[str, Any]:
 
 def hops(spec: fs.Experiment) -> dict[str, Any]:
     """Return the hops per sample in an epoch, for several chunk sizes, computed without training."""
-    prepared = prepare(spec)
-    labels = prepared.data.y_train.numpy()
-    counts = prepared.assignment.counts(labels, prepared.data.outputs)
-    federation = Federation(
-        make_engine("local", context_of(prepared), StateStore()), prepared.config, spec.availability, "hops"
-    )
-    federation.begin(1)
-    places, clients = np.nonzero(counts.T)
-    offsets = np.searchsorted(places, np.arange(counts.shape[1] + 1))
-    holders = Holders(np.arange(counts.shape[1]), offsets, clients, counts.T[places, clients])
     found: dict[str, Any] = {"chunk_sizes": list(CHUNKS)}
     for name, retain, weighted in (
         ("uniform, retain 0.5", 0.5, False),
         ("weighted, retain 0.5", 0.5, True),
         ("uniform, retain 1", 1.0, False),
     ):
-        curve = []
-        for chunk_size in CHUNKS:
-            wanted = schedule(counts.sum(axis=0), federation.rng("schedule"))
-            roster = Roster(federation, holders, weighted=weighted)
-            route = Route(roster, wanted, chunk_size=chunk_size, retain=retain)
-            curve.append(round(walk(route, counts.copy()) / len(wanted), 4))
+        curve = [round(count, 4) for count in transfers(spec, CHUNKS, retain=retain, weighted=weighted)]
         found[name] = curve
         found[f"saved by chunk size 5, {name}"] = round(1 - curve[CHUNKS.index(5)] / curve[0], 4)
     return found
-
-
-def walk(route: Route, left: np.ndarray) -> int:
-    """Return the number of hops until the schedule is done.
-
-    ``left`` contains the number of unused samples of each client and label.
-    """
-    count = 0
-    for count, (client, task) in enumerate(route.tasks(), start=1):
-        missing = []
-        for label in task.labels.tolist():
-            missing.append(left[client, label] == 0)
-            left[client, label] -= not missing[-1]
-        gone = [label for label in set(task.labels.tolist()) if left[client, label] == 0]
-        reply = StepsReply(torch.tensor(missing), torch.tensor(sorted(gone), dtype=torch.int64), torch.zeros(()))
-        route.on_reply(count - 1, reply)
-    return count
 
 
 def draw_hops(found: dict[str, Any], path: Path) -> None:

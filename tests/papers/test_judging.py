@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from fedstrata.papers import judging
-from fedstrata.papers.judging import Claim, compared, difference_text, judged
+from fedstrata.papers.comparing import Comparison, compared, difference_text, predicted
+from fedstrata.papers.judging import Claim, judged
 from fedstrata.papers.tables import read
 from fedstrata.reporting.statistics import paired_difference
 
@@ -118,9 +119,84 @@ def test_a_claim_is_confirmed_wrongly_in_at_most_five_percent():
         differences = [noise[0], noise[1] + 1e5]
         zero = dict.fromkeys(range(3), 0.0)
         found = [[compared(dict(enumerate(d)), zero, together=n, unit="rounds") for n in (1, 2)] for d in differences]
-        wrong += judging._verdict([judging.Comparison("x", "a", *each) for each in found]) == "confirmed"
+        wrong += judging._verdict([Comparison("x", "a", *each) for each in found]) == "confirmed"
     # A two-sided interval of 95 % lies above zero in 2.5 % of the trials, here with a standard error of 0.35 %.
     assert 0.015 < wrong / trials < 0.035
+
+
+@pytest.mark.parametrize(
+    ("published", "steps", "verdict"),
+    [
+        # 1.2 ± 4.3027 · 0.34641 · √(4/3): from −0.52 to 2.92, which contains 0.
+        ([2.9], WEAK, "inconclusive"),
+        ([3.0], WEAK, "contradicted"),
+        ([3.0, -0.5], WEAK, "inconclusive"),  # two readings of one number
+        # 1.1667 ± 4.3027 · 0.28868 · √(4/3) = from −0.268 to 2.601; ten points more: from 9.73 to 12.60.
+        ([12.5], [step + 10 for step in CLEAR], "confirmed"),
+        ([12.7], [step + 10 for step in CLEAR], "contradicted"),
+        ([12.5], [], "not tested"),
+    ],
+)
+def test_a_published_margin_lies_in_the_prediction_interval(table, published, steps, verdict):
+    figures = {("a", "x"): BASE, ("b", "x"): raised(*steps) if steps else []}
+    about = {"table": "mine", "row": "b", "than": "a", "columns": ["x"], "published": published}
+    found = judged(Claim("rebafl", "", "", "margin", about), results(table, figures))
+    assert found.verdict == verdict
+
+
+def test_a_prediction_interval_misses_one_number_in_twenty():
+    generator, trials = np.random.default_rng(0), 4000
+    numbers = generator.normal(size=(trials, 6))
+    missed = 0
+    for *five, one_more in numbers:
+        low, high = predicted(float(np.mean(five)), float(np.std(five, ddof=1)), 5)
+        missed += not low <= one_more <= high
+    assert 0.04 < missed / trials < 0.06  # a standard error of 0.0034
+
+
+@pytest.mark.parametrize(("more", "verdict"), [(CLEAR, "confirmed"), ((0.0, 19.0, -15.0), "inconclusive")])
+def test_a_row_that_gains_more_in_one_column_than_in_another(table, more, verdict):
+    """The row gains 5 points in y, and ``more`` besides in x."""
+    figures = {("a", "x"): BASE, ("a", "y"): FAR, ("b", "y"): [value + 5 for value in FAR]}
+    figures["b", "x"] = raised(*(5 + step for step in more))
+    about = {"table": "mine", "row": "b", "than": "a"}
+    claim = Claim("rebafl", "", "", "gains", {**about, "columns": ["x", "y"]})
+    found = judged(claim, results(table, figures))
+    assert found.verdict == verdict
+    assert found.measure == "The gain of `b` over `a` with `x`, minus the gain with `y`, is"
+    opposite = judged(Claim("rebafl", "", "", "gains", {**about, "columns": ["y", "x"]}), results(table, figures))
+    assert opposite.verdict == ("contradicted" if verdict == "confirmed" else "inconclusive")
+
+
+@pytest.mark.parametrize(("wanted", "verdict"), [("below", "confirmed"), ("above", "contradicted")])
+def test_a_number_that_changes_by_some_percent(table, wanted, verdict):
+    """The losses of b are 10, 11 and 9 % below those of a; their first round does not count."""
+    found = results(table, {("a", "x"): BASE, ("b", "x"): BASE})
+    for cell in table.cells():
+        if cell.hash in found:
+            factor = (0.90, 0.89, 0.91)[cell.seed] if cell.row == "b" else 1.0
+            found[cell.hash]["train_loss"] = [99.0] + [factor * (2.0 + cell.seed)] * 10
+    about = {"table": "mine", "row": "b", "than": "a", "columns": ["x"], "metric": "train_loss", "wanted": wanted}
+    judgement = judged(Claim("rebafl", "", "", "change", about), found)
+    assert judgement.verdict == verdict
+    # −10 ± 4.3027 · 1 / √3 = from −12.5 to −7.5.
+    assert judgement.evidence == "−10.0 [−12.5, −7.5] %"
+
+
+def test_a_verdict_that_depends_on_the_metric_says_so(table):
+    found = results(table, {("a", "x"): BASE, ("b", "x"): raised(*CLEAR)})
+    claim = Claim("rebafl", "", "", "above", {"table": "mine", "row": "b", "than": "a", "columns": ["x"]})
+    for result in found.values():
+        result["last10"] = result["final"]
+    assert "verdict would be" not in judged(claim, found).evidence
+    for cell in table.cells():
+        if cell.row == "b" and cell.hash in found:
+            found[cell.hash]["last10"] = BASE[cell.seed] - CLEAR[cell.seed]
+    evidence = judged(claim, found).evidence
+    assert evidence.endswith(
+        "With the mean accuracy of the last 10 rounds instead of the accuracy after the last round, the verdict would "
+        "be *contradicted*: −1.2 [−1.9, −0.4] points"
+    )
 
 
 def test_an_order_is_stated_from_three_seeds_on_and_where_the_interval_leaves_out_zero():
@@ -321,9 +397,16 @@ def ideal(claim: Claim) -> dict[str, dict]:
         rounds, best = cell.spec["training"]["rounds"], cell.row == claim.about["row"]
         # At the best accuracy from the first round on; or there in the last one, up and down before.
         curve = [90.0] * rounds if best else [float(10 + 10 * (i % 2)) for i in range(rounds - 1)] + [30.0]
-        figures = dict.fromkeys(("final", "last10", "best", "mean"), curve[-1])
+        reached = curve[-1]
+        if claim.kind == "margin" and best:
+            reached = 30.0 + claim.about["published"][0]
+        if claim.kind == "gains" and cell.column != claim.about["columns"][0]:
+            reached = 30.0
+        figures = dict.fromkeys(("final", "last10", "best", "mean"), reached)
         many = 1000.0 if best and "least" in claim.about else 1.0
-        found[cell.hash] = {**figures, "curve": curve, "bytes_up": many, "bytes_down": many}
+        changed = {"below": 0.5, "above": 2.0}.get(claim.about.get("wanted"), 1.0) if best else 1.0
+        measures = {"train_loss": [changed] * rounds, "diversity": changed}
+        found[cell.hash] = {**figures, **measures, "curve": curve, "bytes_up": many, "bytes_down": many}
     return found
 
 

@@ -112,6 +112,16 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
 
 
 @pytest.mark.slow
+def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_differences(table):
+    # b − a is 10, 10.2 and 9.9: mean 10.033, sd 0.15275, so another difference lies within ± 4.3027 · 0.15275 · √(4/3)
+    # = 0.7589, from 9.274 to 10.792. The paper's figure of a is 76.
+    outside = "The paper's difference from `a` is outside our 95 % prediction interval for one more run in these rows: "
+    for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
+        table.published["b"]["x"] = published
+        assert (f"{outside}`b` with `x`." in page_of(table, results(table))) == said
+
+
+@pytest.mark.slow
 def test_what_is_compared_beside_the_baseline_has_rows_of_its_own(monkeypatch):
     table = read("rebafl", "mine", TEXT.replace('baseline = "a"', 'baseline = "a"\nagainst = [["b", "c"], ["c", "b"]]'))
     monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
@@ -166,16 +176,18 @@ def test_hours_are_those_of_the_rows_that_are_done(table):
     assert overview([table], {}).splitlines()[-1] == "| `rebafl/mine` | 9 | 0 | 1.5 h and more |"
 
 
-def test_a_setting_that_nobody_timed_takes_as_long_as_its_epochs_and_clients(monkeypatch):
-    text = TEXT.replace(
-        "[columns.x]", "clients_per_round = 10\n\n[columns.x]\n[columns.y]\ntraining = { local_epochs = 5 }"
-    )
+def test_a_setting_that_nobody_timed_takes_as_long_as_its_samples_per_round(monkeypatch):
+    more = "[columns.y]\ntraining = { local_epochs = 5 }\n[columns.z]\npartition = { clients = 1000 }\n"
+    more += "training = { clients_per_round = 100 }\n"
+    text = TEXT.replace("[columns.x]", f"clients_per_round = 10\n[spec.partition]\nclients = 100\n[columns.x]\n{more}")
     table = read("rebafl", "mine", text)
     there = {
         cell.hash: {"seconds": 720.0, "rounds": 360} for cell in table.cells() if (cell.row, cell.column) == ("a", "x")
     }
     found = speeds(table, there)
     assert (found["a", "x"], found["a", "y"], found["b", "y"], found["c", "y"]) == pytest.approx((2.0, 10.0, 10.0, 5.0))
+    # A tenth of 1,000 clients has as many samples as a tenth of 100 clients.
+    assert found["a", "z"] == pytest.approx(2.0)
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import fedstrata as fs
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
 from fedstrata.papers import calculations
 from fedstrata.papers import readings as module
@@ -17,10 +19,13 @@ from fedstrata.papers.calculations import (
     fedssar_bias,
     keep_errors,
     label_variance,
+    largest_curvature,
     mean_of_one_draw,
     neyman_bias,
+    sampled_variance,
     size_estimates,
     training_operations,
+    transfers,
     uses_a_sample,
 )
 from fedstrata.papers.judging import claims
@@ -115,6 +120,32 @@ def test_prototypes_take_two_forward_passes():
     assert values["5"] == pytest.approx((5 * (epoch + augmented) + 200 * forward) / (5 * epoch))
 
 
+def test_the_largest_eigenvalue_of_the_hessian_is_that_of_the_whole_matrix():
+    """The digits of scikit-learn, softmax regression at zero: the Hessian is (I/C − 11ᵀ/C²) ⊗ mean of x xᵀ."""
+    prepared = fs.prepare(fs.Experiment.from_table({"data": "digits", "model": {"name": "mlp", "hidden": []}}))
+    x = prepared.data.inputs(torch.arange(prepared.data.train_size)).flatten(1)
+    inputs = torch.cat([x, torch.ones(len(x), 1)], dim=1)
+    expected = float(torch.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 10
+    weights = {name: torch.zeros_like(value) for name, value in prepared.config.model.params().items()}
+    assert largest_curvature(prepared, weights) == pytest.approx(expected, rel=1e-3)
+
+
+def test_strata_of_equal_gradients_leave_no_variance_but_a_bias():
+    """Without noise, each stratum has one gradient, so that only Neyman's ties decide which strata are drawn."""
+    found = sampled_variance(noise=1e-4, scale=1.0, draws=50)
+    assert found["ratio"] < 1e-3
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5])
+def test_a_chunk_is_transferred_at_most_once_for_each_label(chunk_size):
+    spec = fs.Experiment.from_table(
+        {"data": "digits", "partition": {"name": "iid", "clients": 3}, "method": "stratify"}
+    )
+    (count,) = transfers(spec, [chunk_size])
+    # A client without an unused sample of the label is visited in vain.
+    assert 1 <= count < 1.1 if chunk_size == 1 else 1 / 5 < count < 1
+
+
 def test_few_more_bytes_are_as_few_as_few_more_operations():
     assert {each.about["most"] for each in claims() if "most" in each.about} == {module.FEW_MORE}
 
@@ -176,12 +207,15 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
         "stratify-variance": "partly",
         "neyman-zero": "contradicted",
         "importance-bias": "contradicted",
+        "fedsts-variance": "confirmed",
         "ldp": "confirmed",
         "ldp-samples": "contradicted",
         "ldp-limit": "partly",
         "fedssar-bias": "partly",
         "fedssar-variance": "partly",
         "fedssar-less-variance": "partly",
+        "fedssar-condition": "contradicted",
+        "stratify-transfers": "confirmed",
         "rebafl-operations": "partly",
     }
     # With other rules they are others: everybody tells the truth, one draw for each stratum first, weights by p_k, …
@@ -189,6 +223,10 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
     assert module._limit().verdict == "partly"  # sizes are clipped all the same
     monkeypatch.setattr(calculations, "neyman", lambda places, counts, deviations, least: np.ones_like(counts))
     assert module._neyman().verdict == "confirmed"
+    monkeypatch.setattr(module, "largest_curvature", lambda prepared, params: 3e-4)
+    assert module._condition().verdict == "confirmed"
+    monkeypatch.setattr(module, "transfers", lambda spec, chunk_sizes: [1.0, 0.8, 0.6])
+    assert module._transfers().verdict == "contradicted"
     monkeypatch.setattr(module, "StratumMean", HorvitzThompson)
     assert module._importance().verdict == "confirmed"
     monkeypatch.setattr(module, "uses_a_sample", lambda counts, cap, seed: [0.5, 0.5])

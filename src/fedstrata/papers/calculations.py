@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedstrata.aggregation.base import Aggregator, StratumMean
 from fedstrata.base.arrays import Ints
+from fedstrata.clients.store import StateStore
+from fedstrata.engines import make_engine
 from fedstrata.experiments.run import run
-from fedstrata.sampling.allocation import neyman
+from fedstrata.federation.federation import Federation
+from fedstrata.runs.preparation import Prepared, prepare
+from fedstrata.runs.simulation import make_context
+from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.client_sizes import truth_probability
 from fedstrata.sampling.fedssar import shares
-from fedstrata.sampling.stratified import draw
-from fedstrata.stratify.schedule import frequencies
+from fedstrata.sampling.stratified import draw, stratify
+from fedstrata.spec.experiment import Experiment
+from fedstrata.stratify.messages import StepsReply
+from fedstrata.stratify.roster import Roster
+from fedstrata.stratify.schedule import Holders, frequencies, schedule
 from fedstrata.stratify.selection import select_batch
+from fedstrata.stratify.single import Route
 
 DRAWS = 200_000
 
@@ -72,6 +84,43 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
     weights = StratumMean().coefficients(chosen, everybody, np.ones_like(everybody))
     of_strata = np.bincount(chosen.stratum, weights=weights, minlength=len(counts))
     return allocation.tolist(), _relative_error(of_strata, counts)
+
+
+def sampled_variance(noise: float, scale: float, places: int = 10, draws: int = 1000) -> dict[str, float]:
+    """Compare the mean update of FedSTS's sampling with that of uniform sampling, for 100 clients in ten groups.
+
+    The gradient of a client, shape (50,), is the mean of its group plus normal noise. We assume that updates equal
+    gradients. Strata come from k-means with random starts, as in the paper.
+
+    Args:
+        noise: The standard deviation of the noise.
+        scale: The standard deviation of the means of the groups.
+        places: The number m of draws.
+        draws: The number of simulated rounds.
+
+    Returns:
+        A dict. The key ``ratio`` is the variance of the mean update (the sum over the coordinates), divided by the
+        variance with uniform sampling without replacement. The key ``bias`` is the length of the bias of the mean
+        update, divided by the length of the mean gradient.
+    """
+    generator = np.random.default_rng(1)
+    means = scale * generator.standard_normal((10, 50)) + 0.3
+    points = np.repeat(means, 10, axis=0) + noise * generator.standard_normal((100, 50))
+    clients, single = np.arange(100), points.astype(np.float32)
+    strata = stratify(single, places, 0, 1, "random")
+    sizes = np.bincount(strata)
+    allocation = neyman(places, sizes, spread(single, strata, len(sizes)), least=0)
+    ours, uniform = np.empty((draws, 50)), np.empty((draws, 50))
+    for i in range(draws):
+        chosen = draw(clients, strata, sizes, allocation, np.linalg.norm(points, axis=1), False, generator)
+        returned = np.arange(len(chosen.clients))
+        ours[i] = StratumMean().coefficients(chosen, returned, np.ones_like(returned)) @ points[chosen.clients]
+        uniform[i] = points[generator.choice(100, places, replace=False)].mean(axis=0)
+    mean = points.mean(axis=0)
+    return {
+        "ratio": float(ours.var(axis=0).sum() / uniform.var(axis=0).sum()),
+        "bias": float(np.linalg.norm(ours.mean(axis=0) - mean) / np.linalg.norm(mean)),
+    }
 
 
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
@@ -184,6 +233,75 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
         unused -= used
         wanted -= int(used.sum())
     return [round(float(use), 2) for use in (held - unused) / held]
+
+
+def transfers(spec: Experiment, chunk_sizes: Sequence[int], **options: Any) -> list[float]:
+    """Return the transfers of the model per sample in an epoch of Stratify's single-sample mode, without training.
+
+    Args:
+        spec: An experiment with Stratify.
+        chunk_sizes: The chunk sizes to compare.
+        options: Arguments of ``Roster`` and ``Route``: ``weighted`` and ``retain``.
+
+    Returns:
+        The number of transfers per sample for each chunk size.
+    """
+    prepared = prepare(spec)
+    counts = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.outputs)
+    engine = make_engine("local", make_context(prepared), StateStore())
+    federation = Federation(engine, prepared.config, spec.availability, "transfers")
+    federation.begin(1)
+    labels, clients = np.nonzero(counts.T)
+    offsets = np.searchsorted(labels, np.arange(counts.shape[1] + 1))
+    holders = Holders(np.arange(counts.shape[1]), offsets, clients, counts.T[labels, clients])
+    result = []
+    for chunk_size in chunk_sizes:
+        wanted = schedule(counts.sum(axis=0), federation.rng("schedule"))
+        roster = Roster(federation, holders, weighted=options.get("weighted", False))
+        route = Route(roster, wanted, chunk_size=chunk_size, retain=options.get("retain", 0.5))
+        result.append(_walk(route, counts.copy()) / len(wanted))
+    return result
+
+
+def _walk(route: Route, unused: Ints) -> int:
+    """Return the number of transfers until the label schedule is done.
+
+    Args:
+        route: The route of the model from client to client.
+        unused: The number of unused samples of each client and label, which is changed.
+    """
+    count = 0
+    for count, (client, task) in enumerate(route.tasks(), start=1):
+        missing = []
+        for label in task.labels.tolist():
+            missing.append(unused[client, label] == 0)
+            unused[client, label] -= not missing[-1]
+        gone = sorted({label for label in task.labels.tolist() if unused[client, label] == 0})
+        reply = StepsReply(torch.tensor(missing), torch.tensor(gone, dtype=torch.int64), torch.zeros(()))
+        route.on_reply(count - 1, reply)
+    return count
+
+
+def largest_curvature(prepared: Prepared, params: Mapping[str, Tensor], steps: int = 50) -> float:
+    """Return the largest eigenvalue (by magnitude) of the Hessian of the mean loss over all training samples.
+
+    A smoothness constant L of the loss cannot be smaller. The eigenvalue is computed by power iteration.
+
+    Args:
+        prepared: The experiment with the model and the samples.
+        params: The model's parameters.
+        steps: The number of iterations.
+    """
+    x, y = prepared.data.inputs(torch.arange(prepared.data.train_size)), prepared.data.y_train
+    params = {name: weights.clone().requires_grad_() for name, weights in params.items()}
+    leaves = list(params.values())
+    loss = F.cross_entropy(torch.func.functional_call(prepared.config.model.module, params, (x,)), y)
+    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, leaves, create_graph=True)])
+    vector = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        products = torch.autograd.grad(gradient @ (vector / vector.norm()), leaves, retain_graph=True)
+        vector = torch.cat([part.flatten() for part in products])
+    return float(vector.norm())
 
 
 def training_operations(method: str, epochs: int, samples: int = 100) -> int:

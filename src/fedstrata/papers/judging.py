@@ -14,93 +14,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from fedstrata.base.errors import SpecError
+from fedstrata.papers.comparing import (
+    Comparison,
+    cells_of,
+    compared,
+    difference_text,
+    over_seeds,
+    predicted_margin,
+    signed,
+)
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import Results
-from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables
-from fedstrata.reporting.statistics import MIN_SEEDS, UNBOUNDED, Difference, Order, Range, cut, paired_difference
+from fedstrata.papers.tables import CLAIMS, METRICS, PAPERS, tables
+from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Order
 from fedstrata.spec.experiment import parse_toml
-
-UNITS: Mapping[str, tuple[float, Range]] = {"points": (0.01, (-100.0, 100.0)), "rounds": (1.0, UNBOUNDED)}
-"""A mapping from each unit to the rounding of the compared numbers, and the bounds of their difference."""
 
 Verdict = Literal["confirmed", "partly", "contradicted", "inconclusive", "not tested", "not testable here"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
-"""A mapping from row, column and seed to the results of the run."""
-
-
-class Comparison(NamedTuple):
-    """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
-
-    Args:
-        column: The column.
-        than: The other row or column of the comparison.
-        alone: The difference with a 95 % interval that refers only to this comparison.
-        together: The difference with a wider interval. The wider intervals of all comparisons of the claim hold at the
-            same time with 95 % confidence.
-    """
-
-    column: str
-    than: str
-    alone: Difference
-    together: Difference
-
-
-def difference_text(difference: Difference) -> str:
-    """Return a difference as text, with its interval or, if there are too few seeds, with the number of seeds.
-
-    >>> difference_text(Difference(1.5, 3, (0.5, 2.5))), difference_text(Difference(-1.5, 1))
-    ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
-    """
-    if difference.mean is None:
-        return "not run"
-    if difference.interval is None or difference.n < MIN_SEEDS:
-        return f"{signed(difference.mean)} ({difference.n} seed{'s' * (difference.n != 1)})"
-    return f"{signed(difference.mean)} [{', '.join(map(signed, difference.interval))}]"
-
-
-def signed(value: float) -> str:
-    """Return a difference as text with its sign, rounded to one decimal.
-
-    >>> signed(-1.234), signed(-0.01)
-    ('−1.2', '0.0')
-    """
-    text = f"{value:+.1f}".replace("-", "−")
-    return "0.0" if text in ("+0.0", "−0.0") else text
-
-
-def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """Return the results of a table's finished cells. A cell is a row, a column and a seed."""
-    cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
-    return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
-
-
-def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, float]:
-    """Return a mapping from each finished seed of a row and column to the value of a metric."""
-    return {
-        seed: float(result[metric])
-        for (r, c, seed), result in cells.items()
-        if (r, c) == (row, column) and metric in result
-    }
-
-
-def compared(
-    values: Mapping[int, float], baseline: Mapping[int, float], *, together: int = 1, unit: str = "points"
-) -> Difference:
-    """Compute the mean difference of two rows over the seeds that both rows have, with Student's t interval.
-
-    Args:
-        values: A mapping from each seed to the result of a row.
-        baseline: A mapping from each seed to the result of the other row.
-        together: The number of intervals that must hold at the same time with 95 % confidence.
-        unit: The unit of the difference, which is a key of ``UNITS``.
-    """
-    precision, bounds = UNITS[unit]
-    difference = paired_difference(values, baseline, resolution=precision, together=together)
-    return replace(difference, interval=cut(difference.interval, bounds))
 
 
 @dataclass(frozen=True)
@@ -188,6 +121,8 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 
 Place = tuple[str, str]
 """A row and a column of a table."""
+Curve = Sequence[float]
+"""A number for each round, such as the accuracy in each evaluated round from the key ``curve`` of the results."""
 Figures = Callable[[Any, Any], tuple[float, float]]
 """A function that takes the results of two rows, and returns the two numbers to compare."""
 
@@ -255,6 +190,12 @@ class _Case:
             alone, together = (compared(*sides, together=count, unit=unit) for count in (1, len(places)))
             than = theirs[0] if theirs[0] != mine[0] else theirs[1]
             comparisons.append(Comparison(mine[1], than, alone, together))
+        return self.judgement(texts, comparisons, wanted, unit)
+
+    def judgement(
+        self, texts: tuple[str, str], comparisons: Sequence[Comparison], wanted: Order = "above", unit: str = "points"
+    ) -> Judgement:
+        """Judge whether all comparisons have the order ``wanted``; see ``judged``."""
         within = float(self.about.get("within", 0.0))
         verdict = _verdict(comparisons, wanted, within)
         tested = [each for each in comparisons if each.alone.n >= MIN_SEEDS]
@@ -265,7 +206,7 @@ class _Case:
             evidence = f"{_counted([each for _, each in decisive], wanted, within)} {unit}"
         elif tested:
             measure = texts[0]
-            columns, others = len({place[1] for place, _ in places}), len(self.others)
+            columns, others = (len({each[place] for each in comparisons}) for place in (0, 1))
             labels = [f" with `{a.column}`" * (columns > 1) + f" against `{a.than}`" * (others > 1) for a in tested]
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
@@ -276,6 +217,16 @@ class _Case:
                 f". Of {len(comparisons)} comparisons, {untested} {'is' if untested == 1 else 'are'} not tested yet"
             )
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
+
+    def accuracies(self, texts: tuple[str, str], places: Sequence[tuple[Place, Place]]) -> Judgement:
+        """Judge accuracies by the table's metric. Add the verdict by another metric if the verdicts are different."""
+        metric = self.table.metric
+        other_metric = "last10" if metric == "final" else "final"
+        judgement, other = (self.judged(texts, places, each) for each in (metric, other_metric))
+        if other.verdict in (judgement.verdict, "not tested"):
+            return judgement
+        more = f"With the {METRICS[other_metric]} instead of the {METRICS[metric]}, the verdict would be "
+        return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 
 def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within: float = 0.0) -> Verdict:
@@ -321,7 +272,7 @@ def _counted(differences: Sequence[Difference], wanted: Order, within: float) ->
 def _above(case: _Case) -> Judgement:
     """Judge whether a row is above the other rows in all columns, or at most ``within`` points below them."""
     texts = f"{case.instead}, the accuracy changes by", f"We compare the accuracies of {case.both}."
-    return case.judged(texts, case.places(), case.table.metric)
+    return case.accuracies(texts, case.places())
 
 
 def _near(case: _Case) -> Judgement:
@@ -333,7 +284,57 @@ def _near(case: _Case) -> Judgement:
         f"Compared with `{reference}`, the accuracy of `{row}` changes by",
         f"We compare the accuracy of `{row}` with its accuracy with `{reference}`.",
     )
-    return case.judged(texts, places, case.table.metric)
+    return case.accuracies(texts, places)
+
+
+def _margin(case: _Case) -> Judgement:
+    """Judge whether a published margin between two rows lies in our 95 % prediction interval for one more pair of runs.
+
+    A paper may leave open what its number means, so ``published`` can contain several margins. If all of them lie
+    outside the interval, the claim is contradicted. Otherwise it is confirmed, unless the interval contains 0.
+    """
+    ((mine, theirs),) = case.places()
+    sides = (over_seeds(case.cells, *place, case.table.metric) for place in (mine, theirs))
+    difference, published = compared(*sides), [float(margin) for margin in case.about["published"]]
+    margins = " or ".join(map(signed, published))
+    measure, command = f"The paper's margin of `{mine[0]}` over `{theirs[0]}` is", f"fedstrata reproduce {case.name}"
+    if (interval := predicted_margin(difference)) is None:
+        return Judgement(case.claim, "not tested", f"{margins} points", command, measure)
+    low, high = interval
+    verdict: Verdict = "contradicted"
+    if any(low <= margin <= high for margin in published):
+        verdict = "inconclusive" if low <= 0 <= high else "confirmed"
+    ours = f"Our mean margin is {difference_text(difference)} points"
+    one_more = f"the 95 % prediction interval for one more pair of runs is [{signed(low)}, {signed(high)}]"
+    return Judgement(case.claim, verdict, f"{margins} points. {ours}, and {one_more}", command, measure)
+
+
+def _gains(case: _Case) -> Judgement:
+    """Judge whether a row gains more accuracy over another row in the first of two columns than in the second."""
+    more, less = case.columns
+    gains = []
+    for column in (more, less):
+        mine, theirs = (over_seeds(case.cells, row, column, case.table.metric) for row in (case.row, *case.others))
+        gains.append({seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()})
+    difference = compared(*gains)
+    text = f"The gain of `{case.row}` over {case.other} with `{more}`, minus the gain with `{less}`, is"
+    return case.judgement((text, text), [Comparison(more, less, difference, difference)])
+
+
+MEASURES = {"train_loss": "training loss of the last 10 rounds", "diversity": "mean diversity Λ of the local models"}
+"""Keys of results that are compared by their ratio, each with a description."""
+
+
+def _change(case: _Case) -> Judgement:
+    """Judge whether a number in the results of a row (see ``MEASURES``) is lower or higher than in other rows."""
+
+    def percent(mine: float | Curve, theirs: float | Curve) -> tuple[float, float]:
+        a, b = (each if isinstance(each, float) else statistics.fmean(each[-10:]) for each in (mine, theirs))
+        return 100 * a / b, 100.0
+
+    metric, wanted = case.about["metric"], case.about["wanted"]
+    texts = f"{case.instead}, the {MEASURES[metric]} changes by", f"We compare the {MEASURES[metric]} of {case.both}."
+    return case.judged(texts, case.places(), metric, percent, wanted, "%")
 
 
 COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
@@ -361,10 +362,6 @@ def _ratio(case: _Case) -> Judgement:
         text += f" times the number with {case.other}"
     measure = f"The number of {COUNTED[metric]} with `{case.row}` is"
     return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
-
-
-Curve = Sequence[float]
-"""The accuracy in each evaluated round, from the key ``curve`` of the results."""
 
 
 def _sooner(case: _Case) -> Judgement:
@@ -404,6 +401,9 @@ def _steadier(case: _Case) -> Judgement:
 TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
     "above": _above,
     "near": _near,
+    "margin": _margin,
+    "gains": _gains,
+    "change": _change,
     "ratio": _ratio,
     "sooner": _sooner,
     "steadier": _steadier,

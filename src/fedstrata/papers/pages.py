@@ -15,8 +15,9 @@ from typing import Any
 
 from fedstrata.base.jsonl import replace_file
 from fedstrata.papers import judging
+from fedstrata.papers.comparing import cells_of, over_seeds
 from fedstrata.papers.forest import forest
-from fedstrata.papers.judging import Judgement, over_seeds
+from fedstrata.papers.judging import Judgement
 from fedstrata.papers.published import Panel, draw_published
 from fedstrata.papers.readings import FEW_MORE
 from fedstrata.papers.running import Results, known
@@ -239,7 +240,7 @@ def csv_of_tables(results: Results, *, quick: bool = False) -> str:
     """Return the rows of all tables as CSV, including rows with few seeds."""
     rows: list[Sequence[Any]] = [["table", "setting", "method", "metric", "paper", "mean", "low", "high", "seeds"]]
     for name, table in tables().items():
-        cells = judging.cells_of(table, results, quick=quick)
+        cells = cells_of(table, results, quick=quick)
         for column in table.columns:
             for row in table.rows_of(column):
                 estimate = Estimate.over(over_seeds(cells, row, column, table.metric).values(), (0.0, 100.0))
@@ -293,13 +294,16 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
     The estimate comes from finished runs of the row and column. If there are none, it comes from finished runs of the
     row, from the estimate in the table's file, or from finished runs of other rows, in this order. Times from other
-    columns are scaled by the number of epochs times the number of clients.
+    columns are scaled by the number of samples in a round: the epochs, times the clients per round, times the samples
+    per client.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
     for cell in table.cells():
         place, training = (cell.row, cell.column), cell.spec["training"]
-        work[place] = training.get("local_epochs", 1) * training.get("clients_per_round", 1)
+        partition = cell.spec.get("partition", {})
+        samples = partition.get("size", 1 / partition.get("clients", 1))
+        work[place] = training.get("local_epochs", 1) * training.get("clients_per_round", 1) * samples
         result = results.get(cell.hash, {})
         if "seconds" in result and "gpu" not in result.get("versions", {}):
             measured.setdefault(place, []).append(result["seconds"] / result["rounds"])

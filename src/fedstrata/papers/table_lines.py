@@ -7,12 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fedstrata.papers import judging
-from fedstrata.papers.judging import Cells, difference_text, over_seeds, signed
+from fedstrata.papers.comparing import (
+    Cells,
+    cells_of,
+    compared,
+    difference_text,
+    over_seeds,
+    predicted,
+    predicted_margin,
+    signed,
+)
 from fedstrata.papers.published import Row
 from fedstrata.papers.running import Results
 from fedstrata.papers.tables import METRICS, Table
-from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, cut, t_interval
+from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, cut
 
 
 def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
@@ -34,17 +42,19 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
     shown = rows_of(table, results, quick=quick)
     if not shown:
         return []
-    cells = judging.cells_of(table, results, quick=quick)
+    cells = cells_of(table, results, quick=quick)
     least = 1 if quick else MIN_SEEDS
     also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
     values = partial(over_seeds, cells, metric=table.metric)
-    compared = {(c, a, b): judging.compared(values(a, c), values(b, c)) for c, a, b in table.comparisons()}
-    differences = {place: difference_text(each) for place, each in compared.items() if each.n >= least}
+    paired = {(c, a, b): compared(values(a, c), values(b, c)) for c, a, b in table.comparisons()}
+    differences = {place: difference_text(each) for place, each in paired.items() if each.n >= least}
     heads = ["setting", "method", "paper", f"paper: − {table.baseline}", "ours", "seeds"]
-    rows, outside = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], []
+    rows, outside, margins = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], [], []
     for column, row, paper, estimate in shown:
         if _is_outside(paper, estimate):
             outside.append(f"`{row}` with `{column}`")
+        if _margin_is_outside(table, row, column, paired.get((column, row, table.baseline))):
+            margins.append(f"`{row}` with `{column}`")
         figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
         figures += [_mean(cells, row, column, key) for key in also]
         rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
@@ -53,9 +63,10 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
     more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
     if more:
         lines += ["", *markdown([["setting", "also compared", "difference"], *more])]
-    if outside:
-        rows_outside = "The paper's figure is outside our 95 % prediction interval for one more run in these rows"
-        lines += ["", f"{rows_outside}: {'; '.join(outside)}."]
+    for what, places in (("figure", outside), (f"difference from `{table.baseline}`", margins)):
+        if places:
+            text = f"The paper's {what} is outside our 95 % prediction interval for one more run in these rows"
+            lines += ["", f"{text}: {'; '.join(places)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     lines += _on_gpus(cells.values())
     missing = "" if quick else missing_runs(table, results)
@@ -66,7 +77,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
 
 def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
     """Return the rows of a table that have enough seeds; empty if at most half of the rows have enough seeds."""
-    cells = judging.cells_of(table, results, quick=quick)
+    cells = cells_of(table, results, quick=quick)
     places = [(column, row) for column in table.columns for row in table.rows_of(column)]
     ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}
     enough = [place for place in places if ours[place].n >= (1 if quick else MIN_SEEDS)]
@@ -103,8 +114,17 @@ def _is_outside(published: float | None, estimate: Estimate) -> bool:
     """
     if published is None or estimate.mean is None or estimate.sd is None or estimate.n < MIN_SEEDS:
         return False
-    low, high = t_interval(estimate.mean, estimate.sd * (estimate.n + 1) ** 0.5, estimate.n)
+    low, high = predicted(estimate.mean, estimate.sd, estimate.n)
     return not low <= published <= high
+
+
+def _margin_is_outside(table: Table, row: str, column: str, difference: Difference | None) -> bool:
+    """Return True if a paper's difference from the baseline lies outside our prediction interval for it."""
+    published, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
+    interval = predicted_margin(difference) if difference else None
+    if published is None or baseline is None or interval is None:
+        return False
+    return not interval[0] <= published - baseline <= interval[1]
 
 
 def _seeds(cells: Cells, row: str, column: str) -> str:

@@ -15,7 +15,7 @@ from fedstrata.papers.board.judging import BUDGETS, MEASURES, Outcome, Verdicts,
 from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import ALPHA, Ranking
-from fedstrata.papers.judging import difference_text
+from fedstrata.papers.comparing import difference_text
 from fedstrata.papers.pages import duration
 from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 from fedstrata.reporting.tables import markdown_table

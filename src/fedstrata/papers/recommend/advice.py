@@ -12,7 +12,7 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.evaluation.summary import percent
 from fedstrata.methods.base import METHODS
 from fedstrata.methods.recipe import Recipe
-from fedstrata.papers.judging import difference_text
+from fedstrata.papers.comparing import difference_text
 from fedstrata.papers.recommend.columns import BASELINE, CLEAR, FILE, Board, Column, by_distance
 from fedstrata.papers.recommend.properties import SHOWN, Properties, measure
 from fedstrata.papers.recommend.rounds import sampler_of
