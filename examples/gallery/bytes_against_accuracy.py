@@ -2,8 +2,8 @@
 Accuracy for the bytes sent
 ===========================
 
-How accurate is each method for the bytes that its clients send? MNIST is divided among 100 clients by Dirichlet(0.01),
-and all clients are online. The runs take hours. This page therefore plots the stored results in
+How does the accuracy of each method depend on the bytes that its clients send? MNIST is divided among 100 clients by
+Dirichlet(0.01), and all clients are online. The runs take hours. This page therefore plots the stored results in
 ``benchmarks/results/communication.json``, which ``benchmarks/communication.py`` has written.
 """
 
