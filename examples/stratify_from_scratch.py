@@ -9,8 +9,7 @@ therefore trained as in centralised SGD. In the mode single, the model is passed
 step per sample. In the mode batch, clients send gradients, whose sum is the gradient of a batch.
 
 Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.stratify.method`` implements
-the same method for real use, with failures, masked labels, BatchNorm and engines. The output compares this file with
-fedstrata.
+the same method for real use, with failures, masked labels and BatchNorm. The output compares this file with fedstrata.
 """
 
 import copy
