@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class PlainValues(pickle.Unpickler):
-    """Reads dictionaries, lists, numbers and texts, so that a file cannot run code."""
+    """Reads only dictionaries, lists, numbers and texts, so that a file cannot run code."""
 
     def find_class(self, module, name):
         """Refuse any class or function."""

@@ -4,12 +4,12 @@
 
 Each client has images of one digit. FedAvg averages ten models that were each trained on one digit, so that the
 global model learns little. In Stratify, a shuffled schedule of *labels* decides the order of the samples. For each
-position of the schedule, a client with this label trains on a sample. The global model is therefore trained as in
-centralised SGD. There are two modes. In the mode single, the model is passed from client to client, and takes one
+position of the schedule, a client trains on one of its samples with the label at this position. The global model is
+therefore trained as in centralised SGD. In the mode single, the model is passed from client to client, and takes one
 step per sample. In the mode batch, clients send gradients, whose sum is the gradient of a batch.
 
 Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.stratify.method`` implements
-the same method for real use, with failures, masked labels, BatchNorm and engines. The output compares both.
+the same method for real use, with failures, masked labels and BatchNorm. The output compares this file with fedstrata.
 """
 
 import copy

@@ -79,8 +79,8 @@ figure.show()
 # FedAvg forgets nines within one or two rounds, and learns them again when the clients return. :doc:`/results/rebafl`
 # compares the methods under random dropouts.
 #
-# **Privacy**: each client sends the mean features of its classes, and the number of samples of each class.
-# :doc:`/results/privacy-audits` shows what these values reveal. ``fedstrata audit prototypes RUN`` measures what they
-# reveal in your run.
+# **Privacy**: each client sends the mean features and the number of samples of each of its classes.
+# :doc:`/results/privacy-audits` shows what these values reveal, and ``fedstrata audit prototypes RUN`` measures it for
+# your run.
 #
 # **Use ReBaFL**: ``fedstrata run spec.toml --set method=rebafl``.

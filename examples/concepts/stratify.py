@@ -5,7 +5,7 @@ Stratify: a schedule of labels
 Most methods choose clients, and the clients decide the labels on which the model is trained. Stratify chooses *labels*.
 
 Stratify shuffles a schedule in which each label occurs about the same number of times. For each position of the
-schedule, a client that has samples with this label trains on one of these samples. The shares of the labels in training
+schedule, a client trains on one of its samples with the label at this position. The shares of the labels in training
 are therefore the same as in centralised training, although each client has only a few labels.
 
 The example has twelve clients with label skew (Dirichlet, α = 0.1):
@@ -22,8 +22,8 @@ data = fs.Data("digits").load()
 held = fs.Dirichlet(alpha=0.1, clients=CLIENTS).split(data, seed=3).counts(data.y_train.numpy(), 10)
 
 # %%
-# **Schedule.** Each label occurs in the schedule as often as it has samples, but at most as often as the median label.
-# Frequent labels therefore do not dominate.
+# **Schedule.** Each label occurs in the schedule as often as it has samples, but not more often than the median over
+# all labels. Frequent labels therefore do not dominate.
 
 generator = np.random.default_rng(0)
 available = held.sum(axis=0)
@@ -32,9 +32,9 @@ labels = generator.permutation(np.repeat(np.arange(10), times))[:SHOWN]
 print("the first labels of the schedule:", *labels[:20])
 
 # %%
-# **Mode single.** In this mode, one client after another trains the model. At each position, the server chooses the
-# client that can train the most successive positions, up to the end of a chunk. Clients then pass the model on less
-# often, which reduces the traffic.
+# **Mode single.** In this mode, one client after another trains the model. The schedule is divided into chunks. At each
+# position, the server chooses the client that can train the most successive positions of the chunk. Clients then pass
+# the model on less often, which reduces the traffic.
 
 owner = np.empty(SHOWN, dtype=int)
 position = 0
@@ -60,15 +60,15 @@ axes.set(xlabel="position in the schedule", ylabel="client that trains", yticks=
 figure.show()
 
 # %%
-# The vertical lines divide the schedule into chunks. The server plans the clients within each chunk.
+# The vertical lines mark the chunks.
 
 hops = int((np.diff(owner) != 0).sum())
 print(f"{SHOWN} positions; the model is passed from one client to another {hops} times")
 
 # %%
-# **Mode batch.** In this mode, a step uses a batch of positions. For each position, a client with the label of this
-# position draws a sample and computes its gradient. The sum of these gradients is the gradient of a centralised batch.
-# Clients compute at the same time, but each batch needs an exchange of messages.
+# **Mode batch.** In this mode, each training step uses several positions of the schedule, called a batch. For each
+# position, a client draws a sample with this label, and computes its gradient. The sum of these gradients equals the
+# gradient of a centralised batch. Clients compute at the same time, but each batch needs an exchange of messages.
 #
 # The server needs to know which clients have which labels. With masked labels, the server learns only which clients
 # have a label in common (:doc:`/privacy/masked-labels`).

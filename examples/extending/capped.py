@@ -19,6 +19,6 @@ class Capped(fs.Aggregator):
     cap: PositiveInt = 100
 
     def coefficients(self, selection, returned, samples):
-        """Return the weights of the clients that replied. They add up to 1."""
+        """Return the weights of the clients that replied, which add up to 1."""
         counted = np.minimum(samples, self.cap) * selection.draws[returned]
         return counted / max(counted.sum(), 1)

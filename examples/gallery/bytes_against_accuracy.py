@@ -2,9 +2,9 @@
 Accuracy for the bytes sent
 ===========================
 
-How much accuracy does each method reach for the bytes that its clients send? MNIST is divided among 100 clients by
-Dirichlet(0.01), and all clients are online. The runs take hours. This page therefore plots stored results:
-``benchmarks/results/communication.json``, written by ``benchmarks/communication.py``.
+How does the accuracy of each method depend on the bytes that its clients send? MNIST is divided among 100 clients by
+Dirichlet(0.01), and all clients are online. The runs take hours. This page therefore plots the stored results in
+``benchmarks/results/communication.json``, which ``benchmarks/communication.py`` has written.
 """
 
 import json
@@ -27,8 +27,8 @@ for key, run in results.items():
 print(len(study), "runs on MNIST with seed 0")
 
 # %%
-# **Pareto front.** For each run, the script prints the traffic and the accuracy at the end of the run. A run is on the
-# Pareto front if every more accurate run sent more bytes.
+# **Pareto front.** The script prints the traffic and the accuracy at the end of each run. A run is on the Pareto front
+# if every more accurate run sent more bytes.
 
 ends = {key: (up[-1], 100 * accuracy[~np.isnan(accuracy)][-1]) for key, (up, accuracy) in study.items()}
 front = []

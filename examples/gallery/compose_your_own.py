@@ -51,8 +51,7 @@ class Smoothed(fs.Objective):
 
 
 # %%
-# **Availability**: clients are in different time zones. At night, they are online. By day, their users need them, and
-# they are mostly offline.
+# **Availability**: clients are devices in different time zones, which are online at night and mostly offline by day.
 
 
 class Nights(fs.Availability):
@@ -66,8 +65,8 @@ class Nights(fs.Availability):
 
 
 # %%
-# **Compare.** The script runs FedAvg with each new part, and with all new parts together. The other settings and their
-# random numbers stay the same.
+# **Compare.** The script runs FedAvg with each new part, and with all new parts together. All other settings and random
+# numbers stay the same.
 
 spec = fs.Experiment(
     partition=fs.Dirichlet(alpha=0.1, clients=40),
@@ -97,5 +96,5 @@ figure.show()
 # %%
 # One seed does not show which part is better. To compare the parts, use ``fedstrata compare … --seeds 0,1,2,3,4``.
 #
-# To use a part on the command line, save its class in a file. ``fedstrata new sampler`` writes such a file, which you
-# can run. :doc:`/guides/extend` describes all parts that you can replace.
+# To use a part on the command line, save its class in a file. ``fedstrata new sampler`` writes such a file.
+# :doc:`/guides/extend` describes all parts that you can replace.

@@ -54,20 +54,7 @@ history = fs.run(spec)
 print(history)
 
 # %%
-# Each term of Flower corresponds to a term of fedstrata:
-#
-# ============================================= ========================================================================
-# Flower                                        fedstrata
-# ============================================= ========================================================================
-# ``ClientApp``, ``@app.train()``               ``[training]``; for your own loss, an ``Objective``
-# ``Strategy.configure_train``                  ``ClientSampler.select``
-# ``Strategy.aggregate_train``                  ``Aggregator.coefficients``; to define the whole round, a ``Method``
-# ``flwr-datasets`` partitioners                ``[partition]``; for the same data, ``data.name = "hub:owner/name"``
-# ``evaluate_fn``                               ``[evaluation]``: on the test set, per client, on held-out clients
-# ``run_simulation``                            ``fs.run(spec)``; with Ray, ``engine="ray"``
-# SuperLink and SuperNodes                      ``fedstrata deploy`` (:doc:`/deploy/index`)
-# clients that fail at random                   ``[availability]`` (:doc:`/guides/dropouts`)
-# ============================================= ========================================================================
+# :doc:`/help/migrating` translates other terms of Flower.
 #
 # You can also pass your own PyTorch module and your own arrays:
 

@@ -63,20 +63,5 @@ with TemporaryDirectory() as folder:
 print(history)
 
 # %%
-# Each term of fluke corresponds to a term of fedstrata:
-#
-# ============================================= ========================================================================
-# fluke                                         fedstrata
-# ============================================= ========================================================================
-# ``Client.fit``                                ``[training]``; for your own loss, an ``Objective``
-# ``Server.get_eligible_clients``               ``ClientSampler.select``
-# ``Server.aggregate``                          ``Aggregator.coefficients``; to define the whole round, a ``Method``
-# ``CentralizedFL`` subclass                    a ``Recipe`` with the parts that differ from FedAvg
-# ``DataSplitter``, ``distribution``            ``[partition]``: iid, dirichlet, classes, shards, domain, power-law …
-# several configurations                        ``fedstrata sweep``, for a grid or a search
-# ``logger: {name: WandBLog}``                  ``[tracking]``, or a callback (:doc:`/guides/tracking`)
-# ``fluke clients-only``, ``centralized``       ``fedstrata compare --references local,centralised``
-# ============================================= ========================================================================
-#
-# :doc:`/results/speed` compares the speed of the frameworks. ``benchmarks/peers/fluke_run.py`` runs the experiment in
-# fluke.
+# :doc:`/help/migrating` translates other terms of fluke. :doc:`/results/speed` compares the speed of the frameworks.
+# ``benchmarks/peers/fluke_run.py`` runs the experiment in fluke.

@@ -3,10 +3,9 @@ Four hospitals
 ==============
 
 Four hospitals train a model that predicts coronary heart disease (a narrowed vessel) for their 920 patients. The data
-of the patients stay at their hospital. Is the shared model better for a hospital than the model of this hospital alone?
+of each patient stay at the hospital. Is the shared model better than a model that a hospital trains alone?
 
-The data are *Heart Disease* from the UCI Machine Learning Repository (1988). This repository contains
-a copy of the data.
+The folder ``examples/hospitals`` contains the data *Heart Disease* (UCI Machine Learning Repository, 1988).
 """
 
 import json
@@ -43,10 +42,9 @@ history = fs.run(spec)
 print(f"AUROC of the shared model on all hospitals' test patients: {history[-1]['test']['auroc']:.3f}")
 
 # %%
-# **Study.** A single split into training and test patients is not reliable for so few patients. The study in this
-# repository uses cross-validation with five folds and ten seeds: it predicts each patient with models that were not
-# trained on this patient. The 95 % intervals are bootstrap intervals over the patients.
-# ``examples/hospitals/study.py`` runs the study.
+# **Study.** A single split into training and test patients is not reliable for so few patients. The script
+# ``examples/hospitals/study.py`` uses cross-validation with five folds and ten seeds: it predicts each patient with
+# models that were not trained on this patient. The 95 % intervals are bootstrap intervals over the patients.
 
 study = json.loads((ROOT / "benchmarks/results/hospitals.json").read_text())["hospitals"]
 methods = ["local", "fedavg", "scaffold", "fedstas", "rebafl", "stratify", "centralised"]
@@ -66,5 +64,5 @@ figure.show()
 
 # %%
 # With ``local``, each hospital trains alone. For Long Beach, every method is better than ``local``. For Cleveland and
-# Hungary, the methods are not better than ``local`` after ten rounds. For Switzerland, the study does not show an
-# order, because only eight of its patients do not have the disease. :doc:`/results/hospitals` has the tables.
+# Hungary, the methods are not better than ``local`` after ten rounds. For Switzerland, the study does not show which
+# method is better, because only eight patients do not have the disease. :doc:`/results/hospitals` has the tables.

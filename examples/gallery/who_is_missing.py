@@ -24,9 +24,8 @@ spec = fs.Experiment(
 )
 
 # %%
-# ``Persistent`` draws the present clients again only every four rounds, because real devices are often absent for
-# several rounds. All methods have the same dropouts, because dropouts depend only on the seed, the round and the
-# client.
+# ``Persistent`` draws the present clients only every four rounds, because real devices are often absent for several
+# rounds. All methods have the same dropouts.
 
 found = {}
 for name, method in METHODS.items():
