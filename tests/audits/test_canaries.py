@@ -274,7 +274,7 @@ def test_what_it_cannot_audit_it_says(changes: dict[str, Any], key: str) -> None
 
 
 def test_a_control_without_noise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"divide-noise = 10\.0: has no effect, because the run has no privacy\.dp"):
+    with pytest.raises(SpecError, match=r"divide-noise = 10\.0: has no effect, because the run does not use"):
         attack(prepare(spec({})), divide_noise=10.0)
     with pytest.raises(SpecError, match="is not a run folder"):
         audit_canaries(tmp_path)

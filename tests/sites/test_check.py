@@ -140,7 +140,7 @@ def at(days: float) -> datetime:
     ("when", "ends", "text"),
     [
         (0, None, ""),
-        (345, False, r"client.crt ends on .*, in (19|20) days\. Ask for a new one"),
+        (345, False, r"client.crt expires on .*, in (19|20) days\. Ask for a new certificate"),
         (366, True, "client.crt has been invalid since"),
         (-1, True, "Check this machine's clock"),
     ],
@@ -155,7 +155,7 @@ def test_a_foreign_certificate_is_told_from_ours(fed: Path, made: Path) -> None:
     other = made / "other" / "a" / "startup"
     shutil.copy(other / "client.crt", fed / "a" / "startup")
     found = problems(fed / "a", server=False, data=False)
-    assert "is not of this federation" in found
+    assert "does not belong to this federation" in found
     assert "client.key is not the key" in found
     shutil.copy(other / "client.key", fed / "a" / "startup")
     assert "is not the key" not in problems(fed / "a", server=False, data=False)
@@ -166,7 +166,7 @@ def test_a_kit_with_the_certificate_of_another_site_does_not_start(fed: Path) ->
     for name in ("client.crt", "client.key"):
         shutil.copy(fed / "b" / "startup" / name, fed / "a" / "startup")
     found = problems(fed / "a", server=False, data=False)
-    assert "client.crt is the certificate of 'b', but the folder is of 'a'" in found
+    assert "client.crt is the certificate of 'b', but this folder belongs to 'a'" in found
     assert start(fed / "a", verbose=False) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_kit_whose_certificate_has_ended_does_not_start(fed: Path, capsys: pyt
     assert capsys.readouterr().out == ""
     renew(fed / "authority", path, 20)
     assert start(fed / "a", verbose=False) == 0
-    assert "warning  certificates: client.crt ends on" in capsys.readouterr().out
+    assert "warning  certificates: client.crt expires on" in capsys.readouterr().out
     renew(fed / "authority", path, -1)
     assert start(fed / "a", verbose=False) == 1
     assert "client.crt has been invalid since" in capsys.readouterr().out
