@@ -245,7 +245,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"canaries": 0}, r"canaries = 0: must be from 1 to 1210, because each canary needs a parameter"),
+        ({"canaries": 0}, r"canaries = 0: must be from 1 to 1210, because each canary needs its own parameter"),
         ({"canaries": 1211}, r"canaries = 1211: must be from 1 to 1210"),
         ({"client": 4}, r"client = 4: is not a client with samples\. Use a number from 0 to 3\."),
         ({"confidence": 1.0}, r"confidence = 1\.0: must be between 0 and 1\."),
