@@ -201,7 +201,7 @@ def test_without_noise_secure_sums_give_no_epsilon(sums: str) -> None:
     audit = attack(prepare(spec({"sums": sums})), canaries=300)
     assert (audit.noise, audit.epsilon, audit.sums) == (None, None, sums)
     assert audit.bound > (2 if sums == "plain" else 1)
-    assert verdict(audit) == "Updates have no noise (privacy.dp), so no ε limits what they reveal."
+    assert verdict(audit) == "Updates do not have noise (privacy.dp), so ε does not limit what they reveal."
 
 
 @pytest.mark.slow

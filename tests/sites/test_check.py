@@ -187,7 +187,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert key.read_bytes() == key_before
     with pytest.raises(FedstrataError, match="It belongs to another federation"):
         renew(made / "other" / "authority", path, 30)
-    with pytest.raises(FedstrataError, match="has no private key of a root certificate"):
+    with pytest.raises(FedstrataError, match="does not contain the private key of a root certificate"):
         renew(fed / "a", path, 30)
     with pytest.raises(DataError, match=r"cannot be read as a certificate: Is a directory. Give the file of a cert"):
         renew(fed / "authority", fed / "a", 30)

@@ -263,7 +263,7 @@ def cells(audit: CanaryAudit) -> list[str]:
 def verdict(audit: CanaryAudit) -> str:
     """Return a sentence that compares the bound with the accountant's ε."""
     if audit.epsilon is None:
-        return "Updates have no noise (privacy.dp), so no ε limits what they reveal."
+        return "Updates do not have noise (privacy.dp), so ε does not limit what they reveal."
     if audit.bound > audit.epsilon:
         return "The bound is above the accountant's ε: training reveals more than this ε allows."
     return "The bound is below the accountant's ε, so the audit does not contradict this ε."

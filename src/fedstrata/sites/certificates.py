@@ -45,7 +45,7 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
         if path.exists():
             return path, path.with_suffix(".key")
     raise FedstrataError(
-        f"folder = {str(kit)!r}: has no certificate in startup/. Give the folder of a party that 'fedstrata "
+        f"folder = {str(kit)!r}: there is no certificate in startup/. Give the folder of a party that 'fedstrata "
         "deploy' created."
     )
 
@@ -215,7 +215,8 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         root_key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{authority}: has no private key of a root certificate: {error}. Give the folder of the authority."
+            f"{authority}: does not contain the private key of a root certificate ({error}). Give the folder of the "
+            "authority."
         ) from None
     try:
         old.verify_directly_issued_by(root)
