@@ -201,7 +201,7 @@ def test_without_noise_secure_sums_give_no_epsilon(sums: str) -> None:
     audit = attack(prepare(spec({"sums": sums})), canaries=300)
     assert (audit.noise, audit.epsilon, audit.sums) == (None, None, sums)
     assert audit.bound > (2 if sums == "plain" else 1)
-    assert verdict(audit) == "Updates have no noise (privacy.dp), so no ε limits what they reveal."
+    assert verdict(audit) == "Updates do not have noise (privacy.dp), so ε does not limit what they reveal."
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"canaries": 0}, r"canaries = 0: must be from 1 to 1210, because each canary needs a parameter"),
+        ({"canaries": 0}, r"canaries = 0: must be from 1 to 1210, because each canary needs its own parameter"),
         ({"canaries": 1211}, r"canaries = 1211: must be from 1 to 1210"),
         ({"client": 4}, r"client = 4: is not a client with samples\. Use a number from 0 to 3\."),
         ({"confidence": 1.0}, r"confidence = 1\.0: must be between 0 and 1\."),
@@ -274,7 +274,7 @@ def test_what_it_cannot_audit_it_says(changes: dict[str, Any], key: str) -> None
 
 
 def test_a_control_without_noise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"divide-noise = 10\.0: has no effect, because the run has no privacy\.dp"):
+    with pytest.raises(SpecError, match=r"divide-noise = 10\.0: has no effect, because the run does not use"):
         attack(prepare(spec({})), divide_noise=10.0)
     with pytest.raises(SpecError, match="is not a run folder"):
         audit_canaries(tmp_path)

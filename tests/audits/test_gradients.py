@@ -190,7 +190,7 @@ def test_samples_that_are_no_images_are_refused() -> None:
 @pytest.mark.slow
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     fs.run(spec(evaluation={"checkpoint_every": 0}, training={"rounds": 1}), out=tmp_path / "run")
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not have a checkpoint"):
         audit_gradients(tmp_path / "run")
     with pytest.raises(SpecError, match="steps"):
         audit_gradients(tmp_path / "run", steps=0)

@@ -170,7 +170,7 @@ def test_samples_that_nobody_holds(make_run, run, few):
             SpecError,
             "method.keep_prototypes: no client stored prototypes that it sent after round 2",
         ),
-        ({"evaluation": {"checkpoint_every": 0}}, CheckpointError, "has no checkpoint"),
+        ({"evaluation": {"checkpoint_every": 0}}, CheckpointError, "does not have a checkpoint"),
     ],
     ids=str,
 )

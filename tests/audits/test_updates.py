@@ -245,5 +245,5 @@ def test_wrong_settings_and_runs_without_checkpoint_are_refused(folder: Path, tm
     with pytest.raises(SpecError, match="is not a run folder"):
         audit_updates(tmp_path)
     fs.run(spec(evaluation={"checkpoint_every": 0}), out=tmp_path / "run")
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not have a checkpoint"):
         audit_updates(tmp_path / "run")

@@ -61,7 +61,7 @@ def test_the_private_key_of_a_site_never_leaves_it(tmp_path: Path, capsys: pytes
     )
     assert start(kit, verbose=False) == 1
     shutil.copy(tmp_path / "b" / KEY, key)
-    assert "certificates: client.key is not the key of client.crt" in problems(kit)[0]
+    assert "certificates: client.key does not belong to client.crt" in problems(kit)[0]
     shutil.copy(tmp_path / "a" / KEY, key)
     assert problems(kit) == []
     assert start(kit, verbose=False) == 0

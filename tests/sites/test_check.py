@@ -140,7 +140,7 @@ def at(days: float) -> datetime:
     ("when", "ends", "text"),
     [
         (0, None, ""),
-        (345, False, r"client.crt ends on .*, in (19|20) days\. Ask for a new one"),
+        (345, False, r"client.crt expires on .*, in (19|20) days\. Ask for a new certificate"),
         (366, True, "client.crt has been invalid since"),
         (-1, True, "Check this machine's clock"),
     ],
@@ -155,10 +155,10 @@ def test_a_foreign_certificate_is_told_from_ours(fed: Path, made: Path) -> None:
     other = made / "other" / "a" / "startup"
     shutil.copy(other / "client.crt", fed / "a" / "startup")
     found = problems(fed / "a", server=False, data=False)
-    assert "is not of this federation" in found
-    assert "client.key is not the key" in found
+    assert "does not belong to this federation" in found
+    assert "client.key does not belong to client.crt" in found
     shutil.copy(other / "client.key", fed / "a" / "startup")
-    assert "is not the key" not in problems(fed / "a", server=False, data=False)
+    assert "client.key does not belong" not in problems(fed / "a", server=False, data=False)
 
 
 def test_a_kit_with_the_certificate_of_another_site_does_not_start(fed: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_kit_with_the_certificate_of_another_site_does_not_start(fed: Path) ->
     for name in ("client.crt", "client.key"):
         shutil.copy(fed / "b" / "startup" / name, fed / "a" / "startup")
     found = problems(fed / "a", server=False, data=False)
-    assert "client.crt is the certificate of 'b', but the folder is of 'a'" in found
+    assert "client.crt is the certificate of 'b', but this folder belongs to 'a'" in found
     assert start(fed / "a", verbose=False) == 1
 
 
@@ -187,7 +187,7 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     assert key.read_bytes() == key_before
     with pytest.raises(FedstrataError, match="It belongs to another federation"):
         renew(made / "other" / "authority", path, 30)
-    with pytest.raises(FedstrataError, match="has no private key of a root certificate"):
+    with pytest.raises(FedstrataError, match="does not contain the private key of a root certificate"):
         renew(fed / "a", path, 30)
     with pytest.raises(DataError, match=r"cannot be read as a certificate: Is a directory. Give the file of a cert"):
         renew(fed / "authority", fed / "a", 30)
@@ -212,7 +212,7 @@ def test_a_kit_whose_certificate_has_ended_does_not_start(fed: Path, capsys: pyt
     assert capsys.readouterr().out == ""
     renew(fed / "authority", path, 20)
     assert start(fed / "a", verbose=False) == 0
-    assert "warning  certificates: client.crt ends on" in capsys.readouterr().out
+    assert "warning  certificates: client.crt expires on" in capsys.readouterr().out
     renew(fed / "authority", path, -1)
     assert start(fed / "a", verbose=False) == 1
     assert "client.crt has been invalid since" in capsys.readouterr().out

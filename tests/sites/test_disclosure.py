@@ -284,7 +284,7 @@ def test_asks_says_in_english_what_a_hospital_answers(capsys: pytest.CaptureFixt
     assert main(["asks", str(HOSPITALS)]) == 0
     text = capsys.readouterr().out
     spec = fs.Experiment.from_table(tomllib.loads(HOSPITALS.read_text()))
-    assert f"Job {hash_of(spec)}: method {spec.method.name}, {spec.training.rounds} rounds at most." in text
+    assert f"Job {hash_of(spec)}: method {spec.method.name}, at most {spec.training.rounds} rounds." in text
     assert "answers only these requests" in text
     assert "It sends the model after its local training, with how many samples it used" in text
     assert "Once, before all other requests:\n  - It sends the number of its training samples" in text

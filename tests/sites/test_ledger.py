@@ -132,12 +132,12 @@ def moved(ledger: Path) -> str:
 
 def tail_cut_off(ledger: Path) -> str:
     (ledger / FILE).write_bytes(b"".join(lines(ledger)[:7]))
-    return "entries 8 to 10 are missing: its head says 10, but there are 7"
+    return "entries 8 to 10 are missing: ledger.head lists 10, but there are 7"
 
 
 def all_gone(ledger: Path) -> str:
     (ledger / FILE).unlink()
-    return "entries 1 to 10 are missing: its head says 10, but there are 0"
+    return "entries 1 to 10 are missing: ledger.head lists 10, but there are 0"
 
 
 def head_gone(ledger: Path) -> str:
@@ -147,7 +147,7 @@ def head_gone(ledger: Path) -> str:
 
 def head_spoilt(ledger: Path) -> str:
     (ledger / HEAD).write_text("ten")
-    return "ledger.head is not the head of a ledger"
+    return "ledger.head is damaged"
 
 
 def written_anew(ledger: Path) -> str:
@@ -155,7 +155,7 @@ def written_anew(ledger: Path) -> str:
     head = (ledger / HEAD).read_text()
     Ledger(ledger).append(entries(12, "b"))
     (ledger / HEAD).write_text(head)
-    return "entry 10 differs from what its head says, because it was written again"
+    return "entry 10 was rewritten, and differs from ledger.head"
 
 
 def binary(ledger: Path) -> str:
@@ -207,14 +207,14 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: 
     digest = json.loads(kept[-1])["checksum"]
     (ledger / HEAD).write_text(f"6:{digest}\n")
     assert check(ledger).problems == []
-    assert check(ledger, reported).problems == ["entries 7 to 11 are missing: the server was told 11, but there are 6"]
+    assert check(ledger, reported).problems == [
+        "entries 7 to 11 are missing: the server's record lists 11, but there are 6"
+    ]
     # So is one that was written anew in the same length.
     (ledger / FILE).unlink()
     (ledger / HEAD).unlink()
     Ledger(ledger).append(entries(11, "b"))
-    assert check(ledger, reported).problems == [
-        "entry 11 differs from what the server was told, because it was written again"
-    ]
+    assert check(ledger, reported).problems == ["entry 11 was rewritten, and differs from the server's record"]
     with pytest.raises(DataError, match=r"contains nothing about the site c\. Check --site\."):
         heads_of(tmp_path, "c")
 
@@ -231,7 +231,7 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
-    assert again.notes == ["entry 10: a crash cut off the line after entry 9, whose answer was not sent"]
+    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before its answer was sent"]
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> No
     (ledger / HEAD).write_text(f"8:{digest}\n")
     found = check(ledger)
     assert found.problems == []
-    assert found.notes == ["its head says 8 entries, but there are 10, because of a crash"]
+    assert found.notes == ["ledger.head lists 8 entries, but there are 10, because of a crash"]
 
 
 def killed(folder: Path, rounds: int, seed: int) -> None:
@@ -354,7 +354,7 @@ def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pyte
     assert len(table) == 10
     assert table[1].split(",")[2:6] == ["first", "0", "SizeReport", "round"]
     assert main(["ledger", str(tmp_path), "--verify"]) == 0
-    assert capsys.readouterr().out == "whole: 9 entries\n"
+    assert capsys.readouterr().out == "intact: 9 entries\n"
     assert main(["ledger", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["whole"], told["entries"]) == (True, 9)
@@ -414,7 +414,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     (ledger / FILE).write_bytes(b"".join(kept))
     (ledger / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['checksum']}")
     assert check(ledger).problems == []
-    assert "missing: the server was told" in check(ledger, heads_of(folder, "a")).problems[0]
+    assert "missing: the server's record lists" in check(ledger, heads_of(folder, "a")).problems[0]
 
 
 def test_no_kit_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

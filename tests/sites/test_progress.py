@@ -44,13 +44,13 @@ def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.Capture
     site.question(2_000_000)
     site.write()
     assert main(["status", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "this site works; 1 questions; 2.0 MB in, 0.0 kB out\n"
+    assert capsys.readouterr().out == "this site works; 1 requests; 2.0 MB in, 0.0 kB out\n"
     site.answer(500, "its data file: column 'age'")
     site.write()
     assert len(lines()) == 1, "it is not written at every question"
     site._written = 0.0
     site.write()
-    assert lines()[0] == "this site waits for the next question; 1 questions; 2.0 MB in, 0.5 kB out"
+    assert lines()[0] == "this site waits for the next request; 1 requests; 2.0 MB in, 0.5 kB out"
     assert lines()[1] == "  refused: its data file: column 'age'"
     table = json.loads((tmp_path / STATUS).read_text())
     (tmp_path / STATUS).write_text(json.dumps({**table, "at": time.time() - 90}))

@@ -709,7 +709,7 @@ X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
         ({"x_train": X, "y_train": Y[:3]}, "one whole number for each of 4", "one whole number for each sample"),
         ({"x_train": X, "y_train": np.full(4, "a")}, "y_train: is of type <U1", "y_train: must have one whole number"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": Y}, "256 values are", "some values are NaN or infinite"),
-        ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "Object arrays cannot be", "they cannot be used"),
+        ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "Object arrays cannot be", "the data cannot be used"),
         ({"x_train": X + 16e3, "y_train": Y}, "x_train: 16000 is out of", "Use 0 to 255 (data.range). Run 'fedst"),
         ({"x_train": X[:1], "y_train": Y[:1]}, "only 1 training samples", "few training samples. Provide at least 2"),
         ({"x_train": X, "y_train": Y, "x_test": X}, "b.npz: there is x_test", "there is x_test, but no y_test"),
@@ -732,7 +732,7 @@ def test_where_no_site_can_be_used_the_one_who_submitted_reads_why(own: Own, tmp
         file.unlink()
     made = _owning(prepare_server(spec, test, 3), files, tmp_path)
     with pytest.raises(
-        FedstrataError, match=r"the site's data do not fit the spec: they cannot be used\. Run 'fedstrata"
+        FedstrataError, match=r"the site's data do not fit the spec: the data cannot be used\. Run 'fedstrata"
     ):
         made.run(tmp_path / "out")
 
@@ -922,7 +922,7 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
     other, few = tmp_path / "other", tmp_path / "few"
     other.mkdir()
     few.mkdir()
-    assert "column 'site': the rows are of several clients. Use the rows of one client." in _refusal(
+    assert "column 'site': the rows belong to several clients. Use the rows of one client." in _refusal(
         build(), files, None, other
     )
     # The mean of one sample is that sample.
@@ -1051,7 +1051,7 @@ def test_what_cannot_be_measured_at_sites(own: Any, evaluation: Any, problem: st
     ("method", "what"),
     [
         ({"name": "stratify", "masking": "prf"}, "labels"),
-        ({"name": "fedstas", "epsilon": 3.0, "bound": 700, "strata": 2}, "sizes"),
+        ({"name": "fedstas", "epsilon": 3.0, "bound": 700, "strata": 2}, "numbers of samples"),
     ],
 )
 def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, what: str) -> None:
@@ -1066,7 +1066,7 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
         SpecError, match=f"evaluation.client_test = None: the answers of sites would disclose their {what}"
     ):
         prepare_server(spec, None, 3)
-    if what == "sizes":
+    if what == "numbers of samples":
         with pytest.raises(SpecError, match=r"data.normalize = 'standard': the statistics of the sites' samples would"):
             prepare_server(spec, test, 3)
         spec = spec.model_copy(update={"data": plain.data.model_copy(update={"normalize": "none"})})

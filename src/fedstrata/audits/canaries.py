@@ -237,7 +237,7 @@ def require_settings(
     sizes = prepared.assignment.sizes
     parameters = min(MOST, sum(w.numel() for w in prepared.config.model.params().values()))
     if not 1 <= canaries <= parameters:
-        problem = f"must be from 1 to {parameters}, because each canary needs a parameter of the model for itself."
+        problem = f"must be from 1 to {parameters}, because each canary needs its own parameter of the model."
         raise SpecError("canaries", problem, canaries)
     if not 0 <= client < len(sizes) or sizes[client] < 1:
         raise SpecError("client", f"is not a client with samples. Use a number from 0 to {len(sizes) - 1}.", client)
@@ -246,7 +246,9 @@ def require_settings(
     if not divide_noise >= 1:
         raise SpecError("divide-noise", "must be at least 1.", divide_noise)
     if divide_noise > 1 and prepared.spec.privacy.dp is None:
-        raise SpecError("divide-noise", "has no effect, because the run has no privacy.dp. Remove it.", divide_noise)
+        raise SpecError(
+            "divide-noise", "has no effect, because the run does not use privacy.dp. Remove it.", divide_noise
+        )
 
 
 HEADINGS = ("ε of the accountant", "lower bound of ε", "largest possible bound", "right guesses", "guesses")
@@ -261,7 +263,7 @@ def cells(audit: CanaryAudit) -> list[str]:
 def verdict(audit: CanaryAudit) -> str:
     """Return a sentence that compares the bound with the accountant's ε."""
     if audit.epsilon is None:
-        return "Updates have no noise (privacy.dp), so no ε limits what they reveal."
+        return "Updates do not have noise (privacy.dp), so ε does not limit what they reveal."
     if audit.bound > audit.epsilon:
         return "The bound is above the accountant's ε: training reveals more than this ε allows."
     return "The bound is below the accountant's ε, so the audit does not contradict this ε."

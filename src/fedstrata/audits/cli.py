@@ -63,10 +63,10 @@ def _add_updates(kinds: common.Commands) -> None:
         fedstrata audit updates runs/fedavg
         fedstrata audit updates runs/secure --parts 40 --json
     """
-    help = "invert updates and their sums, and find out which samples were trained on"
+    help = "reconstruct images from updates and their sums, and find out which samples clients have"
     more = (
-        "The audit attacks the update of each client and the sum of all updates of a round, with two attacks: gradient "
-        "inversion and membership inference. The table says which of them the server sees."
+        "The audit attacks the update of each client, and the sum of all updates of a round. The two attacks are "
+        "gradient inversion and membership inference. The table says whether the server sees updates or only their sum."
     )
     parser = _add_kind(kinds, "updates", help, examples, more)
     _add_steps(parser)
@@ -82,11 +82,11 @@ def _add_canaries(kinds: common.Commands) -> None:
     """
     help = "compute a lower bound of ε, from artificial samples that the attacker must find"
     more = (
-        "The audit trains again from the first round. If the bound is above the ε of the accountant, training does not "
-        "have this ε. With --divide-noise 10, the noise is too small on purpose, so the bound should be above ε."
+        "The audit trains again from the first round. If the bound is above the accountant's ε, training reveals more "
+        "than this ε allows. With --divide-noise 10, the noise is too small on purpose, so the bound should be above ε."
     )
     parser = _add_kind(kinds, "canaries", help, examples, more)
-    help = "number of artificial samples (default: 1000). More samples give a larger bound"
+    help = "number of artificial samples (default: 1000). With more samples, the bound can be larger"
     parser.add_argument("--canaries", type=int, default=1000, metavar="N", help=help)
     parser.add_argument("--client", type=int, metavar="ID", help="client with canaries (default: the largest client)")
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the bound (default: 0.95)")

@@ -524,7 +524,7 @@ def caption(audit: GradientAudit) -> str:
     total, (first, last) = sum(audit.counts.values()), audit.rounds
     below = sum(count for size, count in audit.counts.items() if size < 5)
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
-    share = f"{below / total:.0%} of them for under 5 samples" if total else "none"
+    share = f"{below / total:.0%} of them over fewer than 5 samples" if total else "none"
     return (
         f"{audit.method} on {audit.data}, {rounds}, privacy.min_samples = {audit.min_samples}: {total:,} gradients "
         f"were sent, {share}; {audit.steps} steps per inversion, seed {audit.seed}."

@@ -99,9 +99,7 @@ def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
-        raise CheckpointError(
-            f"{folder} has no checkpoint, which the audit requires. Use a run with evaluation.checkpoint_every > 0."
-        )
+        raise CheckpointError(f"{folder} does not have a checkpoint. Use a run with evaluation.checkpoint_every > 0.")
     if last.remote:
         raise CheckpointError(
             f"{folder} is a run over real sites, and does not contain their messages. Use a simulated run."

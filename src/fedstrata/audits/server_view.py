@@ -143,13 +143,15 @@ def require_updates(prepared: Prepared) -> Recipe:
         raise SpecError(key, problem, value)
 
     if not task.plain:
-        refuse("task", "the audit requires classification with equal class weights. Use a run of this task.", task.name)
+        refuse(
+            "task", "the audit requires classification with equal class weights. Use a run of such a task.", task.name
+        )
     if not spec.communication.plain:
         refuse("communication", "the audit requires updates without compression. Remove the codecs.")
     if has_batchnorm(prepared.config.model.module):
         refuse("model", "has BatchNorm layers, which mix samples. Use a run of a model without BatchNorm.")
     if not isinstance(method, Recipe) or type(method).run_round is not Recipe.run_round:
-        refuse("method", "does not only send updates. Use a run of a method such as fedavg.", method.name)
+        refuse("method", "sends more than updates. Use a run of a method such as fedavg.", method.name)
     assert isinstance(method, Recipe)
     if method.aggregator.own_starts:
         refuse("method.aggregator", "lets clients start at different models. Use 'size'.", method.aggregator.name)

@@ -45,8 +45,8 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
         if path.exists():
             return path, path.with_suffix(".key")
     raise FedstrataError(
-        f"folder = {str(kit)!r}: has no certificate in startup/. Give the folder of a party, as 'fedstrata deploy' "
-        "writes it."
+        f"folder = {str(kit)!r}: there is no certificate in startup/. Give the folder of a party that 'fedstrata "
+        "deploy' created."
     )
 
 
@@ -70,26 +70,26 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
     try:
         certificate.verify_directly_issued_by(root)
     except Exception:
-        yield True, f"{path.name} is not of this federation, because {ROOT} did not sign it. {ASK}"
+        yield True, f"{path.name} does not belong to this federation, because it was not signed with {ROOT}. {ASK}"
     if (settings := path.with_name("fed_client.json")).exists():
         name = json.loads(settings.read_text(encoding="utf-8"))["client"]["fqsn"]
         if (other := _common_name(certificate)) != name:
-            yield True, f"{path.name} is the certificate of {other!r}, but the folder is of {name!r}. {ASK}"
+            yield True, f"{path.name} is the certificate of {other!r}, but this folder belongs to {name!r}. {ASK}"
     if not key.exists():
         remedy = "If you made the key with 'fedstrata request', copy it to startup/. Otherwise, ask the "
         yield True, f"{key.name} is missing. {remedy}administrator of the federation for a new kit."
     elif not _fits(certificate, key):
-        yield True, f"{key.name} is not the key of {path.name}. {ASK}"
+        yield True, f"{key.name} does not belong to {path.name}. {ASK}"
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
         if now < begin:
             text = f"valid only from {begin:%d %B %Y %H:%M} UTC, but it is {now:%d %B %Y %H:%M} here"
             yield True, f"{name} is {text}. Check this machine's clock."
         elif now > end:
-            yield True, f"{name} has been invalid since {end:%d %B %Y}. Ask for a new one (fedstrata renew)."
+            yield True, f"{name} has been invalid since {end:%d %B %Y}. Ask for a new certificate (fedstrata renew)."
         elif now > end - WARNED:
             days = f"{end:%d %B %Y}, in {(end - now).days} days"
-            yield False, f"{name} ends on {days}. Ask for a new one (fedstrata renew)."
+            yield False, f"{name} expires on {days}. Ask for a new certificate (fedstrata renew)."
 
 
 def read(path: Path, remedy: str = ASK) -> Certificate:
@@ -215,7 +215,8 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         root_key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{authority}: has no private key of a root certificate: {error}. Give the folder of the authority."
+            f"{authority}: does not contain the private key of a root certificate ({error}). Give the folder of the "
+            "authority."
         ) from None
     try:
         old.verify_directly_issued_by(root)

@@ -71,7 +71,7 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     if (kit / SPEC).exists() and all(each.state == "ok" for each in findings):
         findings += _outcome(lambda: _job(kit), "problem" if data else "warning")
     wrong = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
-    findings += wrong or [Finding("ok", "certificates: valid, and of one federation")]
+    findings += wrong or [Finding("ok", "certificates: valid, and from the same federation")]
     if site and not wrong:
         findings += _outcome(lambda: f"fingerprint: {fingerprint(kit)}")
     if data and (kit / PART).exists():
@@ -103,7 +103,7 @@ def _policy(kit: Path) -> str:
     Without this check, an error in the file would stop the first job.
     """
     if not (kit / POLICY).exists():
-        return f"policy: there is no {POLICY}, so the defaults apply, and none of the jobs is approved"
+        return f"policy: there is no {POLICY}, so the defaults apply, and no job is approved"
     Policy.read(kit)
     return f"policy: {POLICY} can be read"
 

@@ -176,8 +176,8 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
     if path is None:
         raise SpecError(
             "data",
-            "the run uses the sites' own data, but this site's settings do not name a file. Set the file in "
-            "local/fedstrata.toml.",
+            "the run uses the sites' own data, but this site's settings do not name a file. Set "
+            "'data' in local/fedstrata.toml.",
         )
     if len(clients) != 1:
         raise SpecError(
@@ -224,7 +224,7 @@ def _public_errors() -> Iterator[None]:
         known = isinstance(error, (DataError, SpecError))
         LOG.error("%s", error, exc_info=None if known else error)
         key = error.key if isinstance(error, SpecError) else ""
-        general = f"{key}: the setting does not fit them" if key else "they cannot be used"
+        general = f"{key}: the setting does not fit the data" if key else "the data cannot be used"
         public = getattr(error, "public", "") or general
         raise UnusableDataError(f"the site's data do not fit the spec: {public.rstrip('.')}. {MORE}") from error
 
@@ -318,7 +318,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
     """
     evaluation, conceals = spec.evaluation, spec.method.conceals
     sizes = "sizes" in conceals
-    what = "sizes" if sizes else "labels"
+    what = "numbers of samples" if sizes else "labels"
     for key in ("client_test", "validation"):
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
         if measures and conceals:
@@ -388,15 +388,15 @@ def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: in
     schema = data.schema
     if (path.suffix in SUFFIXES) != (schema is not None):
         wanted = "a .csv or .parquet file (data.schema)" if schema is not None else "an .npz file (data.shape)"
-        raise _unfit(path, f"the file is of another kind. Use {wanted}.")
+        raise _unfit(path, f"the type of the file does not fit the spec. Use {wanted}.")
     if schema is not None:
         table = read_table(path, schema)
         if schema.client is not None and client is not None and schema.client in table.columns:
             clients = np.unique(ids(table, schema.client, schema))
             if len(clients) > 1:
                 column, named = f"column {schema.client!r}", f"such as {clients[0]!s} and {clients[1]!s}"
-                public = f"{column}: the rows are of several clients. Use the rows of one client."
-                private = f"{column}: the rows are of {len(clients)} clients, {named}. Use the rows of one client."
+                public = f"{column}: the rows belong to several clients. Use the rows of one client."
+                private = f"{column}: the rows belong to {len(clients)} clients, {named}. Use the rows of one client."
                 raise _unfit(path, public, private)
         server = {"test": 0.5} if client is None else {}
         schema = schema.closed(classes=task.has_classes)

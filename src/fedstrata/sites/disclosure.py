@@ -89,11 +89,11 @@ class Declaration:
 
     def lines(self) -> Iterator[str]:
         """Yield the declaration in plain English."""
-        yield f"Job {self.job}: method {self.method}, {self.rounds} rounds at most."
+        yield f"Job {self.job}: method {self.method}, at most {self.rounds} rounds."
         if self.allowed is None:
             yield f"The method {UNDECLARED}."
             return
-        yield "A site that takes part answers only these requests, and only to the server of the job."
+        yield "A site answers only these requests, and only if they come from the server of the job."
         if self.own_data:
             yield "Once, before all other requests:"
             if self.survey:
@@ -106,8 +106,8 @@ class Declaration:
             for allowed in requests:
                 yield f"  - It sends {allowed.rule.description} ({_often(allowed)}; {allowed.label})."
         facts = " and ".join(_FACTS[fact] for fact in sorted(self.discloses))
-        clear = f"The server can read in the answers {facts}."
-        yield clear if facts else "The answers do not contain labels or numbers of samples in the clear."
+        clear = f"From the answers, the server learns {facts}."
+        yield clear if facts else "The server cannot read labels or numbers of samples in the answers."
         if self.privacy.dp is not None:
             outside = "; ".join(OUTSIDE[name] for name in self.outside)
             yield f"Updates have noise (privacy.dp.noise = {self.privacy.dp.noise:g}). Values without noise: {outside}."
@@ -129,7 +129,7 @@ def _often(allowed: Allowed) -> str:
         often += " in the whole run"
     if isinstance(allowed.rounds, range):
         often += f", in rounds {allowed.rounds.start} to {allowed.rounds.stop - 1}"
-    return f"{often}, passing it to the next client or the server" if allowed.rule.relay else often
+    return f"{often}, to the next client or to the server" if allowed.rule.relay else often
 
 
 def declaration_of(

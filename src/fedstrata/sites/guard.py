@@ -389,7 +389,7 @@ class Guard:
             total = self.quota.bytes + size
             if self.policy is not None and total > self.policy.megabytes * 1e6:
                 limit = f"but this site sends at most {self.policy.megabytes:g} MB"
-                raise RuleError("policy.megabytes", f"all answers would be {total / 1e6:g} MB, {limit}")
+                raise RuleError("policy.megabytes", f"all answers together would have {total / 1e6:g} MB, {limit}")
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
@@ -418,9 +418,7 @@ class Guard:
         if relay_id == self._relay_over:
             raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched its model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
-            problem = (
-                "the server could read the models of the relay, but this site allows only models that it cannot read"
-            )
+            problem = "the server could read the models of the relay, which this site does not allow"
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:

@@ -209,26 +209,24 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             checked.notes.append(
-                f"entry {number}: a crash cut off the line after entry {number - 1}, whose answer was not sent"
+                f"entry {number}: a crash cut off the line after entry {number - 1} before its answer was sent"
             )
     if torn:
-        problem = f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes), whose answer was not sent"
-        checked.notes.append(f"{problem}. The next entry will say so.")
+        problem = f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before its answer was sent"
+        checked.notes.append(f"{problem}. The next entry will record this.")
     whole = not checked.problems
-    heads = [("its head says", _read_head(folder, checked))] + [("the server was told", head) for head in reported]
+    heads = [(HEAD, _read_head(folder, checked))] + [("the server's record", head) for head in reported]
     for source, head in ((source, head) for source, head in heads if head is not None):
         if head.entries < len(digests):
             if digests[head.entries] != head.digest:
-                checked.problems.append(
-                    f"entry {head.entries} differs from what {source}, because it was written again"
-                )
-            elif source.startswith("its") and whole and head.entries < len(lines):
-                numbers = f"{source} {head.entries} entries, but there are {len(lines)}"
+                checked.problems.append(f"entry {head.entries} was rewritten, and differs from {source}")
+            elif source == HEAD and whole and head.entries < len(lines):
+                numbers = f"{source} lists {head.entries} entries, but there are {len(lines)}"
                 checked.notes.append(f"{numbers}, because of a crash")
         elif whole:
             several = head.entries > len(lines) + 1
             missing = f"entries {len(lines) + 1} to {head.entries} are" if several else f"entry {head.entries} is"
-            checked.problems.append(f"{missing} missing: {source} {head.entries}, but there are {len(lines)}")
+            checked.problems.append(f"{missing} missing: {source} lists {head.entries}, but there are {len(lines)}")
     return checked
 
 
@@ -236,11 +234,11 @@ def _read_head(folder: Path, checked: Checked) -> Head | None:
     try:
         text = (folder / HEAD).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        checked.problems.append(f"{HEAD} is missing, which is written with every entry")
+        checked.problems.append(f"{HEAD} is missing. The site writes this file with every entry")
         return None
     head = Head.parsed(text)
     if head is None:
-        checked.problems.append(f"{HEAD} is not the head of a ledger")
+        checked.problems.append(f"{HEAD} is damaged")
     return head
 
 

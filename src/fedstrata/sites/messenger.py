@@ -148,7 +148,7 @@ class Messenger:
             if isinstance(rest, FedstrataError):
                 # A SiteLostError would make the server send the question again, but the site can repeat only its last
                 # answer. This error is therefore of another class.
-                return WireError(f"site {site} went away between two parts of its answer: {rest}")
+                return WireError(f"site {site} was lost between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                 return WireError(f"site {site} announced {outcome.left} more answers, but did not send answers")
             outcome = wire.Answers(outcome.outcomes + rest.outcomes, rest.left)

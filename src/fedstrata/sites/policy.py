@@ -158,15 +158,20 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
         if self.requires_dp:
             self._check_dp(asked)
-        for rule, fact, accepted in (
-            ("masking", "labels", "Use a job that masks labels and does not evaluate at the sites."),
-            ("ldp", "sizes", "Use a method that reports numbers of samples with local differential privacy."),
+        for rule, fact, what, accepted in (
+            ("masking", "labels", "labels", "Use a job that masks labels and does not evaluate at the sites."),
+            (
+                "ldp",
+                "sizes",
+                "numbers of samples",
+                "Use a method that reports them with local differential privacy.",
+            ),
         ):
             if getattr(self, rule) and fact in asked.discloses:
                 by = [each.label for each in asked.allowed if fact in each.rule.discloses]
                 by.append("the survey of the sites' data")
                 raise RuleError(
-                    f"policy.{rule}", f"{by[0]} discloses {fact}, which this site does not allow. {accepted}"
+                    f"policy.{rule}", f"{by[0]} discloses {what}, which this site does not allow. {accepted}"
                 )
         self._check_sums(asked.privacy)
 

@@ -269,9 +269,9 @@ def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
 
 
 def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
-    state = quiet or ("works" if table["working"] else "waits for the next question")
+    state = quiet or ("works" if table["working"] else "waits for the next request")
     volume = f"{_amount(table['bytes_in'])} in, {_amount(table['bytes_out'])} out"
-    lines = [f"this site {state}; {table['questions']} questions; {volume}"]
+    lines = [f"this site {state}; {table['questions']} requests; {volume}"]
     if table["refused"]:
         lines.append(f"  refused: {table['refused']}")
     return lines + _disk_lines(table)

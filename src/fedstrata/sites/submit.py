@@ -319,7 +319,7 @@ class Watch:
                 return False
             runs = [path for path in Path(fetched[0] or place).rglob(RESULT) if path.is_dir()]
             if not runs:
-                raise FedstrataError("the result of the job contains no run folder. See log.txt of the server.")
+                raise FedstrataError("the result of the job does not contain a run folder. See log.txt of the server.")
             if (runs[0] / ERROR).exists():
                 raise raised(runs[0] / ERROR)
             shutil.move(runs[0], out)

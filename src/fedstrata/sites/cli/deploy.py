@@ -51,7 +51,7 @@ def _deploy(options: argparse.Namespace) -> int:
         folder = common.located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
         return common.show_run(History.load(folder), options.json)
     common.located(options, lambda: provision(spec, sites, out, requests=options.requests))
-    text = f"{out}: send each party the folder with its name; the README.md in it says what to do"
+    text = f"{out}: send each party the folder with its name. The README.md of each folder says what to do"
     return _show(options, {"folder": str(out)}, text)
 
 
@@ -265,7 +265,7 @@ def add_asks(commands: common.Commands) -> None:
     parser = common.add_command(commands, "asks", help, examples, work=_asks)
     common.add_spec(parser)
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
-    help = "also test whether the policy of the site in this folder accepts the job"
+    help = "folder of a site, to test whether its policy accepts the job"
     parser.add_argument("--policy", type=Path, metavar="KIT", help=help)
     common.add_trust(parser)
 

@@ -25,10 +25,10 @@ def add_ledger(commands: common.Commands) -> None:
         fedstrata ledger kits/hospital-a --verify --told result
         fedstrata ledger kits/hospital-a --csv
     """
-    help = "show what a site sent, from the log of its answers (ledger), and check that the log is complete"
+    help = "show what a site sent, from its ledger (log of answers), and check that the ledger is intact"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
     parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, from 'fedstrata deploy'")
-    help = "verify every checksum and, with --told, that no entry is missing at the end; the exit code is 1 on failure"
+    help = "verify all checksums and, with --told, that no entry is missing at the end; exit with code 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
     help = "run folder of the server, or its file ledgers.jsonl, to compare the ledger with; needs --verify"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
@@ -72,7 +72,7 @@ def _ledger(options: argparse.Namespace) -> int:
         say(f"fedstrata: {problem}")
     if options.verify and not checked.problems:
         print(
-            f"whole: {len(checked.entries)} entries" + (", which agree with the server's record" if log_heads else "")
+            f"intact: {len(checked.entries)} entries" + (", which agree with the server's record" if log_heads else "")
         )
     return int(bool(checked.problems))
 
