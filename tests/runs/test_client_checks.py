@@ -57,7 +57,7 @@ TABLE: dict[str, Any] = {
         ({"communication": {"up": "powersgd"}}, r"communication\.up = 'powersgd': decodes a client's update with"),
         ({"availability": {"name": "bernoulli", "announced": True}}, r"availability\.announced = True"),
         ({"evaluation": {"weight_diversity": True}}, r"evaluation\.weight_diversity = True"),
-        ({"attack": {"name": "ipm"}}, r"attack = 'ipm': attackers may use other clients' updates"),
+        ({"attack": {"name": "ipm"}}, r"attack = 'ipm': attackers may use the updates of other clients"),
         ({"privacy": {**TABLE["privacy"], "dp": {"clip": 1.0, "noise": 1.0}}}, r"privacy\.dp: cannot be combined"),
         ({"privacy": {"clients": {"clip": 1.0, "noise": 0}}}, r"privacy\.clients\.noise = 0"),
         ({"privacy": {"clients": {"clip": 1.0, "noise": 1.0, "participations": 0}}}, "participations = 0"),

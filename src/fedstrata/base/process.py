@@ -45,11 +45,10 @@ def training_process(threads: int) -> Iterator[None]:
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory for later batches. Return True if the library accepts this setting.
 
-    Activations are blocks of a few megabytes. By default, glibc returns such blocks to the system at once. In every
-    step, the system must then provide zeroed pages again. If the memory is kept, a small convolutional network trains
-    1.5 times as fast, and an MLP 1.3 times as fast (``benchmarks/fast_paths.py``). The process then keeps up to 256 MB
-    after training. Nothing is changed if the environment already configures the allocator, or if the C library is not
-    glibc.
+    By default, glibc returns blocks of a few megabytes, such as activations, to the system at once. If the memory is
+    kept, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
+    (``benchmarks/fast_paths.py``). The process then keeps up to 256 MB after training. Nothing is changed if the
+    environment already configures the allocator, or if the C library is not glibc.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or platform.libc_ver()[0] != "glibc":

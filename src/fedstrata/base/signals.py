@@ -17,7 +17,7 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended, by the convention of shells."""
 
 GRACE = 2.0
-"""Seconds that a child process has to clean up after its parent has ended; then it is killed.
+"""Seconds after the end of its parent process after which a child process is killed.
 
 The time is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets a lock that the child has.
 """

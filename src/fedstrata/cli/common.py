@@ -1,4 +1,4 @@
-"""Provide functions for several commands: for specs and overrides, errors with line numbers, output and run folders."""
+"""Provide functions that several commands share, for specs, overrides, errors, output and run folders."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {
     "spec": "a spec, the TOML file that describes an experiment",
     "demo": "a comparison of four methods under label skew and dropouts",
-    "method": "a method of your own; this kind and all kinds below are Python files",
+    "method": "a method of your own (a Python file, like all kinds below)",
     "sampler": "a client sampler, which chooses the clients to invite in a round",
     "data-sampler": "a data sampler, which chooses the samples that a client uses in a round",
     "objective": "an objective, the loss that clients minimise",

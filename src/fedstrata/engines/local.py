@@ -23,15 +23,13 @@ from fedstrata.models.model import Model
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
 """Smallest work, in seconds, for which worker processes are started, and for which running workers are used.
 
-The decision to start workers also counts the work that this process has already done alone, because later rounds will
-resemble earlier rounds. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to
-twice as fast.
+The decision to start workers also counts the work that this process has already done alone. Two processes do 0.05
+seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress.
-
-n is the number of sample-gradients that its clients compute in a round: one for each sample in each step.
+"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress, where n is the
+number of sample-gradients that its clients compute in a round.
 """
 
 GRACE = 5.0

@@ -130,8 +130,8 @@ class LocalWorkerPool:
 def next_index(counter: int) -> int:
     """Return the next index 0, 1, …, which no other process gets.
 
-    The index is the position in an empty file that all processes share. The system increments the position atomically.
-    A lock is therefore not needed. A killed worker would never release a lock.
+    The index is the position in an empty file that all processes share, which the system increments atomically. A lock
+    is not used, because a killed worker would never release it.
 
     Args:
         counter: The file descriptor.

@@ -19,8 +19,7 @@ ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
 """The number of sample-gradients (gradients of one sample) that a client computes for its answer.
 
-The type is a function of the client's number of samples, or a mapping from each client to the number of
-sample-gradients.
+Its type is a function of the client's number of samples, or a mapping from each client to a number.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
@@ -59,15 +58,14 @@ class RequestRule:
     """The properties that all requests of one Python class have in every job.
 
     Args:
-        description: A phrase that says what the reply contains. The phrase completes a sentence that begins with "It
-            sends".
+        description: A description of the reply's content, which completes a sentence that begins with "It sends".
         phase: The phase in which the request comes.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
             This rule has no effect in jobs that do not send the enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
-        together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
-            these clients fails, the same request may come again.
+        together: Whether several clients may answer together, while the server adds up their tensors. If one of these
+            clients fails, the same request may come again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
         merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a
@@ -353,9 +351,8 @@ class Fit(TrainingRequest):
         weights: The global model.
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
-        counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
-            the clients' sizes, the reply must not contain this number. Together with ``keep``, the number would reveal
-            the client's size.
+        counts: Whether the reply may contain the number of samples that were used. If clients keep their sizes private,
+            the reply must not contain this number, because it would reveal the client's size.
     """
 
     rule = RequestRule("the model after its local training")

@@ -124,10 +124,10 @@ class CCVR(Recipe, HeadTuning):
 
 
 def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the mean and the covariance of the features of each class that a client has.
+    """Return the mean and the covariance of each class's features, over the samples of all clients together.
 
-    With N = Σ_k n_k(c), the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). These values are
-    the mean and the covariance of the samples of all clients together. With a single sample, the covariance is 0.
+    For N features z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). With a
+    single sample, the covariance is 0.
 
     Args:
         replies: The replies of the clients.

@@ -91,7 +91,7 @@ class FedAdam(AdaptiveMoments):
 
 
 class FedYogi(AdaptiveMoments):
-    """FedAvg with Yogi on the server: like FedAdam, but v changes by at most (1 − β₂) Δ² per round.
+    """FedAvg with Yogi on the server: like FedAdam, but with a limited change of the second moment per round.
 
     The mean update of the round is Δ. The server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²), and
     w ← w + η m / (√v + τ). The initial value of v is τ².

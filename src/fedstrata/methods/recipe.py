@@ -47,7 +47,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The choices in which a recipe differs from FedAvg: samplers, objective and aggregator."""
+    """The samplers, objective and aggregator of a recipe that differ from FedAvg's."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -155,7 +155,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the effective settings and the replaced choices. Parsing the result gives an equal method."""
+        """Return the effective settings and the replaced choices, from which an equal method can be parsed."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -313,7 +313,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters have their old values, which weight decay has changed."""
+        """Return a new model in which frozen parameters, which weight decay has changed, have their old values."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 

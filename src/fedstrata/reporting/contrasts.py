@@ -51,7 +51,7 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources at equal amounts of which metrics can be compared, such as bytes."""
+"""The resources, such as bytes, for which metrics can be compared at equal amounts."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns other than metrics for which lower is better."""
@@ -73,8 +73,8 @@ class Contrast:
         value: The estimate of the measure over these runs.
         difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
             baseline.
-        stuck: The number of runs that broke down, which means that from some round on, the server could not use any
-            reply.
+        stuck: The number of runs that broke down, which means that the server could not use any reply from some round
+            to the end.
         kept: A text that says from which round the runs saved the model; see ``tables.kept``.
     """
 
@@ -101,8 +101,8 @@ class Contrasts:
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. At this
-            amount, the primary metric M is compared.
+        budgets: A mapping from each key ``M_at_KIND`` to the amount of the resource KIND, in recorded units, at which
+            the primary metric M is compared.
         directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
     """
 

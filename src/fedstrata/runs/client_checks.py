@@ -1,4 +1,4 @@
-"""Check before the first round that a run can guarantee differential privacy of clients (``privacy.clients``)."""
+"""Check before the first round whether a run can guarantee differential privacy of clients (``privacy.clients``)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     """
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
-    at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
+    at_sites = "works only in simulations, because clients and noise are drawn from the spec's seed. Remove it."
     single = "the server must clip each update, but it sees only sums. Use 'plain', or noise_from = 'sites'."
-    online = "the clients that are online would decide which other clients are invited. Remove it."
-    colluding = "attackers may use other clients' updates, so ε does not hold. Use 'label-flip', or remove it."
+    online = "the clients that are online would affect which other clients are invited. Remove it."
+    colluding = "attackers may use the updates of other clients, so ε is not valid. Use 'label-flip', or remove it."
     buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None, "privacy.clients", dp.noise, at_sites),
@@ -93,7 +93,7 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     assert isinstance(method, Recipe)
     sampler, data, objective, aggregator = method.choices()
     if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
-        problem = "chooses clients by what they send, or can draw a client twice. Use 'poisson', 'uniform' or 'all'."
+        problem = "depends on what clients send, or can draw a client twice. Use 'poisson', 'uniform' or 'all'."
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:
         problem = "asks clients for their sizes, which ε does not cover. Use 'all'."

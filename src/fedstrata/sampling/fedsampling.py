@@ -58,8 +58,8 @@ class Everyone(ClientSampler):
 class FedSamplingData(DataSampler):
     """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
 
-    The probability is K/ñ, where K is the setting ``samples``. The server's estimate of the participants' total number
-    of samples is ñ.
+    The probability is the setting ``samples``, divided by the server's estimate of the participants' total number of
+    samples.
 
     Args:
         samples: Total number K of samples that the participants of a round use on average.
@@ -69,8 +69,8 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            clients report in every round in which they take part. The errors then average out, but T reports spend T
-            times ε.
+            clients report in every round in which they take part. The errors then average out, but T reports spend a
+            privacy budget of T ε.
     """
 
     needs_replies = ""

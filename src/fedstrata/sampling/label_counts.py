@@ -1,4 +1,4 @@
-"""Ask for the clients' labels and label counts, and keep the server's table of the replies."""
+"""Ask clients for their label counts, and store the counts on the server."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ class LabelCounts:
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration of ``LabelCounts.ask``'s request. Real sites need it to accept the request."""
+    """Return the declaration with which real sites accept the request of ``LabelCounts.ask``."""
     return Allowed(LabelReport)

@@ -1,4 +1,4 @@
-"""Sample data as in FedSTaS: clients use part of their samples, and can hide their sizes (FedSTaS §2.4)."""
+"""Sample data as in FedSTaS: clients use a part of their samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedstrata.sampling.client_sizes import (
 )
 
 Estimates = Literal["round", "pooled"]
-"""Whether a round's probability is computed from the estimate of the round, or from the mean of all estimates."""
+"""The estimate that a round uses: the round's own estimate, or the mean of all estimates so far."""
 
 
 @record("FedSTaSDataState")
@@ -58,12 +58,12 @@ class FedSTaSAnswersState(FedSTaSDataState):
 class FedSTaSData(DataSampler):
     """Each participant uses each sample with the same probability, chosen to reach a requested total number of samples.
 
-    The probability is n*/ñ, where n* is the requested number of samples. The server's estimate of the participants'
-    total number of samples is ñ. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
+    The probability is the requested number of samples, divided by the server's estimate of the participants' total
+    number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Fraction of the participants' samples that a round uses. The requested number n* is this fraction
-            times the mean of the estimates ñ of all rounds so far.
+        fraction: Fraction of the participants' samples that a round uses. The requested number is this fraction times
+            the participants' total number of samples, estimated over all rounds so far.
         samples: Total number n* of samples that the participants of a round use on average. Default: computed from
             ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
@@ -71,10 +71,10 @@ class FedSTaSData(DataSampler):
             or only once with ``reuse``. Default: clients report exact numbers.
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1. Clients then use more samples than requested.
-        share: Probability with which each client keeps each of its samples, instead of n*/ñ. Clients do not report
-            their numbers of samples and keep them private. ``fraction`` and ``bound`` are then not used.
-        estimates: The estimate ñ in n*/ñ. ``round`` uses the estimate of the current round, as in the paper. ``pooled``
-            uses the mean of all estimates so far. Default: ``round``.
+        share: Fixed probability that a client uses a sample. If it is set, clients keep their numbers of samples
+            private, and ``fraction`` and ``bound`` have no effect.
+        estimates: Estimate of the participants' total number of samples. ``round``: the estimate of the current round,
+            as in the paper. ``pooled``: the mean of the estimates of all rounds so far. Default: ``round``.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 

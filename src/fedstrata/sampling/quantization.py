@@ -18,10 +18,9 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
     """Project gradients to fewer coordinates with a random projection that is the same for every client.
 
     The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
-    bucket. Because of the signs, inner products stay the same in expectation. The cost for d coordinates is O(d). A
-    dense projection to K coordinates would cost O(d K). Coordinate i is added to bucket i mod p, where p is the largest
-    prime up to K. Memory is therefore read in order. Because p does not divide the width of a layer, the weights of one
-    input or output spread evenly over all buckets. Buckets p … K − 1 stay 0.
+    bucket. Inner products stay the same in expectation, and the cost for d coordinates is O(d). Coordinate i is added
+    to bucket i mod p, where p is the largest prime up to K. Because p does not divide the width of a layer, the weights
+    of one input or output spread evenly over the buckets. Buckets p … K − 1 stay 0.
 
     Args:
         gradients: One gradient, shape (d,), or n gradients, shape (n, d).

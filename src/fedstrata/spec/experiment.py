@@ -113,7 +113,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables. Omit sections that early versions do not know, if these sections have no effect."""
+        """Return nested tables without the sections that have no effect and that early versions do not know."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),

@@ -33,8 +33,8 @@ OBJECTIVE = "objective"
 """The key under which a client's state contains the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""Inputs of a client up to this size, in bytes as floats, are converted to floats once per round. Larger inputs are
-converted batch by batch.
+"""The largest size of a client's inputs, in bytes as floats, that are converted to floats once per round instead of
+batch by batch.
 """
 
 
@@ -94,8 +94,9 @@ class LocalData:
         Args:
             training: The settings of local training, such as the samples per step, and epochs or steps.
             generator: The random generator that draws the order of the samples.
-            pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
-                end of an epoch then joins the previous batch, and a client with a single sample takes no step.
+            pairs: Whether a step needs at least two samples, for example because of BatchNorm. The last sample of an
+                epoch is then added to the previous batch if it would be alone, and a client with a single sample takes
+                no step.
         """
         n = self._size
         size = min(training.batch_size * training.accumulate, n)

@@ -83,8 +83,8 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    The gradient of the loss of sample i is g_i, and C is its largest norm after clipping. The symbol z is the noise, ξ
-    is a vector of standard normal numbers, and b is the expected number of samples in a step.
+    In this formula, g_i is the gradient of the loss of sample i, C is its largest norm after clipping, z is the noise,
+    ξ is a vector of standard normal numbers, and b is the expected number of samples in a step.
 
     Args:
         model: The model into which the parameters ``params`` are loaded.

@@ -171,7 +171,7 @@ class Task(Setting):
             label: The column with the labels; None for arrays.
             n_classes: The number of classes that the spec lists; 0 if the spec does not list classes.
         """
-        problem = "cannot be used on the sites' own data, which must have one class or one number per sample as label."
+        problem = "cannot be used at real sites, where the label of a sample must be one class or one number."
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:

@@ -19,7 +19,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
-"""Largest training loss; a larger one is reduced to it, and counts as scaled."""
+"""Largest training loss in a sum. Larger losses are reduced to this value, and count as scaled."""
 
 
 @dataclass(frozen=True)

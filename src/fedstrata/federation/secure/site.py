@@ -96,11 +96,11 @@ class Site:
     """The state of a site in the secure sums of one job.
 
     The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
-    ``answered`` must be saved. If ``answered`` were not saved, a server could make sites restart, and ask the same
-    question again without one of the sites. The difference of the two sums would then be the vector of this site.
+    ``answered`` must be saved. Otherwise, a server could ask the same question again without one of the sites, and the
+    difference of the two sums would be the vector of this site.
 
-    Each method answers one message of the server. If a check fails, the method raises ``RefusedError``, and the state
-    does not change. The server is the adversary, so its messages may contain any values.
+    Each method answers one message of the server, which may contain any values. If a check fails, the method raises
+    ``RefusedError``, and the state does not change.
 
     Args:
         job: The hash of the job. The job contains the spec.
@@ -385,7 +385,7 @@ class Site:
 
     def _check_present(self, current: _Exchange, joined: _Joined, present: Mapping[str, In]) -> None:
         same = current.only in (None, sorted(present))
-        self._require("continued", same, "the sum has other contributors than the sum that it continues")
+        self._require("continued", same, "the sum does not have the same contributors as the previous sum")
         for name, each in present.items():
             signed = protocol.present_statement(current.context, name, each.enough)
             right = name in current.members and valid(joined.package(name).job_key, each.signature, signed)

@@ -1,4 +1,4 @@
-"""Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
+"""Count samples under encryption: the server adds up encrypted counts, and a client decrypts the totals.
 
 A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. For clients, each
 placeholder has a different, random number, which is called its *name*.

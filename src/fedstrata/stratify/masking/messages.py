@@ -154,10 +154,9 @@ class CompareReply(Reply):
     """The positions at which the server's encrypted list of labels (the unique list) contains the client's labels.
 
     Args:
-        places: The position of a zero difference for each label of the client, int64, shape (L,). The position is i ·
-            width + c if the difference in column c of the request's ciphertext i is zero. The label then equals an
-            entry of the list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines columns
-            and width.
+        places: The position of a zero difference for each label of the client, int64, shape (L,). A zero difference in
+            column c of the request's ciphertext i has the position i · width + c, and means that the label is on the
+            list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -278,7 +277,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals: fewer samples of a label than clients with it, or samples that no client has.
+        """Refuse impossible totals, such as fewer samples of a label than clients with this label.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
