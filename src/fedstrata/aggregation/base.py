@@ -47,7 +47,7 @@ class Aggregator(Setting):
     """
 
     own_starts: ClassVar[bool] = False
-    """Whether clients start training at the models that ``starts`` returns, instead of the global model."""
+    """Whether clients start training from the models that ``starts`` returns, instead of the global model."""
 
     server: AnyServer = ServerOptimizer()
 

@@ -22,8 +22,8 @@ class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
     The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step sets m ← β₁ m +
-    (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g², Yogi sets v ← v − (1
-    − β₂) g² sign(v − g²), and Adagrad sets v ← v + g² with β₁ = 0. Adaptive optimisers have no bias correction, unlike
+    (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v − (1
+    − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Adaptive optimisers have no bias correction, unlike
     PyTorch's Adam.
 
     Args:

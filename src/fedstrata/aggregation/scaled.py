@@ -26,11 +26,11 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """Weights that correct for different numbers of local steps (FedNova).
 
-    The weight of client k is p_k (Σ_j p_j τ_j) / τ_k, where τ_k is the client's number of steps, and p_k is its weight
-    in the aggregator ``size``. If the clients' SGD has momentum, the sum of all gradients' weights in the update
-    replaces τ_k (see ``gradient_weights``). Weight decay and terms that an objective adds to the loss count as parts of
-    the gradient. In the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's
-    buffers are averaged with p_k.
+    The weight of client k is p_k (Σ_j p_j τ_j) / τ_k for τ_k steps, where p_k is the client's weight in the aggregator
+    ``size``. If the clients' SGD has momentum, the sum of all gradients' weights in the update replaces τ_k (see
+    ``gradient_weights``). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In
+    the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged
+    with p_k.
     """
 
     needs_replies = ""
@@ -95,7 +95,7 @@ class Normalised(MeanBySize):
 
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
-    """Return the sum of the weights of all steps' gradients in an update of SGD with momentum.
+    """Return the sum of the gradients' weights in an update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
     step, with ρ times its weight in the previous step.

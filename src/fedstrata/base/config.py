@@ -2,8 +2,8 @@
 
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
 fields are the settings, and the methods define the behaviour. For example, ``Registry`` converts ``{"name":
-"dirichlet", "alpha": 0.1}`` to such a model. It imports the model's class only when the class is needed. Users name
-their own classes by ``"module:Class"``.
+"dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is needed.
+Users name their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Setting(BaseModel):
 
     @property
     def implementation(self) -> Any:
-        """The class or function that implements the setting. Its source code is a part of a run's identity."""
+        """The class or function that implements the setting, whose source code is a part of a run's identity."""
         return type(self)
 
     if not TYPE_CHECKING:  # not for type checkers, which derive the arguments from the fields

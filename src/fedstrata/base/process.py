@@ -13,9 +13,9 @@ import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # numbers of parameters of the C function mallopt
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
-"""The values of parameters of ``mallopt``, in bytes: the free memory that the heap keeps, the step by which the heap
-grows, and the size from which blocks are allocated outside the heap. The last value is the largest that the C library
-accepts."""
+"""The values of three parameters of ``mallopt``, in bytes: the free memory that the heap keeps, the step by which the
+heap grows, and the size of blocks outside the heap. The last value is the largest that the C library accepts.
+"""
 
 
 def prepare_process(threads: int) -> None:

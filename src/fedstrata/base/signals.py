@@ -105,7 +105,7 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If not, Linux is not asked to
-            send SIGTERM, because Linux would send it when the thread that started this process ends.
+            send SIGTERM, because Linux would send the signal when the starting thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

@@ -131,8 +131,8 @@ def explanations(word: str) -> list[dict[str, Any]]:
     """List the meanings that a word has in specs.
 
     Args:
-        word: A key (``alpha``), a section (``training``), or the name of a class in a section (``dirichlet``). A dotted
-            path that ends with one of these, and a value of a key (``constant``), are accepted too.
+        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), or a value
+            of a key (``constant``). Dotted paths are also accepted.
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, its ``section``, its meaning ``about``, its

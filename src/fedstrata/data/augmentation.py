@@ -1,7 +1,7 @@
-"""Augment the inputs on which clients train with random changes, which ``data.augment`` chooses.
+"""Change the inputs of training batches at random, according to ``data.augment``.
 
-Only the batches of local training are augmented. All other computations use the original samples. Such computations are
-evaluations, predictions, gradients and losses for samplers, and an objective's computations over all samples.
+Only the batches of local training are augmented. All other computations, such as evaluations and predictions, use the
+original samples.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Dataset:
         domain_names: The name of each domain.
         shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
             inputs, this is a mapping from the name of each normalised input to its shift.
-        scale: The factor of each channel or feature. It is applied after ``shift`` is subtracted.
+        scale: The factor of each channel or feature, which is applied after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
@@ -351,8 +351,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
     """Compute the shift and scale that normalise inputs, from the training inputs; see ``shift_and_scale``.
 
     Returns:
-        The shift and the scale. For several inputs, these are mappings from the name of each float input to its shift
-        and scale. Both are None if inputs are not normalised.
+        The shift and the scale, or None and None if inputs are not normalised. For several inputs, shift and scale are
+        mappings from the name of each float input.
     """
     if normalize in ("keep", "none"):
         return None, None

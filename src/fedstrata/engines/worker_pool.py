@@ -1,7 +1,7 @@
 """Compute the answers of clients in worker processes, in parallel with the process of the experiment.
 
-Workers are forks of this process. They can therefore use the data, the model and the settings without a copy. Each
-worker uses one thread. Any free worker may compute any client's answer, because the result is the same.
+Workers are forks of this process, and use the data, the model and the settings without a copy. Each worker uses one
+thread. Any free worker may compute any client's answer, because the result is the same.
 
 Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times as fast on an MLP
 (``benchmarks/fast_paths.py``).

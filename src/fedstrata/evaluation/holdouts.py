@@ -160,8 +160,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    The result is None if the partition does not use the data set's clients. It is also None if the clients of test
-    samples are unknown.
+    The result is None if the partition does not use the data set's clients, or if the clients of test samples are
+    unknown.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -198,9 +198,9 @@ def split_each(
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
     """Choose samples of each client at random, with the same fraction of each label.
 
-    The choice is a systematic sample: the samples are sorted by label and shuffled within each label, and every (n /
-    m)-th of a client's n samples is chosen. The result contains a fraction m / n of each label's samples, rounded up or
-    down. A real site makes the same choice as a simulation.
+    The choice is a systematic sample. Samples are sorted by label and shuffled within each label, and every (n / m)-th
+    of a client's n samples is chosen. The result contains a fraction m / n of each label's samples, rounded up or down.
+    A real site makes the same choice as a simulation.
 
     Args:
         owners: The client of each sample, ascending, one entry per sample.
@@ -262,7 +262,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return only the samples of the ``chosen`` clients. These clients get new ids from 0 in the same order."""
+    """Return only the samples of the ``chosen`` clients, which get new ids from 0 in the same order."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

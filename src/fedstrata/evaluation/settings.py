@@ -36,7 +36,7 @@ class Evaluation(Setting):
             samples are drawn from each class before the partition. With the partition ``natural``, the samples are
             drawn from each client.
         client_test: Fraction of each client's samples (at least one sample) that is held out as the client's own test
-            samples. These samples are stratified by label. Real sites with separate test samples ignore this setting.
+            samples, stratified by label. Real sites with separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
             clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model. The resulting personal model is

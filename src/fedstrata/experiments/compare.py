@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Key = tuple[str, int]
 """The type of a run's key in a comparison: its label and its seed."""
 Watcher = Callable[[str, int, int], None]
-"""The type of a function that shows progress. Its arguments are a run's label, seed and number of finished rounds."""
+"""The type of a function that shows progress, given a run's label, seed and number of finished rounds."""
 
 
 class Comparison(dict[str, list[History]]):

@@ -268,7 +268,7 @@ def opened(
 
     Args:
         path: The file. If the file does not exist and ``identity`` is given, the file is created.
-        identity: The attributes that the study must have. They prevent a different search from continuing the study.
+        identity: The attributes that the study must have, so that a different search cannot continue it.
         direction: ``"maximize"`` or ``"minimize"`` for a new study; an existing study keeps its direction.
 
     Raises:

@@ -106,7 +106,7 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round. It may store values for later calls of ``online`` in a
+        The check is called once before the first round, and may store values for ``online`` in a
         ``pydantic.PrivateAttr``.
 
         Args:

@@ -64,9 +64,9 @@ class Correlated(Availability):
 class LabelCorrelated(Correlated):
     """Clients with some labels are online more often than clients with other labels (FedAU, arXiv:2306.03401).
 
-    Each label c of C labels gets a random weight w_c, and the weights add up to 1. The probability that a client is
-    online is ``mean`` · C · Σ_c q_c w_c, where q_c is the fraction of the client's samples with label c. The mean over
-    clients is ``mean`` if labels are balanced.
+    Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client with the fraction q_c of
+    its samples in each class c is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``
+    if labels are balanced.
 
     Args:
         concentration: Concentration of the Dirichlet distribution from which the weights of the labels are drawn. With

@@ -294,7 +294,7 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
     """Return metrics of communication, such as the mean number of bytes that clients have sent so far.
 
     Args:
-        weights: The model or gradient that is transferred. Its size in bytes is C.
+        weights: The model or gradient that is transferred, with a size of C bytes.
         transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model and
             returns a gradient, or receives the travelling model and passes it on.
         clients: Number of clients, N.

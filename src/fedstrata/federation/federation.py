@@ -354,7 +354,8 @@ class Federation:
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
                 failure only at the end. The function is then called again for this hop, with None.
-            work: A function of a task and the client's number of samples, which returns the number of sample-gradients.
+            work: A function that returns the number of sample-gradients, given a task and the client's number of
+                samples.
         """
         replies: dict[int, Any] = {}
         failures: list[tuple[ClientId, Failure]] = []

@@ -17,9 +17,8 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""The number of sample-gradients (gradients of one sample) that a client computes for its answer.
-
-Its type is a function of the client's number of samples, or a mapping from each client to a number.
+"""The number of sample-gradients (gradients of one sample) that each client computes for its answer: a mapping, or a
+function of the client's number of samples.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
@@ -98,7 +97,7 @@ class Reply(Message):
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """Put an update back into the reply. This is the inverse of ``split_update``.
+        """Put an update back into the reply, as the inverse of ``split_update``.
 
         Args:
             sent: The model of the request.

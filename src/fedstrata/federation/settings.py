@@ -47,10 +47,10 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of individual samples in local training: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability. The client scales down each sample's
-    gradient to the norm ``clip`` if the gradient is longer. It then adds Gaussian noise to the sum of the gradients.
-    Two data sets are neighbours if they differ by one additional sample. Only the noise of real sites protects data,
-    because the noise of a simulation follows from the seed.
+    In each step, a client draws each of its samples with the same probability. The client scales down gradients that
+    are longer than ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
+    differ by one additional sample. Only the noise of real sites protects data, because the noise of a simulation
+    follows from the seed.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
@@ -70,14 +70,14 @@ class DPSGD(Setting):
 class ClientDP(Setting):
     """Differential privacy of whole clients, with noise that the server or the clients add.
 
-    With ``noise_from = "server"``, the server scales down each update whose norm is above ``clip``, and adds Gaussian
-    noise to the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of
-    the runs. ε limits what others learn from the models about one client, but not what the server learns, because the
-    server sees each update.
+    With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
+    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of the
+    runs. This ε limits what users of the models learn about one client. It does not limit what the server learns,
+    because the server sees each update.
 
-    With ``noise_from = "sites"``, each client scales down its update and adds a share of the noise, which follows a
-    Skellam distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two
-    runs are neighbours if one client sends zeros with noise, instead of its updates, in one of the runs. The choice of
+    With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
+    distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two runs
+    are neighbours if one client sends zeros with noise, instead of its updates, in one of the runs. The choice of
     clients does not lower ε, because the server knows which clients take part.
 
     In both cases, the sum is divided by the expected number of clients per round.
@@ -115,8 +115,8 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each value that it sends, such as an update,
-            a prototype or the mean of a column. A run in which no client has enough samples is refused.
+        min_samples: Minimum number of samples behind each value that a client sends, such as an update, a prototype or
+            the mean of a column. A run in which no client has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.

@@ -67,8 +67,8 @@ class Recipe(Method):
 
     In a spec, a name or a table of settings can replace each of these four choices.
 
-    A subclass overrides ``parts``. This method returns the choices that differ from FedAvg, and builds them from the
-    subclass's settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
+    A subclass overrides ``parts``, which returns the choices that differ from FedAvg. If a spec replaces all choices
+    that a setting affects, the spec must not contain this setting.
 
     Args:
         client_sampler: How the clients of a round are chosen.
@@ -174,11 +174,11 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True, except if the aggregator lets clients start at different models."""
+        """Return True, except if the aggregator lets clients start from different models."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the samplers and of local training; None if one of them does not declare requests."""
+        """Return the requests of the samplers and of local training; None if a part does not declare its requests."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
@@ -259,7 +259,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms of the replies to the requests of local training and of the data sampler."""
+        """Return the forms in which replies are added, for local training and for the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -334,7 +334,7 @@ class Recipe(Method):
             federation: The federation.
             clients: The invited clients.
             request: The request, with the global model.
-            starts: The model at which each client starts; None if all clients start at the global model.
+            starts: The model from which each client starts; None if all clients start from the global model.
         """
         expected = self.objective.expected(request.weights, federation.config)
         return federation.ask(

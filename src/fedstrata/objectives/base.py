@@ -92,7 +92,7 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The smallest number of samples from which a value may be computed that is sent (``privacy.min_samples``).
+        least: The smallest number of samples from which a sent value may be computed (``privacy.min_samples``).
     """
 
     params: Params
@@ -107,7 +107,7 @@ class Stage:
     """A phase of local training in which a client uses another objective.
 
     Args:
-        objective: The objective of the stage. It must not have a state between rounds.
+        objective: The objective of the stage, which must not have a state between rounds.
         epochs: Number of epochs. Default: the number of epochs or steps in the spec's section ``training``.
     """
 

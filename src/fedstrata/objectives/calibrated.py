@@ -2,7 +2,7 @@
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale. FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022) set the shift. The loss is PyTorch's cross-entropy of the new
-logits. This loss is equal to the papers' formulas, and is numerically stable.
+logits, which is equal to the papers' formulas.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Rebalanced(CountsIdle):
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
             (balanced softmax). With 1, the prior is uniform (plain softmax).
         mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
-        transfer: Factor λ in augmented features, which are the prototype of another class plus λ times the deviation of
-            a sample's features from the prototype of its own class.
+        transfer: Factor λ in augmented features, which are another class's prototype plus λ times a deviation: a
+            sample's features minus the prototype of its own class.
         relaxed: Whether both terms of the loss use the prior of the classes. If false, both terms are plain
             cross-entropy (an ablation of the paper).
         keep_prototypes: Whether each client stores its most recently sent prototypes. ``fedstrata audit prototypes``

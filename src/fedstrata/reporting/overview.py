@@ -83,7 +83,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
     Args:
         runs: The runs of each method.
-        comparison: The comparison of these runs. Its first measure is the final value of the primary metric.
+        comparison: The comparison of these runs, whose first measure is the final value of the primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)

@@ -2,7 +2,7 @@
 
 All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold at the same time with 95 % confidence, and their p-values are corrected for the number of differences
+intervals hold at the same time with 95 % confidence. Their p-values are then corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 exactly if the interval excludes zero.
 
 SciPy is imported when it is first needed.
@@ -103,7 +103,7 @@ class Difference:
         mean: The mean over the pairs; None without pairs.
         n: The number of pairs, which is the number of seeds that both methods have.
         interval: The 95 % interval of the mean, see ``paired_difference``. The value is None for fewer than
-            ``MIN_SEEDS`` pairs. It is also None if all differences are equal, because their spread is then unknown.
+            ``MIN_SEEDS`` pairs, or if all differences are equal.
         p: The two-sided p-value, not corrected. The value is None if the test needs more pairs (``FEWEST``), or if all
             differences are equal and therefore cannot be tested.
         corrected: The p-value times the number of differences that are judged together, at most 1.
@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the interval, shifted by ``margin``, shows, or the reason why it shows no order.
+        """Return the order that an interval shows after a shift by ``margin``, or the reason for showing no order.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 

@@ -329,7 +329,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table in Markdown. Its first ``left`` columns are aligned to the left.
+    """Return a table in Markdown, whose first ``left`` columns are aligned to the left.
 
     >>> print(markdown_table(["", "n"], [["a", "1"]]), end="")
     |  | n |

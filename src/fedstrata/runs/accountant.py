@@ -23,7 +23,7 @@ ROUNDS = "privacy.dp"
 """The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
 
 SIZES = "privacy.dp sizes"
-"""The key in ``Simulation.memory`` under which the numbers of samples are stored that real sites have reported."""
+"""The key in ``Simulation.memory`` for the numbers of samples that real sites have reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
 """The orders of the Rényi divergences, which are whole numbers, because sums for other orders may not converge."""

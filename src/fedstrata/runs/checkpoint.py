@@ -54,8 +54,8 @@ class Checkpoint:
         clients: A mapping from each client with a state to the file of this state.
         remote: Whether the sites (the clients' own machines) keep the clients' states, instead of the checkpoint.
         identity: The run's identity; None if the checkpoint has no identity.
-        logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to the checksum of the log's
-            last line at the time of the checkpoint.
+        logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
+            checkpoint was saved.
         loop_state: The state of the loop over rounds; None if the checkpoint has no such state.
     """
 

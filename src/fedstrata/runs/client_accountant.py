@@ -47,9 +47,9 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
 class ClientAccountant(RunAccountant):
     """An accountant that computes the ε of a client from the number of rounds in which the client could take part.
 
-    Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k, whose ε is exact
-    (Balle and Wang 2018, Theorem 8). With Poisson sampling, ε is computed from the distribution of the privacy loss
-    (Koskela et al. 2020), and is never too small.
+    Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k. The ε of this
+    mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, ε is computed from the distribution of
+    the privacy loss (Koskela et al. 2020), and is never too small.
 
     Args:
         dp: The settings of differential privacy.

@@ -42,7 +42,12 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None, "privacy.clients", dp.noise, at_sites),
-        (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
+        (
+            privacy.dp is not None,
+            "privacy.dp",
+            ...,
+            "cannot be combined with privacy.clients yet. Remove one of the two.",
+        ),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (
@@ -51,7 +56,12 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             getattr(spec.attack, "name", ""),
             colluding,
         ),
-        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "has no noise. Remove the key."),
+        (
+            spec.evaluation.weight_diversity,
+            "evaluation.weight_diversity",
+            True,
+            "would be recorded without noise. Remove the key.",
+        ),
         (
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",
@@ -70,7 +80,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             raise SpecError(key, problem, value)
     _check_method(spec.method, config)
     if dp.noise_from == "sites" and isinstance(getattr(spec.method, "client_sampler", None), Poisson):
-        problem = "invites a random number of clients, so that a sum may have too few. Use 'uniform' or 'all'."
+        problem = "invites a random number of clients, so a sum may have too few clients. Use 'uniform' or 'all'."
         raise SpecError("method.client_sampler", problem, "poisson")
     accountant = client_accountant_of(spec, config)
     if accountant.ending({}):

@@ -142,8 +142,7 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
     Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
-    factory of the model, as ``"module:factory"``, the Python module of this factory is imported, except if you pass
-    ``model``.
+    factory of the model, the Python module of this factory is imported, except if you pass ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
@@ -191,9 +190,9 @@ class Predictor:
 
     On the run's test set, the accuracy is exactly ``final_accuracy``. To predict on a GPU, move ``module`` to the GPU.
 
-    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, and ``predict`` uses
-    the statistics of each batch, as the evaluation of a run does. A prediction then depends on the other samples in the
-    batch, so pass many samples of all classes at once.
+    With ``training.batch_norm = "local"``, ``predict`` normalises with the statistics of each batch, as the evaluation
+    of a run does. A prediction then depends on the other samples in the batch, so pass many samples of all classes at
+    once.
 
     Args:
         module: The module with its final parameters.

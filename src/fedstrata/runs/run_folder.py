@@ -104,7 +104,7 @@ class RunFolder:
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
         self._saved: int | None = None
-        """The round of the latest checkpoint that this process saved; None if it has not saved any."""
+        """The round of the latest checkpoint that this process saved; None before the first checkpoint."""
         # Keep each log open for the whole run, because opening a log reads the whole file to find its last line.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 

@@ -122,7 +122,7 @@ def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     down.
 
     Args:
-        exact: The numbers to round, shape (H,). Their sum must be a whole number.
+        exact: The numbers to round, shape (H,), whose sum must be a whole number.
         generator: The random generator.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()

@@ -21,7 +21,7 @@ from fedstrata.federation.secure.ring import Ring, Words, rounding
 from fedstrata.sampling.messages import SizeReply, SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""The privacy parameter ε of local differential privacy. Its minimum ensures that some answers are truthful."""
+"""The privacy parameter ε of local differential privacy, with a minimum so that some answers are truthful."""
 
 
 @record("Sizes")
@@ -117,7 +117,7 @@ def ask_sizes(
         federation: The federation, through which the server asks the clients.
         clients: The clients to ask.
         epsilon: The privacy parameter ε; None if clients report their true numbers.
-        bound: The public bound M on a client's number of samples. It is used only with ``epsilon``.
+        bound: The public bound M on a client's number of samples, which is used only with ``epsilon``.
 
     Returns:
         A mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of ``estimated_total``.

@@ -49,8 +49,8 @@ class Graph(ClientSampler):
     - The number v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients. The
       variance Var(v + s) is over all N clients, with the divisor N − 1.
 
-    The paper finds the best set. This implementation builds a set client by client, and then exchanges clients until no
-    exchange of two clients improves the set. Ties are broken at random.
+    The paper finds the best set. This implementation adds clients one by one, and then exchanges clients until no
+    exchange improves the set. Ties are broken at random.
 
     Each client sends its label counts once. In the long run, all clients that are available often enough are chosen
     equally often.
@@ -130,12 +130,12 @@ def counted(times: Ints, places: Ints) -> Ints:
 def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     """Return the distance between each pair of N clients, from 0 to 1, shape (N, N).
 
-    The similarity V of two clients is the cosine between their label counts. It is scaled so that the smallest
-    similarity of all pairs is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² /
-    σ²). The distance is the length of the shortest path, divided by the length of the longest shortest path. The
-    distance of clients without a path between them is the longest path, or the length of an edge of similarity ε if
-    this is longer. In the authors' code, the distance of such clients is the longest path, and similarities are scaled
-    only by the largest similarity.
+    The similarity V of two clients is the cosine between their label counts. Similarities are scaled so that the
+    smallest is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
+    distance is the length of the shortest path, divided by the length of the longest shortest path. Clients without a
+    path between them have the distance of the longest path, or of an edge of similarity ε if this edge is longer. In
+    the authors' code, the distance of such clients is the longest path, and similarities are scaled only by the largest
+    similarity.
 
     Args:
         counts: The label counts of each client, shape (N, C).

@@ -86,7 +86,7 @@ class LabelCounts:
         return cls(np.fromiter(replies, dtype=np.int64), counts)
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with known counts, shape (m,), and these counts, shape (m, C)."""
+        """Return the candidates with known counts, shape (m,), and their counts, shape (m, C)."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.counts[available]
 

@@ -31,7 +31,7 @@ Estimates = Literal["round", "pooled"]
 
 @record("FedSTaSDataState")
 class FedSTaSDataState:
-    """The running mean of the estimated total number of samples of a round's participants.
+    """The running mean of a round's estimated total number of samples.
 
     Args:
         total: The sum of the estimates so far.
@@ -104,7 +104,7 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private. This is the case with ``epsilon`` or ``share``."""
+        """Whether clients keep their numbers of samples private: True with ``epsilon`` or ``share``."""
         return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:

@@ -63,8 +63,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
         centres: The largest number d' of clusters, at most 255.
 
     Returns:
-        Two arrays. The first array contains the means, ascending, shape (d',). It has fewer elements if the vector has
-        fewer different values. The second array contains the index of the mean for every coordinate, shape (d,).
+        Two arrays. The first array contains the means, ascending, shape (d',) or shorter if the vector has fewer
+        different values. The second array contains the index of the mean for every coordinate, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()

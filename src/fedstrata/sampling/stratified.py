@@ -55,13 +55,13 @@ class StratifiedState:
         known: Clients with a known gradient, ascending, int64.
         rows: The gradients, with one row of length d for each client in ``known``.
         participants: Clients that sent back a model in the last round, ascending, int64.
-        sent: A random projection of the global model of the last round, shape (d,). It is empty if updates are not used
-            as gradients.
+        sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
+            gradients.
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round.
-            This is the case for at most ``FITTED`` clients, or if all clients send new gradients.
+        clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round:
+            for at most ``FITTED`` clients, or if all clients send new gradients.
     """
 
     known: Ints

@@ -1,4 +1,4 @@
-"""Generate the reference of all sections, names and keys of a spec from the classes of settings."""
+"""Generate the reference of the sections, names and keys of a spec from the classes of settings."""
 
 from __future__ import annotations
 

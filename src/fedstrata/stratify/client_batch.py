@@ -45,8 +45,8 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Two keys of a client's state: for its used, unused and reserved samples, and for a mapping from each placeholder (a
-number that stands for a label) to the label.
+"""Two keys of a client's state: for its used, unused and reserved samples, and for the labels of placeholders (numbers
+that stand for labels).
 """
 
 
@@ -252,7 +252,7 @@ def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
 
 @handles(LabelWeightedGradient)
 def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> GradientReply:
-    """Compute the gradient of the losses of a client's samples of a batch, multiplied by the weights of their labels.
+    """Compute the gradient of a client's part of a batch, in which the weight of a loss depends on the label.
 
     Raises:
         FedstrataError: ``privacy.min_samples`` is more than 1.

@@ -100,7 +100,7 @@ class FusedSteps:
 
     Each task first only draws its samples. The steps for many tasks (a *block*) are taken later, all at once. The model
     is bit for bit the same as if each client took its own steps. If the model is not finite after a block, the block is
-    repeated task by task, and tasks after which the model is not finite are undone.
+    repeated task by task, and each task with this result is undone.
 
     Args:
         context: The context that the clients share.

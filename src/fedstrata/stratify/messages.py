@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests and batches without reserved samples. It also refuses batches that were
-        already used or come in the wrong order.
+        The client refuses malformed requests, batches without reserved samples, and batches that were already used or
+        come in the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:

@@ -43,14 +43,14 @@ class Stratify(Method):
     """Trains one epoch per round on a random schedule of labels, which mixes the classes in every batch.
 
     The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
-    with this label. In mode ``batch``, a batch consists of samples of many clients. Each batch gives one step with the
-    mean gradient of its samples, which is the step of centralised training on these samples. In mode ``single``, the
-    model travels from client to client, and each client takes one SGD step per sample.
+    with this label. In mode ``batch``, a batch consists of samples of many clients. For each batch, the server takes
+    one step with the mean gradient of the batch's samples, as in centralised training on these samples. In mode
+    ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
-    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. In a
-    random order, the last samples of each label at each client (the fraction ``stream``) arrive in equal portions, one
-    portion for each round of single-sample mode. All other samples are available from the start. Each client rounds its
-    portions down, and a sample may be used twice to fill the schedule.
+    In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
+    client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
+    equal portions, one portion for each round of single-sample mode. All other samples are available from the start.
+    Each client rounds its portions down, and a sample may be used twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
     have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
@@ -63,9 +63,9 @@ class Stratify(Method):
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
             at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
         label_weights: Whether the loss of a sample is weighted by its label; only in batch mode. The weight is the
-            label's share of all samples, divided by its share of the samples in an epoch. The expected gradient of a
-            batch is then the gradient of the mean loss over all samples, if each sample of a label is equally likely.
-            The paper does not have these weights.
+            label's share of all samples, divided by its share of the samples in an epoch. If each sample of a label is
+            equally likely, the expected gradient of a batch is then the gradient of the mean loss. The paper does not
+            have these weights.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
@@ -82,8 +82,7 @@ class Stratify(Method):
             chooses clients that can train on as many labels of the chunk as possible. A larger value means fewer
             transfers of the model.
         retain: Of all clients with samples of a label, the fraction that may train on this label within a chunk; only
-            in single-sample mode. These clients are drawn at random for each chunk and label. A larger value means
-            fewer transfers, but favours clients with many labels.
+            in single-sample mode. A larger value means fewer transfers, but favours clients with many labels.
         pretraining: Number of initial rounds in batch mode; only in hybrid mode. Default: half of all rounds.
         stream: Fraction of each client's samples that become available only during the rounds in single-sample mode;
             only in hybrid mode.

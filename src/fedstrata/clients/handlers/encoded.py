@@ -1,7 +1,7 @@
 """Answer encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from its latest model and later changes, answers the inner request, encodes the update
-in its reply, and stores the encoding error.
+The client computes the new model from its latest model and later changes. The client then answers the inner request,
+encodes the update in its reply, and stores the encoding error.
 """
 
 from __future__ import annotations

@@ -94,9 +94,8 @@ class LocalData:
         Args:
             training: The settings of local training, such as the samples per step, and epochs or steps.
             generator: The random generator that draws the order of the samples.
-            pairs: Whether a step needs at least two samples, for example because of BatchNorm. The last sample of an
-                epoch is then added to the previous batch if it would be alone, and a client with a single sample takes
-                no step.
+            pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
+                end of an epoch is then added to the previous batch. A client with a single sample takes no step.
         """
         n = self._size
         size = min(training.batch_size * training.accumulate, n)
@@ -158,8 +157,7 @@ class Outcome:
     Args:
         weights: The model after the last step.
         steps: Number K of steps.
-        seen: Number of sample-gradients, which is the number of samples in the batches of all steps, including
-            repetitions.
+        seen: Number of sample-gradients: the number of samples in all batches, including repetitions.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
         kept: The objective's new state, which the client keeps.

@@ -15,7 +15,7 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw logarithms of Dirichlet shares along the last axis. These logarithms are finite even for very small α.
+    """Draw logarithms of Dirichlet shares along the last axis, which are finite even for very small α.
 
     A Dirichlet share is a gamma variate divided by the sum of all gamma variates. For small α, gamma variates underflow
     to 0. The function therefore draws log(Gamma(α)) as log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and
@@ -37,8 +37,7 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    Boundaries between clients are rounded to whole samples at random, so that the expected number of samples of a
-    client is exactly proportional to its draw.
+    Numbers of samples are rounded at random, so that each client's expected number is exactly proportional to its draw.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
@@ -108,7 +107,7 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
         rng: The generator of the choices.
 
     Returns:
-        The client and the class of each holding, sorted by client. Both arrays have one entry per holding.
+        The client and the class of each holding, as two arrays with one entry per holding, sorted by client.
     """
     owner = np.repeat(np.arange(len(each)), each)
     held = rng.permutation(classes)[np.arange(len(owner)) % classes]

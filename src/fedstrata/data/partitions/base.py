@@ -147,7 +147,7 @@ class Partition(Setting):
         """Divide the training samples with ``assign``, and check that no sample is lost or given to two clients.
 
         Args:
-            dataset: The data set. Its training samples are divided.
+            dataset: The data set with the training samples to divide.
             seed: The experiment's seed.
 
         Raises:

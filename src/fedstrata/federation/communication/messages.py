@@ -114,7 +114,7 @@ class Coefficients(Request):
     """A request for a client's term of PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
-        exchange: Id of the exchange. It is the same as for the first sum.
+        exchange: Id of the exchange, which is the same as for the first sum.
         frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
     """
 

@@ -71,7 +71,7 @@ class _Term:
 
 
 class SecondForm(ModelForm):
-    """The form of a client's term of the second sum, w_k M_kᵀ P, and of the other numbers of its reply.
+    """The form of a client's term of the second sum, w_k M_kᵀ P, and of all other numbers in the reply.
 
     The columns of P are orthonormal. An element of M_kᵀ P is therefore at most √rows times as large as the largest
     element of M_k.

@@ -246,7 +246,7 @@ def skellam(generator: np.random.Generator, size: int, variance: float) -> NDArr
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
     """Return the random generator that rounds the numbers of one client's message.
 
-    The random numbers are not secret. They reveal nothing, because the sum contains only rounded numbers.
+    The random numbers are not secret, and reveal nothing, because the sum contains only rounded numbers.
 
     Args:
         seed: The experiment's seed.

@@ -96,8 +96,8 @@ class Site:
     """The state of a site in the secure sums of one job.
 
     The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
-    ``answered`` must be saved. Otherwise, a server could ask the same question again without one of the sites, and the
-    difference of the two sums would be the vector of this site.
+    ``answered`` must be saved. Otherwise, a server could repeat a question without one of the sites, and compute the
+    site's vector from the two sums.
 
     Each method answers one message of the server, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
@@ -108,9 +108,8 @@ class Site:
         trust: The certificates that the site accepts.
         parties: Smallest number of sites with enough samples in a sum, at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
-        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", the site
-            does not wait for signatures if all sites have sent their vectors. Both values are equally safe, and
-            "needed" saves two messages per site.
+        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", which is
+            equally safe, the site does not wait for signatures if all sites have sent their vectors.
         exchanges: Number of exchanges for which the site makes keys in advance.
         answered: The hashes of the questions that the site had answered in this job before its restart.
     """

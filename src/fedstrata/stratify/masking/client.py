@@ -159,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report the client's fraction of all clients' samples of each of its labels."""
+    """Report, for each label of the client, which fraction of all clients' samples it has."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

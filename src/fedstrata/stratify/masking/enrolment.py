@@ -45,8 +45,9 @@ class Roll:
         names: The random numbers that the P placeholders have for clients: a permutation of 0 … P − 1. All other fields
             use the server's own numbers 0 … P − 1 of the placeholders.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: A mapping from each client to its number of samples of each of these placeholders. The mapping contains
-            only clients that reported counts, which they do if labels are not masked, or if selection is weighted.
+        counts: A mapping from each client to its numbers of samples, in the order of the client's placeholders in
+            ``held``. The mapping contains only clients that reported counts, which they do if labels are not masked, or
+            if selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With this knowledge, the server recognises the labels of clients that join later.
@@ -137,7 +138,7 @@ def enrol(
         federation: The federation, through which the server asks clients.
         masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares labels under encryption.
-        weighted: Whether clients also report their fraction of all clients' samples of each of their labels.
+        weighted: Whether clients also report which fraction of all samples of a label they have.
         before: The result of an earlier enrolment. The server asks only clients that are missing in the earlier result,
             and placeholders keep their labels.
         watch: A function that is called with the name of each phase when it begins. The phases are "unique list" (find

@@ -61,12 +61,12 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns, which is the number of entries in one ciphertext (page) of the unique list."""
+        """The number of entries in one ciphertext (page) of the unique list, called columns."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of rows, which is the number of labels in one ciphertext (sheet) of a client."""
+        """The number of labels in one ciphertext (sheet) of a client, called rows."""
         return self.slots // self.width
 
     @property

@@ -38,8 +38,8 @@ class PackedRegister:
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: The index in the list of each placeholder (a number that stands for a label), shape (P,). This index is
-            the page's index times the width, plus the index within the page.
+        places: The index of each placeholder (a number that stands for a label) in the list, shape (P,). Indices count
+            the entries of all pages.
     """
 
     keys: PublicKeys
