@@ -188,7 +188,7 @@ class _ByClient(Metric):
 
 
 class _OfCounts(_ByClient):
-    """A base class of metrics that are computed from each class's numbers of samples, predictions and correct ones."""
+    """A base class of metrics that are computed from counts of samples, predictions and correct predictions."""
 
     table = "counts"
 
@@ -268,7 +268,7 @@ class MeanIoU(_OfCounts):
 
 
 class _OfErrors(Metric):
-    """A base class of metrics of regressions, computed from sums over samples; the mean over several targets."""
+    """A base class of regression metrics, which are computed from sums over samples and averaged over targets."""
 
     table = "errors"
     higher_is_better = False

@@ -400,7 +400,7 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
     """Return Optuna's sampler, a tree-structured Parzen estimator, with a seed that depends on trial and key.
 
-    So a proposal depends on the trials that have ended, but not on interruptions of the search.
+    A proposal therefore depends on the trials that have ended, but not on interruptions of the search.
     """
     from optuna.samplers import TPESampler
 

@@ -101,7 +101,7 @@ class ClientAccountant(RunAccountant):
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": self._statement()}
 
     def _statement(self) -> dict[str, Any]:
-        """Return the statement of what ε is about, for the record of a round."""
+        """Return a description of ε for the record of a round."""
         sampled = self.rate is not None
         return {
             "unit": "client",

@@ -46,7 +46,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             privacy.dp is not None,
             "privacy.dp",
             ...,
-            "cannot be combined with privacy.clients yet. Remove one of the two.",
+            "cannot be used together with privacy.clients. Remove one.",
         ),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
@@ -60,7 +60,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             spec.evaluation.weight_diversity,
             "evaluation.weight_diversity",
             True,
-            "would be recorded without noise. Remove the key.",
+            "is recorded without noise. Remove the key.",
         ),
         (
             isinstance(spec.communication.up, PowerSGD),

@@ -110,7 +110,7 @@ class FedSamplingData(DataSampler):
         return self._result(answered.state, estimated_total(answered.responses, answered.bound, answered.alpha))
 
     def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Do what ``keep`` does, and learn only the sum of the participants' answers."""
+        """Return the result of ``keep``, computed from only the sum of the participants' answers."""
         from fedstrata.federation.secure.simulated import ask_sum
 
         request = size_report(federation, self.epsilon, self.bound)

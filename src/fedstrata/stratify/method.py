@@ -138,7 +138,7 @@ class Stratify(Method):
         self._mode.check(config)
 
     def _check_label_weights(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose what is hidden."""
+        """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose hidden values."""
         problems = {
             "requires batches. Use method.mode = 'batch'.": self.mode != "batch",
             "is the gradient of the mean loss only for one local step. Use method.local_steps = 1.": (

@@ -279,7 +279,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product; if a factor is a view, also the node that it is a view of."""
+    """Return the factors of a product; for a factor that is a view, also return the viewed node."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor

@@ -343,7 +343,7 @@ class Exchange:
         self.outgoing = dict.fromkeys(self._members, Opened(self.number, self.contributors))
 
     def _seed(self, kind: Seed, owner: str, shares: Mapping[str, bytes]) -> bytes | None:
-        """Return a seed of a site, reconstructed from shares; None, and a failed exchange, if no shares give it."""
+        """Return a site's seed, reconstructed from shares. If this is impossible, fail the exchange and return None."""
         package, threshold = self._package[owner], self._roster.threshold
         numbers = {holder: int.from_bytes(share) for holder, share in shares.items()}
 
@@ -399,7 +399,7 @@ class Exchange:
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
-    """Return the reason why a reply is not a message of a kind; an empty text if it is."""
+    """Return the reason why a reply is not a message of the expected kind; otherwise, an empty text."""
     if not isinstance(reply, kind):
         return f"it has sent a {type(reply).__name__} instead of a {kind.__name__}"
     try:
@@ -410,7 +410,7 @@ def _type_defect(reply: Any, kind: type[Message]) -> str:
 
 
 def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> bool:
-    """Return True if a reply has one possible share of each seed that was asked for."""
+    """Return True if a reply has one possible share of each requested seed."""
     if reply.selfs.keys() != set(contributors) or reply.pairs.keys() != set(lost):
         return False
     each = [*reply.selfs.values(), *reply.pairs.values()]
@@ -418,7 +418,7 @@ def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> 
 
 
 def _sets(holders: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Return sets of holders whose shares are tried: all sets if they are few, otherwise random ones."""
+    """Return sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
     if math.comb(len(holders), size) <= MOST_TRIES:
         yield from combinations(holders, size)
         return

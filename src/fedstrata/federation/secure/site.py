@@ -405,7 +405,7 @@ def _shares_of(seeds: Sequence[Mapping[Seed, bytes]], threshold: int, sites: int
 
 
 def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content: bytes) -> bool:
-    """Add the shares of one owner's seeds to those of each exchange.
+    """Add the shares of one owner's seeds to the shares of each exchange.
 
     Args:
         shares: The shares of each exchange, to which the new ones are added.
@@ -413,7 +413,7 @@ def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content
         content: The content of a box: the shares of all exchanges.
 
     Returns:
-        False if the content is not that of a box, so that nothing was added.
+        False if the content is invalid, so that nothing was added.
     """
     size = shamir.SHARE_BYTES
     if len(content) != len(shares) * len(SEEDS) * size:
