@@ -354,7 +354,7 @@ def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pyte
     assert len(table) == 10
     assert table[1].split(",")[2:6] == ["first", "0", "SizeReport", "round"]
     assert main(["ledger", str(tmp_path), "--verify"]) == 0
-    assert capsys.readouterr().out == "whole: 9 entries\n"
+    assert capsys.readouterr().out == "complete: 9 entries\n"
     assert main(["ledger", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["whole"], told["entries"]) == (True, 9)

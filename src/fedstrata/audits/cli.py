@@ -30,7 +30,7 @@ def _add_gradients(kinds: common.Commands) -> None:
         fedstrata audit gradients runs/stratify
         fedstrata audit gradients runs/stratify --sizes 1 4 16
     """
-    help = "reconstruct labels and images from gradients of Stratify, by number of samples"
+    help = "reconstruct labels and images from Stratify's gradients, for several numbers of samples"
     parser = _add_kind(kinds, "gradients", help, examples)
     _add_steps(parser)
     parser.add_argument(
@@ -63,10 +63,10 @@ def _add_updates(kinds: common.Commands) -> None:
         fedstrata audit updates runs/fedavg
         fedstrata audit updates runs/secure --parts 40 --json
     """
-    help = "invert updates and their sums, and find out which samples were trained on"
+    help = "attack updates and their sums: reconstruct samples, and find out which samples were trained on"
     more = (
         "The audit attacks the update of each client and the sum of all updates of a round, with two attacks: gradient "
-        "inversion and membership inference. The table says which of them the server sees."
+        "inversion and membership inference. The table says which of these updates and sums the server sees."
     )
     parser = _add_kind(kinds, "updates", help, examples, more)
     _add_steps(parser)
@@ -82,13 +82,16 @@ def _add_canaries(kinds: common.Commands) -> None:
     """
     help = "compute a lower bound of ε, from artificial samples that the attacker must find"
     more = (
-        "The audit trains again from the first round. If the bound is above the ε of the accountant, training does not "
-        "have this ε. With --divide-noise 10, the noise is too small on purpose, so the bound should be above ε."
+        "The audit trains again from the first round. If the bound is above the accountant's ε, training is less private "
+        "than the accountant says. With --divide-noise 10, the noise is too small on purpose, so the bound should be "
+        "above ε."
     )
     parser = _add_kind(kinds, "canaries", help, examples, more)
     help = "number of artificial samples (default: 1000). More samples give a larger bound"
     parser.add_argument("--canaries", type=int, default=1000, metavar="N", help=help)
-    parser.add_argument("--client", type=int, metavar="ID", help="client with canaries (default: the largest client)")
+    parser.add_argument(
+        "--client", type=int, metavar="ID", help="client with the artificial samples (default: the largest client)"
+    )
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the bound (default: 0.95)")
     help = "number by which to divide the noise, as a control (default: 1)"
     parser.add_argument("--divide-noise", type=float, default=1.0, metavar="X", help=help)

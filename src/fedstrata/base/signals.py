@@ -17,7 +17,7 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended, by the convention of shells."""
 
 GRACE = 2.0
-"""Seconds after the end of its parent process after which a child process is killed.
+"""Seconds that a child process may continue after the end of its parent process, before it is killed.
 
 The time is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets a lock that the child has.
 """

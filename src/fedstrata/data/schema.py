@@ -30,9 +30,11 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""In tables with more rows, a category column causes a warning if it has more distinct values than half the rows."""
+"""In tables with more rows than this number, a category column causes a warning if it has more distinct values than
+half the rows.
+"""
 MOST_CATEGORIES = 100
-"""A column with more categories causes a warning, because each category becomes a feature."""
+"""A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The form of texts that are read as a date or a time of day."""

@@ -63,8 +63,8 @@ class RequestRule:
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
             This rule has no effect in jobs that do not send the enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
-        together: Whether several clients may answer together, while the server adds up their tensors. If one of these
-            clients fails, the same request may come again.
+        together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
+            these clients fails, the same request may come again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
         merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a

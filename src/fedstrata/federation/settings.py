@@ -115,8 +115,8 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples behind each value that a client sends, such as an update, a prototype or
-            the mean of a column. A run in which no client has enough samples is refused.
+        min_samples: Minimum number of samples for each value that a client sends, such as an update, a prototype or the
+            mean of a column. A run in which no client has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.

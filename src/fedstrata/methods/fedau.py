@@ -12,8 +12,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 class FedAU(Recipe):
     """FedAvg that weights each client's update by the mean number of rounds between the client's replies.
 
-    With these weights, clients that are often absent have the same influence as other clients. See the aggregator
-    ``fedau``.
+    Clients that are often absent then have the same influence as other clients. See the aggregator ``fedau``.
 
     Args:
         cutoff: Longest interval between two replies of a client, in rounds (K). A longer absence counts as several

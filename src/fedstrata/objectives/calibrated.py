@@ -54,7 +54,7 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
     """Count the clients that learn nothing, because their softmax has only one class.
 
-    The loss and its gradients are exactly 0 at these clients. Clients that took no step are not counted.
+    The loss of such a client is constant, and its gradients are exactly 0. Clients that took no step are not counted.
     """
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(map(_idle, trained))} if trained else {}

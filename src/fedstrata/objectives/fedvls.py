@@ -52,8 +52,8 @@ class Vacant(Distilled):
       classes: p̂ of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
-    learns nothing, because all three terms have zero gradients at the global model. Unlike the authors' code, the mean
-    of L_sup leaves out samples of class c. In the authors' code, vacant classes have the prior 10⁻⁹ in L_cal.
+    learns nothing, because all three terms have zero gradients at the global model. Unlike in the authors' code, the
+    mean of L_sup leaves out samples of class c. In the authors' code, vacant classes have the prior 10⁻⁹ in L_cal.
 
     Args:
         distillation: Weight λ of the vacant-class distillation.

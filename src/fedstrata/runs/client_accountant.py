@@ -27,7 +27,8 @@ from fedstrata.spec.experiment import Experiment
 MEMORY = "privacy.clients"
 """The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
 LEAST_NOISE = 0.1
-"""The smallest noise for which sampling lowers ε. With less noise, sampling has nearly no effect."""
+"""The smallest noise for which the accountant considers sampling. With less noise, sampling has nearly no effect on ε.
+"""
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:

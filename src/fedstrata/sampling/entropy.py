@@ -35,10 +35,10 @@ class EntropyState:
 class Entropy(ClientSampler):
     """Chooses clients one by one; each new client makes the entropy of the chosen clients' labels as large as possible.
 
-    The first client is drawn uniformly. Then, one by one, the client is added with which the label counts of all added
-    clients have the largest entropy. The buffer contains the clients that were invited most recently, and these clients
-    are left out. If too few other clients can be invited, the clients that have been in the buffer longest may be
-    chosen, too. Ties are broken at random.
+    The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
+    have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
+    left out. If too few other clients can be invited, the clients that have been in the buffer longest may be chosen,
+    too. Ties are broken at random.
 
     Each client sends its label counts once. The sampler is biased on purpose, because it prefers clients with rare
     labels.

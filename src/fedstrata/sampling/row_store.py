@@ -13,7 +13,7 @@ SHARE = 8
 
 @record("RowStore")
 class RowStore:
-    """An immutable matrix, of which copies with a few replaced rows are cheap.
+    """An immutable matrix that is cheap to copy with a few replaced rows.
 
     New rows are stored beside the old matrix until their number is too large; see ``SHARE``.
 

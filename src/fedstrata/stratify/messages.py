@@ -94,7 +94,7 @@ class ReserveReply(Reply):
     """The entries in a request's list of labels for which a client could not reserve a sample.
 
     Args:
-        missing: Whether the client did not reserve a sample for each entry, because all its samples of the label are
+        missing: For each entry, whether the client did not reserve a sample, because all its samples of the label are
             used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
@@ -113,7 +113,7 @@ class GatheredReply(ReserveReply):
     Args:
         batches: The batch in which a client now trains on the sample for each entry of the request's list of labels,
             int64. The value has no meaning if ``missing`` is True.
-        held: Whether the client did not reserve a sample for each entry, because it has too few samples for any batch.
+        held: For each entry, whether the client did not reserve a sample, because it has too few samples for any batch.
             In this case, ``missing`` is True, too, and the sample stays unused.
     """
 
@@ -277,7 +277,8 @@ class StepsReply(Reply):
     """The labels for which a client had no unused sample, and the summed loss of the trained samples.
 
     Args:
-        missing: Whether no sample was trained for each label of the request, because all samples of the label are used.
+        missing: For each label of the request, whether no sample was trained, because all samples of the label are
+            used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.

@@ -64,8 +64,8 @@ class Stratify(Method):
             at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
         label_weights: Whether the loss of a sample is weighted by its label; only in batch mode. The weight is the
             label's share of all samples, divided by its share of the samples in an epoch. If each sample of a label is
-            equally likely, the expected gradient of a batch is then the gradient of the mean loss. The paper does not
-            have these weights.
+            equally likely, the expected gradient of a batch is then the gradient of the mean loss over all samples. The
+            paper does not have these weights.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.

@@ -159,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each label of the client, which fraction of all clients' samples it has."""
+    """Report, for each of the client's labels, which fraction of all clients' samples the client has."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

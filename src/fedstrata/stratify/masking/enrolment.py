@@ -6,7 +6,7 @@ every mode of masking, so that training is the same, too. Clients know the place
 *names*, because the server's own numbers would reveal which client added a label. Neither this module nor its imports
 can access a secret key.
 
-Reference: Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking.
+The page ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking (Stratify §IV-A).
 """
 
 from __future__ import annotations
