@@ -82,9 +82,9 @@ def _add_canaries(kinds: common.Commands) -> None:
     """
     help = "compute a lower bound of ε, from artificial samples that the attacker must find"
     more = (
-        "The audit trains again from the first round. If the bound is above the accountant's ε, training is less private "
-        "than the accountant says. With --divide-noise 10, the noise is too small on purpose, so the bound should be "
-        "above ε."
+        "The audit trains again from the first round. If the bound is above the accountant's ε, training is less "
+        "private than the accountant says. With --divide-noise 10, the noise is too small on purpose, so the bound "
+        "should be above ε."
     )
     parser = _add_kind(kinds, "canaries", help, examples, more)
     help = "number of artificial samples (default: 1000). More samples give a larger bound"

@@ -48,7 +48,7 @@ class Experiment(Setting):
     Args:
         seed: Seed of all random numbers of the experiment.
         data: Data set, with its training and test samples.
-        task: What a model learns: ``classification``, ``regression``, ``multilabel``, ``next-token``, ``segmentation``,
+        task: Task of the model: ``classification``, ``regression``, ``multilabel``, ``next-token``, ``segmentation``,
             or a task of your own. Default: ``regression`` if targets have fractions, otherwise ``classification``.
         partition: Assignment of samples to clients.
         availability: Model of dropouts and delays: which clients answer in a round, and how fast.
