@@ -280,7 +280,7 @@ def test_a_spec_that_does_not_fit_regression_at_sites(place: Path, task: Any, sc
 
 def test_arrays_of_sites_are_classes() -> None:
     spec = fs.Experiment.from_table({"task": "regression", "data": {"name": "own", "shape": [4], "classes": 2}})
-    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which real sites read only fro"):
+    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which real sites read from"):
         prepare_server(spec, None, 3)
 
 
