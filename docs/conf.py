@@ -333,7 +333,7 @@ def write_command_line(app: Sphinx) -> None:
         "",
         "Every command answers `--help` with its arguments and with examples. `--json` prints the result for programs,",
         "`--quiet` leaves out the progress. The exit code is 0 for success, 1 for a failure, and 2 for invalid input.",
-        "The exit code is 3 if a run broke down: the server could not use any client's reply from some round to the end.",
+        "The exit code is 3 if a run broke down: the server could not use any reply from some round to the end.",
         "The exit code is 130 or 143 if the command was interrupted or terminated.",
         "",
         "`fedstrata completion --help` shows how to complete commands with the Tab key in bash, zsh and fish.",
