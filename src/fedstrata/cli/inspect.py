@@ -54,7 +54,7 @@ def _datasets(options: argparse.Namespace) -> None:
         return
     rows = [(name, "yes" if present else "no", about) for name, about, present in available()]
     _columns(("data set", "found", "what it is"), rows)
-    where = f"The files NAME.npz are searched for in {', '.join(map(str, folders()))}."
+    where = f"NAME.npz is read from {' or '.join(map(str, folders()))}."
     print(f"{where} Instead of a name, you may give a path or hub:owner/name.")
 
 
