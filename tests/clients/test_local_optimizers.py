@@ -342,7 +342,7 @@ NEEDS = {
     "single samples": ({"method": {"name": "stratify", "mode": "single"}}, "Stratify's clients take plain SGD steps"),
     "updates": (
         {"method": {"name": "fedsts", "strata": 2, "refresh": "participants", "gradients": "updates"}},
-        "updates divided by lr × steps",
+        "gradients can be computed from updates only if",
     ),
 }
 

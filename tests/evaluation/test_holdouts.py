@@ -159,12 +159,12 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"validation": 0.001},
             None,
-            r"evaluation.validation = 0.001: this fraction of the \d+ training samples of class '\w+' leaves none for",
+            r"evaluation.validation = 0.001: of the \d+ training samples of class '\w+', none would be",
         ),
         (
             {"validation": 0.999},
             None,
-            r"evaluation.validation = 0.999: this fraction .* leaves none to train on. Use a smaller fraction",
+            r"evaluation.validation = 0.999: of the .* none would be left for training. Use a smaller fraction",
         ),
         (
             {"client_test": 0.2},

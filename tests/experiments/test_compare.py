@@ -406,7 +406,7 @@ def test_a_notebook_compares_what_it_defines(tmp_path):
 def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
     monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
-    with pytest.warns(UserWarning, match="one another in this process, because they use its objects and this proc"):
+    with pytest.warns(UserWarning, match="one after another, because they use objects of this process and this proc"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
     there = models(in_turn[0])  # with the same data, handed over; another test may have added a seed
     assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}
@@ -462,7 +462,7 @@ def test_a_module_that_all_seeds_would_start_from_is_warned_of(tmp_path):
 
     spec = fs.Experiment.from_table({"partition": {"clients": 3}, "training": {"rounds": 1, "local_steps": 1}})
     few = {"jobs": 1, "report": False}
-    with pytest.warns(UserWarning, match="model: all seeds start from the weights of this module. Pass its class"):
+    with pytest.warns(UserWarning, match="model: all seeds start from the weights of this module. For different"):
         fs.compare({"a": spec}, seeds=[0, 1], model=network(), out=tmp_path / "module", **few)
     # No warning: the seed decides, the weights are meant, or there is one seed.
     fs.compare({"a": spec}, seeds=[0, 1], model=network, out=tmp_path / "function", **few)

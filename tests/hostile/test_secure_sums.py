@@ -232,7 +232,7 @@ def test_a_sum_that_has_lost_a_site_of_the_sum_before_fails() -> None:
     exchange = world.begin(1, only="abcde")
     world.step(exchange, "abcd", 1)
     assert exchange.stage == "failed"
-    reason = "Exchange 1 has no result, because it has lost a site that has contributed to the sum before."
+    reason = "Exchange 1 has no result, because a site is missing that contributed to the previous sum."
     assert world.server.events[-1].reason == reason
 
 

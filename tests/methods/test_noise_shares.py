@@ -220,7 +220,7 @@ def test_stratify_is_refused():
 
 def test_real_sites_refuse_shares_from_the_seed():
     prepared = fs.prepare(spec())
-    with pytest.raises(SpecError, match=r"privacy\.clients = .*: is only for simulations"):
+    with pytest.raises(SpecError, match=r"privacy\.clients = .*: works only in simulations"):
         check_client_privacy(prepared.spec, replace(prepared.config, sizes=None))
 
 

@@ -42,7 +42,7 @@ TABLE: dict[str, Any] = {
         ({"method": {"name": "ccvr", "aggregator": "mean"}}, r"method\.name = 'ccvr': asks clients"),
         ({"method": {"name": "fedtan", "aggregator": "mean"}, "training": {"local_steps": 1}}, r"method\.name = 'fedt"),
         ({"method": {"name": "fedsampling", "aggregator": "mean"}}, r"method\.data_sampler = 'fedsampling'"),
-        ({"method": {"name": "power-of-choice"}}, r"method\.client_sampler = 'power-of-choice': chooses clients by"),
+        ({"method": {"name": "power-of-choice"}}, r"method\.client_sampler = 'power-of-choice': depends on what"),
         (
             {
                 "method": {
@@ -57,8 +57,8 @@ TABLE: dict[str, Any] = {
         ({"communication": {"up": "powersgd"}}, r"communication\.up = 'powersgd': decodes a client's update with"),
         ({"availability": {"name": "bernoulli", "announced": True}}, r"availability\.announced = True"),
         ({"evaluation": {"weight_diversity": True}}, r"evaluation\.weight_diversity = True"),
-        ({"attack": {"name": "ipm"}}, r"attack = 'ipm': attackers may use other clients' updates"),
-        ({"privacy": {**TABLE["privacy"], "dp": {"clip": 1.0, "noise": 1.0}}}, r"privacy\.dp: cannot be combined"),
+        ({"attack": {"name": "ipm"}}, r"attack = 'ipm': attackers may use the updates of other clients"),
+        ({"privacy": {**TABLE["privacy"], "dp": {"clip": 1.0, "noise": 1.0}}}, r"privacy\.dp: cannot be used together"),
         ({"privacy": {"clients": {"clip": 1.0, "noise": 0}}}, r"privacy\.clients\.noise = 0"),
         ({"privacy": {"clients": {"clip": 1.0, "noise": 1.0, "participations": 0}}}, "participations = 0"),
     ],
@@ -85,7 +85,7 @@ def test_a_method_with_its_own_round_is_refused():
 
 def test_real_sites_refuse_noise_from_the_seed():
     prepared = fs.prepare(fs.Experiment.from_table(TABLE))
-    with pytest.raises(SpecError, match=r"privacy\.clients = .*: is only for simulations"):
+    with pytest.raises(SpecError, match=r"privacy\.clients = .*: works only in simulations"):
         check_client_privacy(prepared.spec, replace(prepared.config, sizes=None))
 
 

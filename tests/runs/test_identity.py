@@ -59,7 +59,7 @@ OTHERS = {
     "model.hidden = [9]: the run in this folder has [8]": {"model": {"hidden": [9]}},
     "method.name = 'scaffold': the run in this folder has 'fedavg'": {"method": "scaffold"},
     "availability.name = 'bernoulli': the run in this folder has 'always'": {"availability": "bernoulli"},
-    "training.rounds = 1: the run in this folder has 2, and this value may only grow": {"training": {"rounds": 1}},
+    "training.rounds = 1: the run in this folder has 2, and you may only increase": {"training": {"rounds": 1}},
 }
 
 

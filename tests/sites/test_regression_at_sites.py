@@ -255,8 +255,8 @@ def test_a_label_that_cannot_be_a_target(
         (
             {"name": "regression", "bins": 3},
             {},
-            "task.step: is required at real sites, which count rounded targets in column 'days' for task.bins. Set it, "
-            "or set task.edges instead of task.bins.",
+            "task.step: is required at real sites, which count rounded values of column 'days' for task.bins. Set "
+            "task.step, or use task.edges instead of task.bins.",
         ),
         (BINS, {"classes": ["1", "2"]}, ("data.schema.classes = ['1', '2']: has no effect, because the labels of this "
             "t")),
@@ -264,9 +264,9 @@ def test_a_label_that_cannot_be_a_target(
         (None, {"columns": {"age": {}}}, "data.schema.classes: is required for real sites, because their rows cannot "),
         (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': is the column of the"),
         (BINS, {"columns": {"days": {}}}, "data.schema.columns: describes no feature. Describe at least one "),
-        ("multilabel", {}, "task = 'multilabel': cannot be used on the sites' own data, which must have one class or "),
-        ("next-token", {}, "task = 'next-token': cannot be used on the sites' own data"),
-        ("segmentation", {}, "task = 'segmentation': cannot be used on the sites' own data"),
+        ("multilabel", {}, "task = 'multilabel': cannot be used at real sites, where the label of a sample must be "),
+        ("next-token", {}, "task = 'next-token': cannot be used at real sites"),
+        ("segmentation", {}, "task = 'segmentation': cannot be used at real sites"),
     ],
     ids=str,
 )  # fmt: skip
@@ -280,7 +280,7 @@ def test_a_spec_that_does_not_fit_regression_at_sites(place: Path, task: Any, sc
 
 def test_arrays_of_sites_are_classes() -> None:
     spec = fs.Experiment.from_table({"task": "regression", "data": {"name": "own", "shape": [4], "classes": 2}})
-    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which real sites read only fro"):
+    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which real sites read from"):
         prepare_server(spec, None, 3)
 
 

@@ -534,7 +534,7 @@ def test_too_few_peers_are_no_sum(tmp_path: Path) -> None:
     assert [record["clients_trained"] for record in history] == [0, 0, 0]
     events = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event["round"] == 1]
     assert [event["kind"] for event in events] == ["refused", "secure sum failed"]
-    assert events[-1]["reason"] == "Only 2 sites have dealt shares, but a sum needs 3."
+    assert events[-1]["reason"] == "Only 2 sites have sent shares, but a sum needs 3."
 
 
 def test_the_ledger_lists_rosters_sums_and_what_was_opened(tmp_path: Path) -> None:

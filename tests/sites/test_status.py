@@ -289,5 +289,6 @@ def test_an_interrupted_submit_says_how_it_goes_on(
     monkeypatch.setattr("fedstrata.sites.submit.submit", interrupt)
     assert main(["submit", "k", "--out", "o"]) == 130
     assert (
-        capsys.readouterr().err == "fedstrata: interrupted. The job continues. To watch it again, repeat the command.\n"
+        capsys.readouterr().err
+        == "fedstrata: interrupted. The job continues. To watch the job again, repeat the command.\n"
     )

@@ -160,8 +160,8 @@ def test_a_run_that_stopped_ends_with_the_same_model(eight: fs.Dataset, tmp_path
         ({"mode": "hybrid"}, {}, "requires batches"),
         ({"local_steps": 2}, {}, "local step"),
         ({"masking": "prf"}, {}, "which masking hides"),
-        ({}, {"privacy": {"min_samples": 2}}, "reduce a sum to few samples"),
-        ({}, {"privacy": {"sums": "secure"}, "partition": {"clients": 5}}, "reduce a secure sum to few clients"),
+        ({}, {"privacy": {"min_samples": 2}}, "only few samples contribute to a sum"),
+        ({}, {"privacy": {"sums": "secure"}, "partition": {"clients": 5}}, "few clients contribute to a secure sum"),
     ],
 )
 def test_where_weights_are_refused(method: dict[str, Any], tables: dict[str, Any], problem: str) -> None:

@@ -47,8 +47,7 @@ class Aggregator(Setting):
     """
 
     own_starts: ClassVar[bool] = False
-    """Whether clients start training at different models, which ``starts`` returns, instead of the global model.
-    """
+    """Whether clients start training from the models that ``starts`` returns, instead of the global model."""
 
     server: AnyServer = ServerOptimizer()
 
@@ -90,9 +89,8 @@ class Aggregator(Setting):
     def init(self, config: FederationConfig) -> Tree:
         """Return the state before the first round. The default is None, because the server optimiser has no state yet.
 
-        A subclass must override ``init`` and ``combine`` if it stores values of clients between rounds. The state is
-        written to checkpoints. The state must therefore be a tree of plain values, arrays and tensors
-        (``fedstrata.base.records``).
+        A subclass must override ``init`` and ``combine`` if it stores values of clients between rounds. The state must
+        be a tree of plain values, arrays and tensors (``fedstrata.base.records``), because checkpoints contain it.
         """
         return None
 
@@ -166,7 +164,7 @@ class Aggregator(Setting):
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply that the server must sum over the clients (``privacy.sums``)."""
+        """Return the parts of a reply of which the server needs the sum over the clients (``privacy.sums``)."""
         weight = bounds.by_size if self.needs_counts else EQUAL
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
@@ -230,7 +228,7 @@ class MeanBySize(Aggregator):
     """Weights a_k = n_k / Σ n (FedAvg), where n_k is the number of samples that client k uses in the round.
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead. Weights in proportion to samples would then count each client's samples twice.
+    draw has the same weight instead.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -270,9 +268,9 @@ class StratumMean(Aggregator):
     out, and the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N
     count samples instead of clients.
 
-    The papers call this mean unbiased, but it has two biases. First, importance sampling draws clients with large
-    gradients more often, but the mean does not reduce their weights. Second, strata without a draw in Neyman's
-    allocation are left out, as in the published code. ``HorvitzThompson`` is unbiased.
+    The papers call this mean unbiased, but it has two biases. First, clients with large gradients are drawn more often,
+    but do not get smaller weights. Second, strata without a draw are left out, as in the published code.
+    ``HorvitzThompson`` is unbiased.
     """
 
     needs_replies = "weights each client by its stratum"
@@ -294,12 +292,13 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """Unbiased weights a_k = draws_k / (N m_h p_k) for draws with replacement (Hansen and Hurwitz 1943).
+    """Unbiased weights for draws with known probabilities, such as draws with replacement (Hansen and Hurwitz 1943).
 
-    N is the number of clients. Client k belongs to stratum h, and was drawn draws_k times. The number of draws from
-    stratum h is m_h. The probability that one draw from the stratum picks client k is p_k. For draws without
-    replacement, m_h p_k is the inclusion probability π_k of the client, and a_k = 1 / (N π_k) (Horvitz and Thompson
-    1952). The sum of the weights is one only on average, so they are applied to updates and not to whole models.
+    The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, draws_k is how often
+    client k was drawn, and m_h is the number of draws from stratum h. One draw from the stratum picks client k with
+    probability p_k. For draws without replacement, the weight is 1 / (N π_k), where π_k is the probability that client
+    k is drawn (Horvitz and Thompson 1952). The weights add up to 1 only on average, so they are applied to updates and
+    not to whole models.
     """
 
     needs_replies = "weights each client by its chance of being drawn"

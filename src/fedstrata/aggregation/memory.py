@@ -1,4 +1,4 @@
-"""Aggregate with values that are stored for each client, because some clients are often absent."""
+"""Aggregate with stored values of each client, for federations in which some clients are often absent."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class Remembering(Aggregator):
 
 
 class Intervals(Remembering):
-    """Weights a_k = ω_k / N, where ω_k is the mean number of rounds between two replies of client k (FedAU).
+    """Weights in proportion to the mean number of rounds between two replies of a client (FedAU).
 
-    The weight ω_k estimates 1 / p_k, where p_k is the probability that client k replies in a round. With the update Δ_k
-    of client k, the sum Σ_k a_k Δ_k is then an estimate of the mean update of all N clients. An interval between
-    replies ends when the client replies, or after ``cutoff`` rounds. The mean length of the intervals that ended before
-    the current round is ω_k. Before the first interval ends, ω_k is 1. A client that was not invited counts as absent.
+    With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
+    that client k replies in a round. With the update Δ_k of client k, the sum (1/N) Σ_k ω_k Δ_k is then an estimate of
+    the mean update of all N clients. An interval between replies ends when the client replies, or after ``cutoff``
+    rounds. The mean length of the intervals that ended before the current round is ω_k. Before the first interval ends,
+    ω_k is 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Longest interval between two replies of a client, in rounds (K). A smaller value reduces the weights of
@@ -79,15 +80,15 @@ class Intervals(Remembering):
 
 
 class LastUpdates(Remembering):
-    """The mean of the last update y_k of each of the N clients (MIFA): w ← w_t + (1/N) Σ_k y_k.
+    """The mean of the last updates of all clients (MIFA).
 
-    The last update that client k sent is y_k. Before the client's first reply, y_k is zero. Stored updates are not
-    rescaled if the clients' learning rate changes. The model also changes in rounds in which no client replies.
-    BatchNorm's buffers are averaged over the replies of the round.
+    The new model is w ← w_t + (1/N) Σ_k y_k. The last update that client k sent is y_k. Before the client's first
+    reply, y_k is zero. Stored updates are not rescaled if the clients' learning rate changes. The model also changes in
+    rounds in which no client replies. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
         memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
-            client, which is as large as the model.
+            client. An update is as large as the model.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -112,7 +113,7 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of the last updates of all N clients, corrected by the new updates of the round (FedVARP).
+    """The mean of the last updates of all clients, corrected by the new updates of the round (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
@@ -122,7 +123,7 @@ class VarianceReduced(LastUpdates):
 
     Args:
         memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
-            client, which is as large as the model.
+            client. An update is as large as the model.
     """
 
     @override
@@ -167,23 +168,24 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of x_k + (t − τ_k) Δ_k over the replies (FedAWE): client k continues from its own model x_k.
+    """The mean of the clients' models; an update counts once for each round since the client's last reply (FedAWE).
 
-    Client k last replied in round τ_k, and x_k is the global model after round τ_k. Before the client's first reply,
-    x_k is the initial model, and τ_k = 0. In round t, local training changes x_k by Δ_k. Two mechanisms correct for
-    absences. First, an update counts once for each round since the client's last reply ("adaptive innovation echoing").
-    Second, the average of the models x_k spreads the updates equally among all clients ("implicit gossiping"). A client
-    that was not invited counts as absent, and a round without a reply does not change the model. The server optimiser
-    (``server``) applies the mean of (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies
-    of the round. The mean of the models x_k of all clients is evaluated and saved, as in the authors' program.
+    The new model is the mean of x_k + (t − τ_k) Δ_k over the replies. Client k last replied in round τ_k, and x_k is
+    the global model after round τ_k. Before the client's first reply, x_k is the initial model, and τ_k = 0. In round
+    t, local training changes x_k by Δ_k. Two mechanisms correct for absences. First, an update counts once for each
+    round since the client's last reply ("adaptive innovation echoing"). Second, the average of the models x_k spreads
+    the updates equally among all clients ("implicit gossiping"). A client that was not invited counts as absent, and a
+    round without a reply does not change the model. The server optimiser (``server``) applies the mean of (t − τ_k) Δ_k
+    to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the models x_k of
+    all clients is evaluated and saved, as in the authors' program.
 
     In the paper, the server sends x_k to the client at the end of round τ_k, and the client stores x_k. In this
     implementation, the server stores these models and sends x_k at the beginning of round t. Clients then need no
     state, and each exchange has the same size.
 
     Args:
-        clip: Largest norm of the mean of the terms (t − τ_k) Δ_k. A larger mean is scaled down to this norm. The
-            published algorithm does not have this limit.
+        clip: Largest norm of the mean update, in which updates after absences are enlarged. A larger mean is scaled
+            down to this norm. The published algorithm does not have this limit.
         memory_gb: Largest memory for the stored models, in GB. The server stores at most one model per client, and adds
             at most one model per round.
     """

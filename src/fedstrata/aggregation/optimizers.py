@@ -21,14 +21,14 @@ BETAS = (0.9, 0.99)
 class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
-    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². In each step, the
-    optimiser sets m ← β₁ m + (1 − β₁) g, and updates v by the rule given under ``optimizer``. The optimiser then sets w
-    ← w − η m / (√v + τ). Adaptive optimisers have no bias correction, unlike PyTorch's Adam.
+    The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step sets m ← β₁ m +
+    (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v − (1
+    − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Adaptive optimisers have no bias correction, unlike
+    PyTorch's Adam.
 
     Args:
-        optimizer: Optimiser of the server. ``sgd``: SGD, which is FedAvgM if ``momentum`` is set. ``adam``: FedAdam,
-            with v ← β₂ v + (1 − β₂) g². ``yogi``: FedYogi, with v ← v − (1 − β₂) g² sign(v − g²). ``adagrad``:
-            FedAdagrad, with v ← v + g² and β₁ = 0.
+        optimizer: Optimiser of the server. ``sgd``: SGD, which is FedAvgM if ``momentum`` is set. ``adam``: FedAdam.
+            ``yogi``: FedYogi. ``adagrad``: FedAdagrad.
         lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged, and 0.01 for the
             adaptive optimisers.
         schedule: Schedule of the server's learning rate: ``inverse`` or ``cosine``, as in ``training.schedule``.
@@ -36,7 +36,7 @@ class ServerOptimizer(Setting):
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
         eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to √v. A larger value makes the steps less adaptive.
-        weight_decay: Factor of the L2 penalty. The factor times the parameters is added to the gradient.
+        weight_decay: Factor λ of the L2 penalty: λ times the parameters is added to the gradient.
     """
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"

@@ -16,9 +16,7 @@ from fedstrata.federation.vectors import changes, split
 def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: float) -> tuple[Tensor, int]:
     """Scale down each client's update to a norm of at most ``clip``, and return the sum of the updates.
 
-    The server clips the updates, because a client could send an update with any norm, and the server may see the
-    updates. The server decodes updates before it clips them, because the error of a codec can increase the norm of an
-    update.
+    Updates are decoded before they are clipped, because the error of a codec can increase the norm of an update.
 
     Args:
         before: The tensors of the global model that clients train.
@@ -41,8 +39,8 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
     """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
 
-    The divisor is the expected number of clients. The divisor must not be the number of clients that answered, because
-    this number depends on each client.
+    The divisor must be the expected number of clients, because the number of clients that answered depends on each
+    client.
 
     Args:
         total: The sum of the clipped updates, shape (d,).

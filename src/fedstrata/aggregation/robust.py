@@ -1,8 +1,6 @@
 """Aggregate robustly, to limit the influence that false updates from a few clients have on the global model.
 
-The result of a robust aggregator depends on the values of the updates w_k − w_t. It is not a mean with weights that are
-known beforehand. Each client that replied counts once, regardless of its reported number of samples and its number of
-draws.
+Each client that replied counts once, regardless of its reported number of samples and its number of draws.
 """
 
 from __future__ import annotations
@@ -101,8 +99,8 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from fewer than half of the clients. If clients have samples of different labels (label skew), the median ignores
-    what only a few clients have learnt. If no update is false, the median can therefore be less accurate than the mean.
+    from fewer than half of the clients. If clients have samples of different labels, the median ignores what only a few
+    clients have learnt, and can be less accurate than the mean.
     """
 
     def center(self, updates: Tensor) -> Tensor:
@@ -190,7 +188,7 @@ class MultiKrum(Krum):
 
     Args:
         attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
-        chosen: Number m of updates in the mean, at most n − f, where n is the number of replies. Default: n − f.
+        chosen: Number m of updates in the mean, at most n − f for n replies and f attackers. Default: n − f.
     """
 
     chosen: PositiveInt | None = None
@@ -215,7 +213,7 @@ class GeometricMedian(RobustAggregator):
     """An approximation of the point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
-    update‖). The algorithm starts with v = 0, that is, with the unchanged global model.
+    update‖). The algorithm starts with v = 0, which is the unchanged global model.
 
     Args:
         steps: Number of steps of the algorithm. More steps give a better approximation.
@@ -242,8 +240,8 @@ class CentredClipping(RobustAggregator):
     """The mean of the updates after large updates are scaled down (centred clipping, Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
-    by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, that is,
-    with the unchanged global model. In the paper, a round starts with the result of the previous round.
+    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the unchanged
+    global model. In the paper, a round starts with the result of the previous round.
 
     Args:
         radius: Largest distance τ between an update and the result of the previous step. Longer distances are shortened

@@ -24,12 +24,13 @@ SQUARES = 4096.0
 
 
 class Normalised(MeanBySize):
-    """Weights a_k = p_k (Σ_j p_j τ_j) / τ_k (FedNova): client k took τ_k steps and has the share p_k of the samples.
+    """Weights that correct for different numbers of local steps (FedNova).
 
-    The weights p_k are the weights of the aggregator ``size``. If the clients' SGD has a momentum ρ, τ_k is replaced by
-    the sum of all gradients' weights in the update. This sum is (τ_k − ρ (1 − ρ^τ_k) / (1 − ρ)) / (1 − ρ). Weight decay
-    and terms that an objective adds to the loss count as parts of the gradient. In the authors' program, FedProx's term
-    instead changes the weights of the gradients. BatchNorm's buffers are averaged with p_k.
+    The weight of client k is p_k (Σ_j p_j τ_j) / τ_k for τ_k steps, where p_k is the client's weight in the aggregator
+    ``size``. If the clients' SGD has momentum, the sum of all gradients' weights in the update replaces τ_k (see
+    ``gradient_weights``). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In
+    the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged
+    with p_k.
     """
 
     needs_replies = ""
@@ -94,7 +95,7 @@ class Normalised(MeanBySize):
 
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
-    """Return the sum of the weights of all steps' gradients in an update of SGD with momentum.
+    """Return the sum of the gradients' weights in an update of SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
     step, with ρ times its weight in the previous step.
@@ -107,13 +108,14 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 
 
 class Extrapolated(Mean):
-    """The mean Δ̄ of m updates, multiplied by η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))) (FedExP).
+    """The mean update, multiplied by a factor that is larger if the clients' updates differ more (FedExP).
 
-    If the directions of the updates Δ_k differ more, their mean is shorter, and η is larger. For m orthogonal updates
-    of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms include all parameters,
-    but not BatchNorm's buffers. The average of the last two models is evaluated and saved. The authors' program
-    multiplies ε by m and by a factor that falls with the squared learning rate of the clients. The program also weights
-    updates by numbers of samples.
+    The factor is η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))), where Δ̄ is the mean of the m updates Δ_k.
+
+    For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms
+    include all parameters, but not BatchNorm's buffers. The average of the last two models is evaluated and saved. The
+    authors' program also scales ε with m and with the squared learning rate of the clients, and weights updates by
+    numbers of samples.
 
     Args:
         eps: Constant ε, which limits the factor η. The authors' program uses 0.001 or 0.1.
@@ -176,7 +178,7 @@ class Extrapolated(Mean):
 
     @override
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the average of the last two models, with the last model's buffers; after one update, the new model."""
+        """Return the average of the last two models, with the buffers of the last model."""
         if not state["before"]:
             return weights
         return Weights({name: (w + state["before"][name]) / 2 for name, w in weights.params.items()}, weights.buffers)

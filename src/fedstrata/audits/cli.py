@@ -30,7 +30,7 @@ def _add_gradients(kinds: common.Commands) -> None:
         fedstrata audit gradients runs/stratify
         fedstrata audit gradients runs/stratify --sizes 1 4 16
     """
-    help = "reconstruct labels and images from gradients of Stratify, by number of samples"
+    help = "reconstruct labels and images from Stratify's gradients, for several numbers of samples"
     parser = _add_kind(kinds, "gradients", help, examples)
     _add_steps(parser)
     parser.add_argument(
@@ -88,7 +88,9 @@ def _add_canaries(kinds: common.Commands) -> None:
     parser = _add_kind(kinds, "canaries", help, examples, more)
     help = "number of artificial samples (default: 1000). With more samples, the bound can be larger"
     parser.add_argument("--canaries", type=int, default=1000, metavar="N", help=help)
-    parser.add_argument("--client", type=int, metavar="ID", help="client with canaries (default: the largest client)")
+    parser.add_argument(
+        "--client", type=int, metavar="ID", help="client with the artificial samples (default: the largest client)"
+    )
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the bound (default: 0.95)")
     help = "number by which to divide the noise, as a control (default: 1)"
     parser.add_argument("--divide-noise", type=float, default=1.0, metavar="X", help=help)

@@ -2,8 +2,8 @@
 
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
 fields are the settings, and the methods define the behaviour. For example, ``Registry`` converts ``{"name":
-"dirichlet", "alpha": 0.1}`` to such a model. It imports the model's class only when the class is needed. Users name
-their own classes by ``"module:Class"``.
+"dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is needed.
+Users name their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Settings are checked and cannot change, and unknown keys are errors.
+    """Base class of groups of settings. Values are checked and cannot be changed later, and unknown keys are errors.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -88,7 +88,7 @@ class Setting(BaseModel):
 
     @property
     def implementation(self) -> Any:
-        """The class or function that implements the setting. Its source code is a part of a run's identity."""
+        """The class or function that implements the setting, whose source code is a part of a run's identity."""
         return type(self)
 
     if not TYPE_CHECKING:  # not for type checkers, which derive the arguments from the fields
@@ -225,7 +225,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation of fields with values that a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation for fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     The field accepts a name, a table with a name, or an instance. Errors show the field's key.
 
@@ -253,7 +253,7 @@ class FromRegistry:
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Return an annotation of fields with values of the settings class ``cls``. Errors show the field's key.
+    """Return an annotation for fields whose values are settings of the class ``cls``. Errors show the field's key.
 
     The field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, which becomes the
     value of this key in a table. For example, ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as

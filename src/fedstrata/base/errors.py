@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown ``word``. It suggests a similar accepted word, if there is one.
+    """Return the end of a sentence about an unknown word, which suggests a similar accepted word if there is one.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')

@@ -41,7 +41,7 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file still has the size ``size``, so that no other program has changed it and no write failed."""
+        """Whether the file still has the size ``size``: no other program has changed it, and no write has failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has this checksum. In this case, this line and all previous lines are unchanged."""
+        """Return True if a line has this checksum, which shows that this line and all previous lines are unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
@@ -222,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes, only once per process and folder (because of the cache)."""
+    """Remove temporary files of killed processes, only once per process and folder."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):

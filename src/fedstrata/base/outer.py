@@ -34,5 +34,5 @@ def load(path: str) -> Any:
     module, _, name = path.partition(":")
     package = module.partition(".")[0]
     if package not in installed():
-        raise FedstrataError(f"the package fedstrata.{package} is not installed here. Install fedstrata as a whole.")
+        raise FedstrataError(f"the package fedstrata.{package} is not installed. Install fedstrata again.")
     return getattr(importlib.import_module(f"fedstrata.{module}"), name)

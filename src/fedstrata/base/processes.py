@@ -234,7 +234,7 @@ def _error_of(task: Task) -> Exception | None:
     try:
         task()
     except Exception as error:
-        error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
+        error.add_note(f"in another process:\n{traceback.format_exc()}")
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:

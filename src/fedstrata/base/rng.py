@@ -25,9 +25,9 @@ SERVER = -1
 class Key(ISeedSequence):
     """The key of a generator, which has 128 bits as two whole numbers, shape (2,).
 
-    ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. However, with ``key=``, NumPy also reads
-    random numbers from the operating system, which it then does not use. Without reading these numbers, ``rng`` is
-    three times as fast. Stratify calls ``rng`` a thousand times in a round with 100 clients.
+    ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. With ``key=``, NumPy also reads random
+    numbers from the operating system, but does not use them. Without reading these numbers, ``rng`` is three times as
+    fast.
     """
 
     words: NDArray[np.uint64]

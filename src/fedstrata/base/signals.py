@@ -17,7 +17,7 @@ TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM ended, by the convention of shells."""
 
 GRACE = 2.0
-"""Seconds that a child process has to clean up after its parent has ended; then it is killed.
+"""Seconds that a child process may continue after the end of its parent process, before it is killed.
 
 The time is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets a lock that the child has.
 """
@@ -105,7 +105,7 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If not, Linux is not asked to
-            send SIGTERM, because Linux would send it when the thread that started this process ends.
+            send SIGTERM, because Linux would send the signal when the starting thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

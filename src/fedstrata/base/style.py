@@ -1,4 +1,4 @@
-"""Define colours and lines of methods, outcomes and verdicts in the report, all figures and the documentation.
+"""Define the colours and lines that the report, all figures and the documentation use.
 
 Every colour has a contrast of at least 3:1 to its background. People with any kind of colour blindness can distinguish
 the colours of the series. The tests in ``tests/base/test_style.py`` check both.
@@ -41,7 +41,7 @@ SERIES = (
 )
 """The lines from which charts choose the line of each label."""
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
-"""Methods that have the same line in every figure: a mapping to the line's index in ``SERIES``."""
+"""A mapping from methods that have the same line in every figure to the line's index in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")
 """The line of labels that do not get a colour."""
 COLOURED = 6

@@ -1,4 +1,4 @@
-"""Provide functions for several commands: for specs and overrides, errors with line numbers, output and run folders."""
+"""Provide functions that several commands share, for specs, overrides, errors, output and run folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WITH_OUT = "To continue from the last checkpoint, repeat the command with the sa
 def add_command(
     commands: Commands, name: str, help: str, examples: str, more: str = "", *, imports: bool = False, **defaults: Any
 ) -> argparse.ArgumentParser:
-    """Add a command. Its ``--help`` ends with examples.
+    """Add a command with examples at the end of its ``--help``.
 
     Args:
         commands: The object to which the command is added.
@@ -181,7 +181,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If its key is unknown, add the sections that have this key to its message."""
+    """Return the error. For an unknown key, add the sections that have this key to the message."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

@@ -14,7 +14,7 @@ from fedstrata.cli.layout import say
 
 
 def announce(options: argparse.Namespace, text: str) -> None:
-    """Print the first line of a command on standard error, if this is a terminal and ``--quiet`` is not set."""
+    """Print the first line of a command if standard error is a terminal and ``--quiet`` is not set."""
     if text and sys.stderr.isatty() and not options.quiet:
         say(text)
 
@@ -28,7 +28,7 @@ def of_run(options: argparse.Namespace) -> str:
 
 
 def of_compare(options: argparse.Namespace) -> str:
-    """Return the first line that ``fedstrata compare`` prints. It is empty without methods, which is an error."""
+    """Return the first line that ``fedstrata compare`` prints; an empty text without methods, which is an error."""
     table = _table(options)
     compared = table.get("compare")
     labels = options.methods.split(",") if options.methods else list(compared) if isinstance(compared, dict) else []

@@ -54,7 +54,8 @@ def _datasets(options: argparse.Namespace) -> None:
         return
     rows = [(name, "yes" if present else "no", about) for name, about, present in available()]
     _columns(("data set", "found", "what it is"), rows)
-    print(f"NAME.npz is searched for in {', '.join(map(str, folders()))}. You may also give a path or hub:owner/name.")
+    where = f"NAME.npz is read from {' or '.join(map(str, folders()))}."
+    print(f"{where} Instead of a name, you may give a path or hub:owner/name.")
 
 
 def add_settings(commands: Commands) -> None:
@@ -204,8 +205,8 @@ def _strata(options: argparse.Namespace) -> None:
     draw_strata(view, options.out)
     sizes = view.sizes()
     result = {"picture": str(options.out), "round": view.round, "sizes": sizes, "purity": view.purity()}
-    text = f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples have their"
-    print_result(options, result, text, f"stratum's most frequent label; picture: {options.out}")
+    text = f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples have the"
+    print_result(options, result, text, f"most frequent label of their stratum; picture: {options.out}")
 
 
 def add_report(commands: Commands) -> None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2, "data.augment": 2}
-"""A mapping from each section that accepts a user's functions to the number of arguments that fedstrata passes.
+"""A mapping from each section that accepts a user's functions to the number of arguments with which fedstrata calls
+them.
 
 Further arguments of a function are its settings.
 """

@@ -52,8 +52,8 @@ def say(message: object) -> None:
 def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
-    An indented line without a second column is a command to copy, which stays whole. A text in a second column wraps
-    within this column. If the column would be narrow, the text is placed below the name.
+    An indented line without a second column is a command to copy, which is not wrapped. A text in a second column wraps
+    within its column or, if the column would be narrow, is placed below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)
     ['  fedstrata new spec', '      write a spec']

@@ -28,13 +28,13 @@ from fedstrata.cli.layout import Layout, Parser, say
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 NOT_IMPORTED = (
-    "names Python code, which this command does not import. If you trust its author, add --trust, or use a command "
-    "that trains."
+    "names Python code, which this command does not import by default. If you trust the author of the code, add "
+    "--trust, or use a command that trains."
 )
 
 REAL_SITES = """\
-The commands below are for real sites, such as hospitals, that train together over a network; simulations do not need \
-them.
+The commands below let real sites, such as hospitals, train together over a network. Simulations do not need these \
+commands.
 
 Deploy to real sites"""
 GROUPS = {
@@ -47,7 +47,9 @@ GROUPS = {
         *("verify", "ledger", "renew", "revoke"),
     ),
 }
-"""The groups of commands in ``fedstrata --help``. The last group's title begins with a sentence about the group."""
+"""The groups of commands in ``fedstrata --help``. The title of the last group begins with two sentences about the
+group.
+"""
 
 ABOUT = "Federated learning that holds up when data are non-IID and clients drop out."
 

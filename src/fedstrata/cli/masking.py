@@ -25,7 +25,7 @@ def _keys(options: argparse.Namespace) -> None:
     from fedstrata.stratify.masking.key_store import VARIABLE, Keys
 
     path = Keys.make().write(options.out)
-    text = f"copy {path} to every client's site, and set {VARIABLE} to its folder there; never give it to the server"
+    text = f"copy {path} to the site of every client, and never to the server; set {VARIABLE} to the folder of the copy"
     print_result(options, {"file": path, "variable": VARIABLE}, text)
 
 

@@ -37,7 +37,7 @@ def add_predict(commands: Commands) -> None:
         "--keep",
         default="",
         metavar="COLUMN,…",
-        help="columns to copy from the table to the predictions, separated by commas, such as an id",
+        help="comma-separated columns to copy from the table to the predictions, such as an id",
     )
     parser.add_argument("--out", type=Path, help="CSV file to write the predictions to (default: standard output)")
     add_trust(parser)

@@ -161,7 +161,7 @@ def add_sweep(commands: Commands) -> None:
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
     help = "find the best settings by grid or search, on validation samples"
-    more = "The best settings have the best evaluation.primary on the samples that evaluation.validation holds out."
+    more = "The best settings have the best value of evaluation.primary on validation samples (evaluation.validation)."
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
@@ -169,9 +169,10 @@ def add_sweep(commands: Commands) -> None:
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
     ranges = "key and the range that Optuna searches: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "number of trials of a search, including trials that --out contains (default: 20)"
+    trials = "number of trials of a search, including earlier trials in the folder --out (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
-    parser.add_argument("--no-pruning", action="store_true", help="run every trial to its end, even a poor trial")
+    no_pruning = "run every trial to its end, instead of stopping poor trials early"
+    parser.add_argument("--no-pruning", action="store_true", help=no_pruning)
     parser.add_argument(
         "--seeds", help="comma-separated seeds to run each setting with (default: the seed of the spec)"
     )

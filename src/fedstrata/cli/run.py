@@ -26,8 +26,8 @@ def add_run(commands: Commands) -> None:
         fedstrata run spec.toml --quiet --json
     """
     more = (
-        "The exit code is 0 for success, 1 for a failure, and 2 for invalid input. It is 3 if the run broke down: "
-        "from some round to the end, the server could not use any client's reply."
+        "The exit code is 0 for success, 1 for a failure, and 2 for invalid input. The exit code is 3 if the run broke "
+        "down: the server could not use any client's reply from some round to the end."
     )
     defaults = {
         "work": _run,
@@ -106,8 +106,8 @@ def add_compare(commands: Commands) -> None:
     """
     help = "compare methods over several seeds, and write a table and a report"
     more = (
-        "To continue an interrupted comparison, repeat the command with the same --out DIR. "
-        "It repeats only the rounds since the last checkpoint of each run (evaluation.checkpoint_every)."
+        "To continue an interrupted comparison, repeat the command with the same --out DIR. Each run then continues "
+        "from its last checkpoint (evaluation.checkpoint_every)."
     )
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
     parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
@@ -121,7 +121,8 @@ def add_compare(commands: Commands) -> None:
         "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
     references = (
-        "comma-separated runs without federated learning: local (each client trains alone), centralised (one data set)"
+        "comma-separated reference runs without federated learning: local (each client trains alone), centralised "
+        "(one data set)"
     )
     parser.add_argument("--references", help=references)
     parser.add_argument("--jobs", type=int, help="number of simultaneous runs (default: one per processor)")

@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 KINDS = {
     "spec": "a spec, the TOML file that describes an experiment",
     "demo": "a comparison of four methods under label skew and dropouts",
-    "method": "a method of your own; this kind and all kinds below are Python files",
+    "method": "a method of your own (a Python file, like all kinds below)",
     "sampler": "a client sampler, which chooses the clients to invite in a round",
     "data-sampler": "a data sampler, which chooses the samples that a client uses in a round",
     "objective": "an objective, the loss that clients minimise",
@@ -131,8 +131,8 @@ def explanations(word: str) -> list[dict[str, Any]]:
     """List the meanings that a word has in specs.
 
     Args:
-        word: A key (``alpha``), a section (``training``), or the name of a class in a section (``dirichlet``). A dotted
-            path that ends with one of these, and a value of a key (``constant``), are accepted too.
+        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), or a value
+            of a key (``constant``). Dotted paths are also accepted.
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, its ``section``, its meaning ``about``, its

@@ -100,7 +100,7 @@ class Client:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
-            a value in place. The old state therefore remains valid if the answer is refused.
+            a value in place, so that the old state remains valid if the answer is refused.
         group: The connection to other clients that answer at the same time. Through it, clients add up tensors
             (``all_reduce_sum``). The value is None if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
@@ -147,8 +147,7 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, the number of samples in the batches of these steps is the largest number that
-        counts.
+        With ``training.local_steps``, at most the samples in the batches of these steps count.
 
         Args:
             samples: Number of samples that are available for training.

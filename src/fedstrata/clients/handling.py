@@ -1,7 +1,7 @@
 """Mark and find handlers, which are the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` is a table of
-marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
+A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` is a table of marked
+functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
 contains the handlers of a user's method.
 """
 

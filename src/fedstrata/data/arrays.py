@@ -232,7 +232,7 @@ def has_fractions(values: Array) -> bool:
 
 
 def too_many_values(values: Array) -> int | None:
-    """Return the number of distinct targets if it is so large that they may not be classes; otherwise None.
+    """Return the number of distinct targets if there are too many for classes; otherwise None.
 
     The number of distinct targets must exceed both 100 and a third of the number of samples.
     """

@@ -1,7 +1,7 @@
-"""Augment the inputs on which clients train with random changes, which ``data.augment`` chooses.
+"""Change the inputs of training batches at random, according to ``data.augment``.
 
-Only the batches of local training are augmented. All other computations use the original samples. Such computations are
-evaluations, predictions, gradients and losses for samplers, and an objective's computations over all samples.
+Only the batches of local training are augmented. All other computations, such as evaluations and predictions, use the
+original samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedstrata.data.dataset import Dataset
 KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
-"""Number of trial calls of a user's own function before a run, all with the same samples and equal generators."""
+"""Number of trial calls of a user's own function before a run."""
 
 
 class Augmentation(Setting):
@@ -48,8 +48,7 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """A random crop of each padded image, mirrored from left to right with probability 1/2.
 
-    The padding reflects the image at its edges. With every normalisation, the padding therefore has the colours of the
-    image.
+    The padding reflects the image at its edges.
 
     Args:
         padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number of

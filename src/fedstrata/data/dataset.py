@@ -39,10 +39,10 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep the type in
-    which they are given. For example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for
-    the model. If a sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays``
-    and ``Data(…).load()`` build data sets.
+    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their type.
+    For example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample
+    has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
+    build data sets.
 
     Args:
         name: The name of the data set in reports.
@@ -57,12 +57,12 @@ class Dataset:
         domain_names: The name of each domain.
         shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
             inputs, this is a mapping from the name of each normalised input to its shift.
-        scale: The factor of each channel or feature. It is applied after ``shift`` is subtracted.
+        scale: The factor of each channel or feature, which is applied after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
-        unfitted: The raw samples. When the clients' training samples are known, features are computed again from the
-            raw samples. The value is None if the features stay the same.
+        unfitted: The raw samples, from which features are computed again when the clients' training samples are known.
+            The value is None if features do not depend on statistics.
         features: The rule that computes the features of a table from its rows; None for arrays.
         task: The task, which defines the meaning of the targets.
         n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
@@ -351,8 +351,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
     """Compute the shift and scale that normalise inputs, from the training inputs; see ``shift_and_scale``.
 
     Returns:
-        The shift and the scale. For several inputs, these are mappings from the name of each float input to its shift
-        and scale. Both are None if inputs are not normalised.
+        The shift and the scale, or None and None if inputs are not normalised. For several inputs, shift and scale are
+        mappings from the name of each float input.
     """
     if normalize in ("keep", "none"):
         return None, None
@@ -383,11 +383,11 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
     if task is not None:
         return task
     if arrays.has_fractions(y_train):
-        LOG.warning("the task is regression, because the targets have fractions. Set task to choose it yourself.")
+        LOG.warning("the task is set to regression, because the targets have fractions. To use another task, set task.")
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
-        problem = f"is not set, and y_train has {many} different whole numbers. Set it to 'regression' if they are "
-        raise SpecError("task", problem + "quantities, or to 'classification' if they are classes.")
+        problem = f"is not set, and y_train has {many} different whole numbers. Use 'regression' if the numbers are "
+        raise SpecError("task", problem + "quantities, and 'classification' if the numbers are classes.")
     return Classification()
 
 

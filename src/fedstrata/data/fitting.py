@@ -1,9 +1,8 @@
 """Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
 
-The clients' statistics can be added up. The server therefore gets the statistics of all samples without seeing a
-sample. Real sites and a simulation of these sites compute the same numbers. Statistics exclude samples that are held
-out of training, for example for validation. Held-out samples are known only after the samples have been divided among
-clients.
+The clients' statistics can be added up, so that the server gets the statistics of all samples without seeing a sample.
+Real sites and a simulation of these sites compute the same numbers. Statistics exclude samples that are held out of
+training, for example for validation. Held-out samples are known only after the samples have been divided among clients.
 """
 
 from __future__ import annotations

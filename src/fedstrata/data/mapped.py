@@ -17,7 +17,7 @@ CHUNK = 1 << 22
 """The number of values that are checked at once, to limit memory."""
 
 TYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "bool")
-"""The accepted types of memory-mapped inputs. Other types would have to be converted, and thus copied into memory."""
+"""The accepted types of memory-mapped inputs, which can be used without a conversion."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ def shift_and_scale(train: Tensor, normalize: Normalize) -> tuple[Tensor | None,
         normalize: See ``from_arrays``.
 
     Returns:
-        The shift and the scale of each channel or feature. Shift and scale are float32, or float64 if samples would
-        become indistinguishable in float32. Shift and scale are None if ``normalize`` is ``"none"``.
+        The shift and the scale of each channel or feature: float32, or float64 if samples would become
+        indistinguishable in float32. Shift and scale are None if ``normalize`` is ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":

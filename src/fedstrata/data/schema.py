@@ -30,9 +30,11 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""Above this number of rows, a category column causes a warning if it has more distinct values than half the rows."""
+"""In tables with more rows than this number, a category column causes a warning if it has more distinct values than
+half the rows.
+"""
 MOST_CATEGORIES = 100
-"""Above this number of categories, a column causes a warning, because each category becomes a feature."""
+"""A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
 """The form of texts that are read as a date or a time of day."""
@@ -50,10 +52,10 @@ class Column(Setting):
         unit: Unit of the numbers, such as ``mm``. Only messages use the unit.
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Texts of cells that count as missing values in this column, in addition to the schema's ``missing``.
+        missing: Texts that mark missing values in this column, in addition to the schema's ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` and ``most-frequent``: these statistics of the
             training rows. If there are two middle values, the median is the lower value. If several values are equally
-            frequent, the smallest number or the first category is used. ``constant``: the key ``value``.
+            frequent, the smallest number or the first category is used. ``constant``: the value in the key ``value``.
             ``separate-category``: missing values become a category of their own. Default: a missing value is an error.
         step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
             two rules, because each site counts how often each rounded number occurs.
@@ -211,11 +213,12 @@ class Schema(Setting):
             columns that are not in this table, fedstrata guesses the type from the cells. At real sites, the table must
             contain every feature.
         classes: All possible labels, in the order of the model's outputs. Default: the sorted labels of the table.
-        missing: Texts of cells that count as missing values, in addition to empty cells.
+        missing: Texts that mark missing values, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, but at least one row if the client has two or
-            more rows. If labels are classes, the held-out rows are stratified by label. Alternatively, ``test`` is the
-            name of a column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+        test: Fraction of each client's rows that is held out for testing. A client with two or more rows holds out at
+            least one row. If labels are classes, the held-out rows are stratified by label. Alternatively, ``test`` is
+            the name of a column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false``
+            (train).
         delimiter: Character between the cells of a CSV file.
     """
 
@@ -419,7 +422,7 @@ class Table:
 
         Args:
             column: The column.
-            missing: Texts of cells that count as missing values, in addition to empty cells.
+            missing: Texts that mark missing values, in addition to empty cells.
         """
         marks = {"", *missing}
         cells = self.columns[column]

@@ -323,7 +323,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     Args:
         path: The file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
-            ``x_train.NAME`` for each of several inputs. Such inputs are returned as a mapping.
+            ``x_train.NAME`` for each of several inputs, which are returned as a mapping.
         optional: The names of arrays that the file may contain, which are also read.
 
     Raises:

@@ -1,7 +1,7 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-CSV files are read with Python's module ``csv``. It does not need an extra package, does not convert cells, and provides
-line numbers. Parquet files are read with pyarrow.
+CSV files are read with Python's module ``csv``, which does not convert cells, and provides line numbers. Parquet files
+are read with pyarrow.
 """
 
 from __future__ import annotations

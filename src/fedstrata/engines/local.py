@@ -23,15 +23,13 @@ from fedstrata.models.model import Model
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
 """Smallest work, in seconds, for which worker processes are started, and for which running workers are used.
 
-The decision to start workers also counts the work that this process has already done alone, because later rounds will
-resemble earlier rounds. Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to
-twice as fast.
+The decision to start workers also counts the work that this process has already done alone. Two processes do 0.05
+seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress.
-
-n is the number of sample-gradients that its clients compute in a round: one for each sample in each step.
+"""A group of clients that computes n sample-gradients in a round is considered stuck after ``PATIENCE`` + ``SLOWEST`` ·
+n seconds without progress.
 """
 
 GRACE = 5.0
@@ -75,8 +73,8 @@ class LocalEngine(Engine):
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group for ``all_reduce_sum``. Its members 0, 1, … are the clients in ascending order. Default: a
-                new group.
+            group: The group for ``all_reduce_sum``, whose members 0, 1, … are the clients in ascending order. Default:
+                a new group.
         """
         if together:
             return self._ask_group(requests, group)
@@ -352,7 +350,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
 
 
 def failure(error: BaseException) -> Failure:
-    """Return the ``Failure`` for a client's exception. Its reason names the line of code that raised the exception."""
+    """Return the ``Failure`` for a client's exception, with the line of code that raised the exception."""
     if isinstance(error, WithheldError):
         return Failure(str(error), refused=True)
     frames = traceback.extract_tb(error.__traceback__)

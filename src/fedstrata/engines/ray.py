@@ -37,7 +37,7 @@ ADDRESS = "RAY_ADDRESS"
 started."""
 
 START_SECONDS = 300.0
-"""Seconds to wait for a worker to become ready, while no worker is ready."""
+"""Seconds to wait for the first worker to become ready."""
 
 INLINE = 64 << 10
 """Largest size in bytes of a request that is sent with every call. Larger requests are put into Ray's object store."""
@@ -49,11 +49,10 @@ A worker gets its second call while it computes the first call, so that it does 
 """
 
 MOST_AT_ONCE = 8
-"""Largest number of clients in a call. Only calls with less work than ``CALL_PAYS`` may exceed this limit."""
+"""Largest number of clients in a call, except for calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""If this many workers die during a call, the call's clients are recorded as failed, because one of them may be the
-cause."""
+"""Number of workers that must die during a call before the call's clients are recorded as failed."""
 
 CALL_PAYS = 0.005
 """Seconds of work that a call should contain at least; clients with less work are combined in one call."""
@@ -113,8 +112,7 @@ class RayEngine(Engine):
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Return the clients' replies. With ``together``, one worker runs all clients, each in its own thread.
 
-        One worker is then faster than several workers. Sending a sum of tensors between processes takes longer than
-        computing a client's part of a batch.
+        One worker is then faster than several workers, because sending sums of tensors between processes is slow.
         """
         self._states = {}
         self._exchange += 1

@@ -45,8 +45,8 @@ class WorkerPayload:
 
     Args:
         context: The context, but with empty tensors in its data set.
-        arrays: The data set's tensors, without the test set's tensors. This is a mapping from field names, such as
-            ``y_train`` or ``x_train.ids``, to arrays or memory-mapped files.
+        arrays: A mapping from names of the data set's fields, such as ``y_train`` or ``x_train.ids``, to arrays or
+            memory-mapped files, without the test set.
         declared: The records that other packages or notebooks declare: a mapping from wire names to Python classes.
     """
 

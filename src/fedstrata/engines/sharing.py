@@ -38,9 +38,9 @@ The system provides memory for a page of this range only when the page is first 
 class SharedMemory:
     """Memory that a process shares with its later forks. One process writes to the memory, and other processes read it.
 
-    The writer uses one block of the memory for each tree. The reader's tensors lie in this block. When the last of
-    these tensors is deleted, the block is added to the reader's list ``free``. The reader's process must then send this
-    list to the writer's process, which passes it to ``reuse``.
+    Each tree has one block of the memory, which contains the reader's tensors. When the last of these tensors is
+    deleted, the block is added to the reader's list ``free``. The reader's process must send this list to the writer's
+    process, which passes it to ``reuse``.
 
     Raises:
         OSError: The system refuses even the smallest size.

@@ -1,7 +1,7 @@
 """Compute the answers of clients in worker processes, in parallel with the process of the experiment.
 
-Workers are forks of this process. They can therefore use the data, the model and the settings without a copy. Each
-worker uses one thread. Any free worker may compute any client's answer, because the result is the same.
+Workers are forks of this process, and use the data, the model and the settings without a copy. Each worker uses one
+thread. Any free worker may compute any client's answer, because the result is the same.
 
 Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times as fast on an MLP
 (``benchmarks/fast_paths.py``).
@@ -130,8 +130,8 @@ class LocalWorkerPool:
 def next_index(counter: int) -> int:
     """Return the next index 0, 1, …, which no other process gets.
 
-    The index is the position in an empty file that all processes share. The system increments the position atomically.
-    A lock is therefore not needed. A killed worker would never release a lock.
+    The index is the position in an empty file that all processes share, which the system increments atomically. A lock
+    is not used, because a killed worker would never release it.
 
     Args:
         counter: The file descriptor.

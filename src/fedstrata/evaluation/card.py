@@ -19,7 +19,7 @@ WIDTH, HEIGHT, MARGIN = 240, 48, 3
 
 
 def card(history: History) -> str:
-    """Return the HTML that a notebook shows for a run. It has no scripts, and is at most 900 pixels wide."""
+    """Return the HTML, without scripts and at most 900 pixels wide, that a notebook shows for a run."""
     title = " · ".join([history.method or "run", *([f"seed {history.seed}"] if history.seed is not None else [])])
     parts = [f"<p><b>{escape(title)}</b></p>"]
     if len(history):

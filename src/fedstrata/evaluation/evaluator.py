@@ -294,8 +294,7 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     Args:
         values: The values of M metrics for each of N clients, shape (N, M). The summary of a metric leaves out clients
             for which the metric is NaN.
-        sizes: The number of test samples of each client, shape (N,). This number is the client's weight in
-            ``weighted_mean``.
+        sizes: The number of test samples of each client, shape (N,), which is the client's weight in ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:

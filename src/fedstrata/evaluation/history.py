@@ -445,7 +445,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the key of a target in ``rounds_to_target``, which is the shortest text that parses to the target.
+    """Return the key of a target in ``rounds_to_target``: the shortest text that parses to the target.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')

@@ -1,7 +1,7 @@
 """Hold samples out of training for validation, for clients' own tests, and for clients that never train.
 
 The same fraction of each client's samples of each label is held out. The choice depends only on the seed, the client
-and the sample. An additional client therefore does not change which samples of other clients are held out.
+and the sample, and not on the number of clients.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from fedstrata.data.partitions.base import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""More samples than any client has, so that the key k · ``PLACES`` + i is unique for sample i of client k."""
+"""A number above every client's number of samples, so that the key k · ``PLACES`` + i is unique for sample i of client
+k.
+"""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 NATURAL = ("given", "natural")
-"""Partitions whose clients come with the data, so that validation samples are held out from each client."""
+"""Partitions that use the clients in the data, so that validation samples are held out from each client."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +83,9 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
     held, there = (np.bincount(part, minlength=data.outputs) for part in (labels[mask], labels))
     for c in np.flatnonzero(there):
         if not 0 < held[c] < there[c]:
-            what = "none to train on" if held[c] else "none for validation"
+            what = "training" if held[c] else "validation"
             problem = (
-                f"this fraction of the {there[c]} training samples of class {data.class_names[c]!r} leaves {what}. "
+                f"of the {there[c]} training samples of class {data.class_names[c]!r}, none would be left for {what}. "
             )
             problem += f"Use a {'smaller' if held[c] else 'larger'} fraction."
             raise SpecError("evaluation.validation", problem, share)
@@ -158,8 +160,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    The result is None if the partition does not use the data set's clients. It is also None if the clients of test
-    samples are unknown.
+    The result is None if the partition does not use the data set's clients, or if the clients of test samples are
+    unknown.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -179,7 +181,7 @@ def split_each(
         data: The data set.
         share: The fraction to take.
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Other names give independent random numbers.
+        purpose: A name for this use of random numbers. Different names give independent random numbers.
         least: The smallest number of samples to take from a client with at least two samples. The client always keeps
             at least one sample.
 
@@ -196,17 +198,16 @@ def split_each(
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
     """Choose samples of each client at random, with the same fraction of each label.
 
-    The choice is a systematic sample. To choose m of a client's n samples, the samples are sorted by label and shuffled
-    within each label. Beginning at a random sample, every (n / m)-th sample is then chosen. The result contains a
-    fraction m / n of each label's samples, rounded up or down. The random numbers depend only on the client and on a
-    sample's position among the client's samples. Therefore, a real site makes the same choice as a simulation.
+    The choice is a systematic sample. Samples are sorted by label and shuffled within each label, and every (n / m)-th
+    of a client's n samples is chosen. The result contains a fraction m / n of each label's samples, rounded up or down.
+    A real site makes the same choice as a simulation.
 
     Args:
         owners: The client of each sample, ascending, one entry per sample.
         labels: The label of each sample, one entry per sample.
         wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Other names give independent random numbers.
+        purpose: A name for this use of random numbers. Different names give independent random numbers.
 
     Returns:
         A mask with one entry per sample. An entry is True if the sample was chosen.
@@ -261,7 +262,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return only the samples of the ``chosen`` clients. These clients get new ids from 0 in the same order."""
+    """Return only the samples of the ``chosen`` clients, which get new ids from 0 in the same order."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

@@ -1,7 +1,7 @@
 """Define the metrics that ``evaluation.metrics`` of a spec may name.
 
-Most metrics are computed from counts. The same code therefore works for a test set, for a thousand clients at once, and
-for sums from real sites. Users can add a metric as a function, or as a class with a single method.
+Most metrics are computed from counts, so that the same code works for a test set, for many clients, and for sums from
+real sites. Users can add a metric as a function, or as a class with a single method.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The values from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses), ``"rows"``
-    (rows), or ``"classes"`` (a metric of plain classification)."""
+    """The values from which the metric is computed: an entry of ``Task.tables``, the losses (``"loss"``), the rows
+    (``"rows"``), or the predictions of plain classification (``"classes"``).
+    """
 
     score_bins: ClassVar[int] = 0
     """The number of bins in each class's histogram of scores for ``of_sums``; 0 if it does not use histograms."""
@@ -54,7 +55,7 @@ class Metric(Setting):
 
     @property
     def label(self) -> str:
-        """The metric's name in records, which is its name in the spec without the part before the last colon."""
+        """The metric's name in records: its name in the spec, without the part before the last colon."""
         return self.name.rpartition(":")[2]
 
     @abstractmethod
@@ -187,7 +188,7 @@ class _ByClient(Metric):
 
 
 class _OfCounts(_ByClient):
-    """A base class of metrics that are computed from each class's numbers of samples, predictions and correct ones."""
+    """A base class of metrics that are computed from counts of samples, predictions and correct predictions."""
 
     table = "counts"
 
@@ -267,7 +268,7 @@ class MeanIoU(_OfCounts):
 
 
 class _OfErrors(Metric):
-    """A base class of metrics of regressions, computed from sums over samples; the mean over several targets."""
+    """A base class of regression metrics, which are computed from sums over samples and averaged over targets."""
 
     table = "errors"
     higher_is_better = False
@@ -321,14 +322,15 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: of the second of two classes, or averaged over three or more classes.
+    """Area under the ROC curve: of the second class if there are two classes, otherwise the mean over all classes.
 
-    The curve of a class separates samples of this class from all other samples. The mean leaves out a class if it has
-    no samples or all samples. Real sites send histograms of scores. With histograms, the value is approximate, and the
-    record also contains an upper bound on its error.
+    The curve of a class separates samples of this class from all other samples. The mean leaves out classes that have
+    no samples or all samples. With the histograms that real sites send, the value is approximate, and the record also
+    contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in each class's histogram. Real sites send these histograms instead of scores.
+        bins: Number of bins in the histogram of each class's scores. Real sites send these histograms instead of
+            scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400

@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 OUTPUT_BYTES = 16 << 20
-"""The largest size, in bytes, of a batch's outputs in ``collect``; a loss needs several times as much memory."""
+"""The largest size, in bytes, of a batch's outputs in ``collect``."""
 
 KEPT_BYTES = 4 << 30
 """The largest size, in bytes, of the values that an evaluation stores for all samples."""
@@ -38,8 +38,7 @@ class Predictions:
         labels: True labels, shape (N,).
         logits: The model's outputs, shape (N, C), float32.
         predicted: The class with the largest logit for each sample, shape (N,).
-        total_loss: Sum of the samples' cross-entropies, in nats. The function ``predict`` computes the sum in float32,
-            batch by batch.
+        total_loss: Sum of the samples' cross-entropies, in nats.
 
     >>> Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [0.0, 0.0]])).probabilities[1].tolist()
     [0.5, 0.5]
@@ -142,7 +141,7 @@ def collect(
 ) -> Rows:
     """Compute the values that an evaluation stores for each sample. For the arguments, see ``predict``.
 
-    Outputs are not stored. Batches are smaller than usual if their outputs would take more than ``OUTPUT_BYTES``.
+    Batches are smaller than usual if their outputs would take more than ``OUTPUT_BYTES``.
 
     Raises:
         SpecError: The values of all samples would take more than ``KEPT_BYTES``.

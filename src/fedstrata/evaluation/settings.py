@@ -20,8 +20,8 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 class Evaluation(Setting):
     """Settings of evaluations and of checkpoints.
 
-    When a run is resumed, ``validation``, ``client_test``, ``test_clients`` and ``weight_diversity`` must stay the
-    same. All other settings may change.
+    When you resume a run, you may change all settings except ``validation``, ``client_test``, ``test_clients`` and
+    ``weight_diversity``.
 
     Args:
         every: Number of rounds between evaluations. With 0, only the model of the last round is evaluated.
@@ -36,14 +36,14 @@ class Evaluation(Setting):
             samples are drawn from each class before the partition. With the partition ``natural``, the samples are
             drawn from each client.
         client_test: Fraction of each client's samples (at least one sample) that is held out as the client's own test
-            samples. These samples are stratified by label. Real sites with separate test samples ignore this setting.
+            samples, stratified by label. Real sites with separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
             clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model. The resulting personal model is
             evaluated on the client's own test samples. With 0, the personal model is the global model with the client's
             own state, such as its BatchNorm statistics.
-        unheard: Number n of evaluations. A client counts as *unheard* if the server did not use any reply of this
-            client during the last n evaluations. Results of unheard clients are also reported separately.
+        unheard: Number n of evaluations. A client counts as *unheard* if the server has not used a reply of this client
+            since the first of the last n evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
         per_class: Whether to record the accuracy and all other per-class metrics of every class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
@@ -163,8 +163,7 @@ class Evaluation(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a table. In this table, a name stands for a metric without settings.
 
-        The table leaves out ``primary`` if it has its default value, so that specs stay equal to specs of earlier
-        versions.
+        The table leaves out the default of ``primary``, so that specs stay equal to specs of earlier versions.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

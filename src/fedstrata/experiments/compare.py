@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Key = tuple[str, int]
 """The type of a run's key in a comparison: its label and its seed."""
 Watcher = Callable[[str, int, int], None]
-"""The type of a function that shows progress. Its arguments are a run's label, seed and number of finished rounds."""
+"""The type of a function that shows progress, given a run's label, seed and number of finished rounds."""
 
 
 class Comparison(dict[str, list[History]]):
@@ -97,8 +97,8 @@ def compare(
             only this program defines, the processes are forks of this process. If this process cannot be forked, it
             executes one run after another.
         watch: A function that is called with the progress of each run; see ``Watcher``.
-        progress: Whether to show the progress, as bars in a terminal and in a notebook, and otherwise as a line from
-            time to time.
+        progress: Whether to show the progress, as bars in a terminal or notebook, and otherwise as occasional lines of
+            text.
         report: Whether to write a report into ``out``, with tables, figures and an HTML page about all runs.
 
     Returns:
@@ -120,9 +120,10 @@ def compare(
     planned = plan(experiments, seeds, references, data)
     if isinstance(model, nn.Module) and len({seed for _, seed in planned}) > 1:
         problem = (
-            "all seeds start from the weights of this module. Pass its class or a function that creates it, or pass "
+            "all seeds start from the weights of this module. For different weights, pass the module's class, or a "
+            "function that creates the module. Otherwise, pass"
         )
-        warnings.warn(f"model: {problem}fs.Model(module) if you want these weights.", stacklevel=2)
+        warnings.warn(f"model: {problem} fs.Model(module).", stacklevel=2)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
         if folders[key].exists():
@@ -289,18 +290,18 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 
 
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
-    """Decide how to run several experiments at the same time.
+    """Decide whether simultaneous runs need forks of this process.
 
-    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use these objects
-    need forks of this process.
+    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use such objects need
+    forks.
 
     Args:
         specs: The experiments to run.
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        False to use new processes, and True to use forks of this process. None means that forks are needed but not
-        possible, so that this process must execute one run after another.
+        True if runs need forks, and False if new processes are enough. None if forks are needed but not possible, so
+        that this process must execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
@@ -308,7 +309,8 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     if can_fork() and all(spec.training.threads == 1 for spec in specs):
         return True
     why = "training.threads is not 1" if can_fork() else "this process cannot be forked"
-    warnings.warn(f"runs follow one another in this process, because they use its objects and {why}.", stacklevel=4)
+    problem = f"the runs are executed one after another, because they use objects of this process and {why}."
+    warnings.warn(problem, stacklevel=4)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Run one experiment, which makes a history and a run folder from a spec."""
+"""Run one experiment, and return its history."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ def run(
         resume: Whether to continue the run in ``out`` from its last checkpoint.
         callbacks: Additional callbacks. Each callback is a ``fedstrata.Callback``, or a function that is called with
             the record of every round.
-        progress: Whether to show the progress, as a bar in a terminal and in a notebook, and otherwise as a line from
-            time to time.
+        progress: Whether to show the progress, as a bar in a terminal or notebook, and otherwise as occasional lines of
+            text.
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` is empty, except after a breakdown: from some round on, the server could not use any
-        reply.
+        attribute ``warning`` is empty, except if the server could not use any reply from some round to the end.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

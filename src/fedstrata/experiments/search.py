@@ -50,13 +50,13 @@ STUDY, NAME = "study.db", "sweep"
 """The name of Optuna's file in a search's folder, and of the study in the file, which Optuna's dashboard reads."""
 
 PRUNED = "pruned"
-"""The word that begins the stored reason for a stop, if the trial was pruned (stopped early because it was bad)."""
+"""The first word of the stored reason for a stop if the trial was pruned (stopped early because it was bad)."""
 
 STARTUP = 5
 """The number of trials that run to their end before any trial is pruned."""
 
 REFUSED = "refused"
-"""The name of the attribute of Optuna's trial that contains the error, if the trial's settings are invalid."""
+"""The attribute of Optuna's trial that contains the error if the trial's settings are invalid."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    Both ends of each range are checked. During each check, all other settings of the space have the first value of
-    their range.
+    Both ends of each range are checked, while all other settings have the first value of their range.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -269,7 +268,7 @@ def opened(
 
     Args:
         path: The file. If the file does not exist and ``identity`` is given, the file is created.
-        identity: The attributes that the study must have, so that a different search cannot continue the study.
+        identity: The attributes that the study must have, so that a different search cannot continue it.
         direction: ``"maximize"`` or ``"minimize"`` for a new study; an existing study keeps its direction.
 
     Raises:
@@ -401,7 +400,7 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
     """Return Optuna's sampler, a tree-structured Parzen estimator, with a seed that depends on trial and key.
 
-    So a proposal depends on the trials that have ended, but not on interruptions of the search.
+    A proposal therefore depends on the trials that have ended, but not on interruptions of the search.
     """
     from optuna.samplers import TPESampler
 
@@ -435,7 +434,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Tell the study the mean of a finished trial's primary metric, or that the trial was pruned or failed."""
+    """Record a trial's result in the study: the mean of its primary metric, or that it was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)

@@ -301,7 +301,7 @@ def verdict(result: Sweep) -> str:
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec that compares experiments. Its tables ``[compare.LABEL]`` contain the sections that differ."""
+    """Return a spec with the sections that differ between experiments in tables ``[compare.LABEL]``."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

@@ -84,15 +84,16 @@ class Allowed:
         request: The Python class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to accepted values. If a field has several accepted values,
             they are described by a ``Bound``. Other fields may have any value.
-        times: How often the request may come. With None, the number is not fixed. The order of requests (see ``Order``)
-            or the client's data then limit how often the request comes.
-        per: Whether ``times`` counts the requests in one phase of a round, or in the whole run.
+        times: How often the request may come. With None, only the order of requests (see ``Order``) or the client's
+            data limit this number.
+        per: Whether ``times`` counts the requests of one phase of a round, or of the whole run.
         rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
             Default: every round.
         limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the server reads individual replies even with secure sums. Such replies contain no updates.
+        single: Whether the server reads individual replies even with secure sums, because the replies contain no
+            updates.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.
@@ -138,8 +139,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``. This does not hold for requests that let
-        clients use the samples of a too small batch in a later batch.
+        No client may answer if the limit is below ``privacy.min_samples``, except if samples of a too small batch can
+        move to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

@@ -1,8 +1,7 @@
 """Availability models: they simulate which clients drop out of a round, and how fast clients are.
 
-Whether a client is online in a round depends only on the settings, the seed, the round and the client. The number of
-other clients (except in ``SizeCorrelated``) and the choice of invited clients do not matter. These models therefore
-need no stored state to resume a run.
+Whether a client is online depends only on the settings, the seed, the round and the client (and, in ``SizeCorrelated``,
+on the other clients). A resumed run therefore needs no stored state of these models.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Clients = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The clients of a federation, and their training samples if these are known.
+    """The clients of a federation, and their training samples if the samples are known.
 
     Args:
         clients: Number of clients, N.
@@ -107,8 +106,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round, on a copy of the settings that only this run uses. The method
-        may therefore store values for later calls of ``online`` in a ``pydantic.PrivateAttr``.
+        The check is called once before the first round, and may store values for ``online`` in a
+        ``pydantic.PrivateAttr``.
 
         Args:
             population: The clients.

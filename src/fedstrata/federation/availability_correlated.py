@@ -19,7 +19,7 @@ class Correlated(Availability):
     """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
-        mean: Mean of all clients' probabilities of being online in a round. Each probability is then limited to the
+        mean: Mean of all clients' probabilities of being online in a round, before each probability is limited to the
             range from ``least`` to 1.
         least: Lower limit of each client's probability of being online in a round.
         pattern: How a client's availability changes over the rounds. ``independent``: a new draw in each round.
@@ -64,9 +64,9 @@ class Correlated(Availability):
 class LabelCorrelated(Correlated):
     """Clients with some labels are online more often than clients with other labels (FedAU, arXiv:2306.03401).
 
-    Each label c of C labels gets a random weight w_c, and the weights add up to 1. If a fraction q_c of a client's
-    samples has label c, the client is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is
-    ``mean`` if labels are balanced.
+    Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client with the fraction q_c of
+    its samples in each class c is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``
+    if labels are balanced.
 
     Args:
         concentration: Concentration of the Dirichlet distribution from which the weights of the labels are drawn. With

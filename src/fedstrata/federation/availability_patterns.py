@@ -39,7 +39,8 @@ class Cyclic(Availability):
     """Each client is online for a fixed fraction of each period; each client's periods begin at a random round.
 
     Args:
-        p: Fraction of a period in which a client is online. The number of these rounds is rounded, and is at least 1.
+        p: Fraction of a period in which a client is online. The resulting number of rounds is rounded, and is at least
+            1.
         period: Length of a period, in rounds.
     """
 
@@ -58,7 +59,8 @@ class Diurnal(Availability):
         lowest: Smallest probability of being online within a day.
         highest: Largest probability of being online within a day.
         period: Length of a day, in rounds.
-        spread: Fraction of a day within which each client's time zone is drawn at random.
+        spread: Spread of the clients' random time zones, as a fraction of a day. With 0, all clients have the same time
+            zone.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)
@@ -86,12 +88,9 @@ class Diurnal(Availability):
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
     """Return whether each client is online: the state of a Markov chain that is stationary from round 1.
 
-    A chain goes online with probability 1 / ``offline_rounds``. With this probability, the mean time online can be
-    shorter than one round. The chain then goes online with a smaller probability, and goes offline after each round
-    online (FedAU, arXiv:2306.03401).
-
-    In each round, a uniform random number sets, keeps or flips the state. A state that is set does not depend on the
-    previous state. The function therefore goes back only to the latest round that set the state, and stores nothing.
+    A chain goes online with probability 1 / ``offline_rounds``, or with a smaller probability if a client would
+    otherwise be online for less than one round on average (FedAU, arXiv:2306.03401). The function stores nothing: it
+    repeats the chain since the latest round in which the state did not depend on the previous state.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

@@ -68,7 +68,7 @@ class Trace(Availability):
             raise SpecError("file", f"contains client {unknown[0]}. Use only clients 0 to {last}.", self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online: True if an interval in the file contains the round, or its start."""
+        """Return whether each client is online in a round, according to the intervals in the file."""
         time = round if self.round_seconds is None else (round - 1) * self.round_seconds
         online = [any(a <= time <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
         return np.array(online, dtype=bool)

@@ -52,7 +52,7 @@ class Clock:
         return in_time
 
     def arrive(self, sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Add the time that the answers need to reach the server; return the clients that answer too late.
+        """Add the time for sending answers to the server; return the clients that answer too late.
 
         Args:
             sizes: Size of each client's answer in bytes.

@@ -71,8 +71,7 @@ class Failure:
     Args:
         reason: The reason in words.
         error: The client's exception; None if the client did not raise an exception.
-        bystander: Whether the answer is missing only because this client adds up tensors with another client that
-            failed.
+        bystander: Whether the answer is missing only because another client of the group failed.
         refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
     """
 
@@ -129,7 +128,7 @@ class Engine(ABC):
     """
 
     keeps_states: ClassVar[bool] = False
-    """Whether clients store their states themselves, so that the server's checkpoints do not contain the states."""
+    """Whether clients store their own states, so that the server's checkpoints do not contain these states."""
     secure_sums: SecureSums | None = None
     """The server of secure sums, if the clients are real sites; otherwise, secure sums are simulated."""
 

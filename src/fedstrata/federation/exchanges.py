@@ -1,4 +1,4 @@
-"""Decide which clients an exchange of requests and replies reaches, and which replies are used. Log both."""
+"""Decide which clients a request reaches, and which replies are used."""
 
 from __future__ import annotations
 
@@ -271,8 +271,8 @@ class Exchanges:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
         A fault in the program is assumed if two conditions hold. All clients with a request raised an exception, and no
-        client has ever answered a request of these Python classes. If the federation has at least two clients, at least
-        two of them must have received a request.
+        client has ever answered a request of these Python classes. In a federation of two or more clients, at least two
+        clients must also have received a request.
 
         Args:
             asked: The clients that got a request.
@@ -291,10 +291,10 @@ class Exchanges:
 
 
 def communication(weights: Weights, transfers: int, clients: int, round: int) -> dict[str, Any]:
-    """Return metrics of communication, such as the mean number of bytes that a client has sent so far.
+    """Return metrics of communication, such as the mean number of bytes that clients have sent so far.
 
     Args:
-        weights: The model or gradient that is transferred. Its size in bytes is C.
+        weights: The model or gradient that is transferred, with a size of C bytes.
         transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model and
             returns a gradient, or receives the travelling model and passes it on.
         clients: Number of clients, N.

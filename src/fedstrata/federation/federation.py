@@ -1,4 +1,4 @@
-"""The interface through which a method on the server communicates with clients, wherever the clients run.
+"""The interface through which a method on the server communicates with clients.
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, and ``relay`` sends the model from
 client to client. The federation determines which clients can be reached, counts bytes, refuses unusable replies, and
@@ -309,8 +309,8 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Send all clients a request that measures a model.
 
-        The request does not change the states of clients, and the round's log does not count the request's bytes. All
-        clients are reached, because availability and simulated time apply to training only.
+        The request does not change the states of clients, and its bytes are not part of the round's log. All clients
+        are reached, because availability and simulated time apply only to training.
 
         Args:
             request: The request.
@@ -348,13 +348,14 @@ class Federation:
         gets the model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same Python class. With a generator, earlier
-                replies can determine the next pair. Each pair is requested only after the previous hop.
+            tasks: Pairs of a client and its task; all tasks have the same Python class. In a generator, earlier replies
+                can determine the next pair, because each pair is requested only after the previous hop.
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
-                The reply is None if the hop was skipped. If the engine computes the relay in one pass, the engine may
-                notice a failure only at the end. The function is then called a second time for this hop, with None.
-            work: A function of a task and the client's number of samples, which returns the number of sample-gradients.
+                The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
+                failure only at the end. The function is then called again for this hop, with None.
+            work: A function that returns the number of sample-gradients, given a task and the client's number of
+                samples.
         """
         replies: dict[int, Any] = {}
         failures: list[tuple[ClientId, Failure]] = []

@@ -17,10 +17,8 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""The number of sample-gradients (gradients of one sample) that a client computes for its answer.
-
-The type is a function of the client's number of samples, or a mapping from each client to the number of
-sample-gradients.
+"""The number of sample-gradients (gradients of one sample) that each client computes for its answer: a mapping, or a
+function of the client's number of samples.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
@@ -59,8 +57,7 @@ class RequestRule:
     """The properties that all requests of one Python class have in every job.
 
     Args:
-        description: A phrase that says what the reply contains. The phrase completes a sentence that begins with "It
-            sends".
+        description: A description of the reply's content, which completes a sentence that begins with "It sends".
         phase: The phase in which the request comes.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
@@ -100,7 +97,7 @@ class Reply(Message):
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """Put an update back into the reply. This is the inverse of ``split_update``.
+        """Put an update back into the reply, as the inverse of ``split_update``.
 
         Args:
             sent: The model of the request.
@@ -353,9 +350,8 @@ class Fit(TrainingRequest):
         weights: The global model.
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
-        counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
-            the clients' sizes, the reply must not contain this number. Together with ``keep``, the number would reveal
-            the client's size.
+        counts: Whether the reply may contain the number of samples that were used. If clients keep their sizes private,
+            the reply must not contain this number, because it would reveal the client's size.
     """
 
     rule = RequestRule("the model after its local training")

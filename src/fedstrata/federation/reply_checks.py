@@ -1,4 +1,4 @@
-"""Check replies. If a reply fails a check, the server refuses the reply and records the reason."""
+"""Check replies. The server refuses a reply that fails a check, and records the reason."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from fedstrata.federation.optimizers import SGD, AnyOptimizer
 DEFAULT_EPOCHS = 5
 
 Threads = Annotated[PositiveInt, Field(le=1024)]
-"""A number of threads, at most 1024: PyTorch ends the process if the system cannot start as many threads."""
+"""A number of threads, at most 1024, because PyTorch ends the process if the system cannot start all threads."""
 
 
 def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float:
@@ -47,19 +47,18 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of individual samples in local training: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability. The client scales down each sample's
-    gradient to the norm ``clip`` if the gradient is longer. It then adds Gaussian noise to the sum of the gradients.
-    Two data sets are neighbours if they differ by one additional sample. The noise of a simulation follows from the
-    seed, so only the noise of real sites protects data.
+    In each step, a client draws each of its samples with the same probability. The client scales down gradients that
+    are longer than ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
+    differ by one additional sample. Only the noise of real sites protects data, because the noise of a simulation
+    follows from the seed.
 
     Args:
         clip: Largest L2 norm C of the gradient of one sample.
         noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
-        delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
-            divided by the number of samples of a client.
+        delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / n for a client with n samples.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. At real
-            sites, the server learns the numbers of samples only in the first round. With secure sums, replies
-            do not contain them, so each real site sets the budget in its policy. Default: no limit.
+            sites, the server learns the numbers of samples only in the first round. With secure sums, the server does
+            not learn these numbers, and each real site sets the budget in its policy. Default: no limit.
     """
 
     clip: PositiveFloat
@@ -71,14 +70,14 @@ class DPSGD(Setting):
 class ClientDP(Setting):
     """Differential privacy of whole clients, with noise that the server or the clients add.
 
-    With ``noise_from = "server"``, the server scales down each update whose norm is above ``clip``, and adds Gaussian
-    noise to the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of
-    them. ε limits what others learn from the models about one client. ε does not apply to the server, which sees each
-    update.
+    With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
+    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of the
+    runs. This ε limits what users of the models learn about one client. It does not limit what the server learns,
+    because the server sees each update.
 
-    With ``noise_from = "sites"``, each client scales down its update and adds a share of the noise, which follows a
-    Skellam distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two
-    runs are neighbours if one client sends zeros with noise instead of its updates in one of them. The choice of
+    With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
+    distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two runs
+    are neighbours if one client sends zeros with noise, instead of its updates, in one of the runs. The choice of
     clients does not lower ε, because the server knows which clients take part.
 
     In both cases, the sum is divided by the expected number of clients per round.
@@ -87,8 +86,7 @@ class ClientDP(Setting):
         clip: Largest L2 norm C of a client's update, over all parameters that clients train.
         noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
             from the clients has at least this standard deviation.
-        delta: Probability δ of (ε, δ)-differential privacy, for which ε is computed. δ should be smaller than one
-            divided by the number of clients.
+        delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / N for N clients.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
             no limit.
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
@@ -97,7 +95,7 @@ class ClientDP(Setting):
             ``sites`` needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the
             larger of ⌊2n/3⌋ + 1 and ``privacy.parties``.
         colluding: Number of clients in a sum that may tell the server the noise that they added. Each client then adds
-            more noise. With 0, ε does not apply to other clients, which know their own noise.
+            more noise. With 0, ε does not protect against other clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -117,8 +115,8 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each value that it sends, such as an update,
-            a prototype or the mean of a column. A run in which no client has enough samples is refused.
+        min_samples: Minimum number of samples for each value that a client sends, such as an update, a prototype or the
+            mean of a column. A run in which no client has enough samples is refused.
         below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
@@ -182,7 +180,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client with too few samples in a batch uses them in another batch. See ``below``."""
+        """Whether a client uses samples of a too small batch in another batch; see ``below``."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -300,7 +298,7 @@ class Training(Setting):
         return self.local_steps * min(self.samples_per_step, samples * keep)
 
     def poisson(self, samples: int) -> tuple[float, int]:
-        """Return a client's probability of sampling and its number of steps with differential privacy (``privacy.dp``).
+        """Return the probability that a step uses a sample, and the number of steps per round, with ``privacy.dp``.
 
         Args:
             samples: The client's number of samples.
@@ -317,7 +315,7 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with ``epochs`` local epochs instead of local steps. With None, change nothing."""
+        """Return the settings with ``epochs`` local epochs instead of local steps; unchanged settings for None."""
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

@@ -14,7 +14,7 @@ def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor
     """Return the changes of all tensors as one vector, shape (d,), in float32 or a wider dtype.
 
     Args:
-        before: Named tensors. Their order is the order in the vector.
+        before: Named tensors, in the order of the vector.
         after: Tensors with the same names and shapes.
     """
     row = torch.cat([(after[name] - tensor).reshape(-1) for name, tensor in before.items()])

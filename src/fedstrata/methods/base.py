@@ -20,7 +20,7 @@ ASKING = {
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
 }
-"""For each base class, the Python methods and attributes that decide which requests clients get and what they reply.
+"""For each base class, the Python methods and attributes that determine the requests to clients and the replies.
 
 A subclass that overrides one of these attributes must also override its declaration of requests. The declaration is
 ``sends`` in an objective, and ``allowed`` in all other classes.
@@ -43,9 +43,8 @@ A subclass that overrides one of these methods must also declare ``needs_replies
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. The state changes from round to round. It is a record with at least the field
-    ``weights``, which is the global model. The method ``init`` returns the first state. The method ``run_round`` takes
-    a state and returns the next state.
+    The fields are the method's settings. The method ``init`` returns the first state, and ``run_round`` takes a state
+    and returns the next state. A state is a record with at least the field ``weights``, which is the global model.
     """
 
     paper: ClassVar[str] = ""
@@ -59,14 +58,15 @@ class Method(Setting):
     """
 
     needs_replies: ClassVar[str] = ""
-    """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+    """The reason why the server needs individual replies, as the end of a sentence; see ``Aggregator.needs_replies``.
+    """
 
     def most_summed(self, config: FederationConfig) -> int:
         """Return the largest number of clients that contribute to one secure sum (``privacy.sums``)."""
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms in which secure sums (``privacy.sums``) add the clients' replies."""
+        """Return how secure sums (``privacy.sums``) add the clients' replies."""
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()

@@ -37,10 +37,10 @@ class CCVR(Recipe, HeadTuning):
     """FedAvg whose server calibrates the head after the last round, on virtual features of each class.
 
     All clients send the moments of their features z. For each class c, the moments are the number of samples n_k(c), Σ
-    z and Σ z zᵀ. The server adds up these moments over clients. It then computes the mean μ_c and the covariance Σ_c of
-    the features of all samples of class c. The server draws ``per_class`` virtual features from each normal
-    distribution N(μ_c, Σ_c), and trains the head on these features. All other layers do not change, and later rounds
-    start from the model without calibration. Classes without samples at any client have no virtual features.
+    z and Σ z zᵀ. From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
+    class c. The server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the
+    head on these features. All other layers do not change, and later rounds start from the model without calibration.
+    Classes without samples at any client have no virtual features.
 
     Args:
         per_class: Number of virtual features of each class.
@@ -124,10 +124,10 @@ class CCVR(Recipe, HeadTuning):
 
 
 def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the mean and the covariance of the features of each class that a client has.
+    """Return the mean and the covariance of each class's features, over the samples of all clients together.
 
-    With N = Σ_k n_k(c), the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). These values are
-    the mean and the covariance of the samples of all clients together. With a single sample, the covariance is 0.
+    For N features z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). With a
+    single sample, the covariance is 0.
 
     Args:
         replies: The replies of the clients.

@@ -10,15 +10,13 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAWE(Recipe):
-    """FedAvg in which clients continue from the model of their last reply. An update counts once per round since then.
+    """FedAvg in which clients continue from the model of their last reply, and updates after absences are larger.
 
-    In round t, the new model is w ← (1/r) Σ_{k∈S} (x_k + (t − τ_k) Δ_k), where S is the set of the r clients that
-    replied. Client k last replied in round τ_k. The client starts at x_k, the global model after round τ_k, and Δ_k is
-    its update of x_k. The server stores the models x_k. The mean of the models x_k of all clients is evaluated and
-    saved.
+    Client k starts at x_k, the global model after the round in which it last replied. The server stores the models x_k.
+    The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
 
     Args:
-        clip: Largest norm of the mean of (t − τ_k) Δ_k. See the aggregator ``fedawe``.
+        clip: Largest norm of the mean update. See the aggregator ``fedawe``.
         memory_gb: The largest memory for the models x_k, in GB. See the aggregator ``fedawe``.
     """
 

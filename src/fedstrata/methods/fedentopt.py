@@ -12,11 +12,10 @@ from fedstrata.sampling.entropy import Entropy
 
 
 class FedEntOpt(Recipe):
-    """FedAvg that invites clients whose labels together are as even as possible.
+    """FedAvg that invites clients whose labels, taken together, are balanced.
 
-    Clients are added one by one. Each time, the client k with the largest entropy H((L + l_k) / ‖L + l_k‖₁) is added.
-    The vector l_k contains the label counts of client k. The vector L is the sum of l_k over the clients that were
-    added before (Algorithm 1 of arXiv:2411.01240).
+    Clients are added one by one, so that the label counts of all added clients have the largest possible entropy
+    (Algorithm 1 of arXiv:2411.01240).
     """
 
     paper = "Lutz et al. 2025, Optimizing Federated Learning by Entropy-Based Client Selection (arXiv:2411.01240)"

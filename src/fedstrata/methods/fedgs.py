@@ -14,9 +14,8 @@ from fedstrata.sampling.graph import Graph
 class FedGS(Recipe):
     """FedAvg that invites clients with different labels, and each client equally often.
 
-    The set S of the m clients of a round maximises α d(S) − Var(v + s) (arXiv:2211.13975). The value d(S) is the mean
-    distance between clients in a graph of label similarity. The vector v counts each client's earlier invitations, and
-    s counts the invitations of the round.
+    The clients of a round are far apart in a graph of label similarity, and were invited rarely before. The setting
+    ``alpha`` weights these two aims (arXiv:2211.13975).
     """
 
     paper = "Wang et al. 2023, FedGS: Federated Graph-based Sampling with Arbitrary Client Availability (AAAI)"

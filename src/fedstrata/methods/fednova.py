@@ -9,12 +9,10 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedNova(Recipe):
-    """FedAvg that divides each client's update by its number of steps, because clients may differ in this number.
+    """FedAvg that divides each client's update by the client's number of steps.
 
-    The new model is w ← w_t + τ_eff Σ_k p_k Δ_k / τ_k. The update of client k is Δ_k, its number of steps is τ_k, and
-    its share of the samples is p_k. The factor τ_eff is Σ_k p_k τ_k. In FedAvg, clients that take more steps pull the
-    model further towards their own minimum. With ``training.momentum``, the weights of the gradients in Δ_k replace
-    τ_k.
+    In FedAvg, clients that take more steps pull the model further towards their own minimum. See the aggregator
+    ``fednova``.
     """
 
     paper = "Wang et al. 2020, Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization"

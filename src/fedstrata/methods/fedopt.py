@@ -39,8 +39,7 @@ class FedAvgM(Recipe):
 class FedAdagrad(Recipe):
     """FedAvg with Adagrad on the server.
 
-    With the mean update Δ of the round, the server computes v ← v + Δ² and w ← w + η Δ / (√v + τ). The initial value of
-    v is τ².
+    The aggregator's server optimiser (``ServerOptimizer``) defines the step.
 
     Args:
         server_lr: Learning rate η of the server.
@@ -83,18 +82,16 @@ class AdaptiveMoments(Recipe):
 class FedAdam(AdaptiveMoments):
     """FedAvg with Adam on the server, without bias correction.
 
-    The mean update of the round is Δ. The server computes m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², and w ← w + η
-    m / (√v + τ). The initial value of v is τ².
+    The aggregator's server optimiser (``ServerOptimizer``) defines the step.
     """
 
     optimizer = "adam"
 
 
 class FedYogi(AdaptiveMoments):
-    """FedAvg with Yogi on the server: like FedAdam, but v changes by at most (1 − β₂) Δ² per round.
+    """FedAvg with Yogi on the server: like FedAdam, but with a limited change of the second moment per round.
 
-    The mean update of the round is Δ. The server computes m ← β₁ m + (1 − β₁) Δ, v ← v − (1 − β₂) Δ² sign(v − Δ²), and
-    w ← w + η m / (√v + τ). The initial value of v is τ².
+    The aggregator's server optimiser (``ServerOptimizer``) defines the step.
     """
 
     optimizer = "yogi"

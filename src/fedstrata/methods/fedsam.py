@@ -10,7 +10,7 @@ from fedstrata.objectives.sharpness import SharpnessAware
 
 
 class FedSAM(Recipe):
-    """FedAvg whose clients take each gradient at a point where the loss of its batch is higher.
+    """FedAvg whose clients compute each gradient at a nearby point where the loss of the batch is higher.
 
     A step is w ← w − η ∇F_k(w + ρ g / ‖g‖), where g is the gradient of the batch at w (Algorithm 1 of
     arXiv:2206.02618). Clients compute two gradients per step.

@@ -24,8 +24,8 @@ class FedSTS(Recipe):
     Args:
         aggregation: How models are averaged. ``paper`` averages first within each stratum and then over strata, and is
             biased. ``horvitz-thompson`` uses unbiased weights and draws with replacement. ``inclusion`` uses systematic
-            draws without replacement. The weight of client k is then 1 / (N π_k), which is unbiased: π_k is the
-            probability that client k is drawn.
+            draws without replacement. The unbiased weight of client k is then 1 / (N π_k), where π_k is the probability
+            that client k is drawn.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

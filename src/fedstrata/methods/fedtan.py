@@ -49,7 +49,7 @@ class FedTAN(Recipe):
                 "training.batch_norm", "FedTAN averages BatchNorm statistics over clients. Use 'average'.", "local"
             )
         if self.aggregator.own_starts:
-            problem = "FedTAN requires that all clients start at the same model. Use another aggregator."
+            problem = "FedTAN requires that all clients start from the same model. Use another aggregator."
             raise SpecError("method.aggregator", problem, self.aggregator.name)
         for key, accepted in (("data_sampler", AllData()), ("objective", CrossEntropy())):
             if getattr(self, key) != accepted:

@@ -16,7 +16,7 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Training of only the model's head, by full-batch gradient descent on samples **that no client has**.
+    """Training of the model's head by full-batch gradient descent, on samples **that no client has**.
 
     The server uses the same samples every time. Before the first step, the server computes the features (the input of
     the head) once, in evaluation mode. The clients' optimiser (``training.optimizer``) is not used.

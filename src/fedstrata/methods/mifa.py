@@ -12,7 +12,7 @@ class MIFA(Recipe):
     """FedAvg that replaces the missing update of an absent client by the last update that the client sent.
 
     The new model is w ← w_t + (1/N) Σ_k y_k over all N clients, where y_k is the last update that client k sent. The
-    server stores the updates y_k, which take as much memory as N models.
+    stored updates take as much memory as N models.
     """
 
     paper = "Gu et al. 2021, Fast Federated Learning in the Presence of Arbitrary Device Unavailability (NeurIPS)"

@@ -51,7 +51,7 @@ def _mean_at_server(
 ) -> tuple[Params, dict[str, Any]]:
     """Train clients; return the mean of their updates with noise from the server, and metrics.
 
-    The server adds noise even if no client answered, because the absence of noise would reveal this.
+    The server adds noise even if no client answered, because an update without noise would disclose this.
     """
     dp = federation.config.privacy.clients
     assert dp is not None

@@ -47,7 +47,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The choices in which a recipe differs from FedAvg: samplers, objective and aggregator."""
+    """The samplers, objective and aggregator of a recipe that differ from FedAvg's."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -67,8 +67,8 @@ class Recipe(Method):
 
     In a spec, a name or a table of settings can replace each of these four choices.
 
-    A subclass overrides ``parts``. This method returns the choices that differ from FedAvg, and builds them from the
-    subclass's settings. If a spec replaces all choices that a setting affects, the spec must not contain this setting.
+    A subclass overrides ``parts``, which returns the choices that differ from FedAvg. If a spec replaces all choices
+    that a setting affects, the spec must not contain this setting.
 
     Args:
         client_sampler: How the clients of a round are chosen.
@@ -155,7 +155,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the effective settings and the replaced choices. Parsing the result gives an equal method."""
+        """Return the effective settings and the replaced choices, from which an equal method can be parsed."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -174,11 +174,11 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True, except if the aggregator lets clients start at different models."""
+        """Return True, except if the aggregator lets clients start from different models."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the samplers and of local training; None if one of them does not declare requests."""
+        """Return the requests of the samplers and of local training; None if a part does not declare its requests."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
@@ -259,7 +259,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms of the replies to the requests of local training and of the data sampler."""
+        """Return the forms in which replies are added, for local training and for the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -313,7 +313,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters have their old values, which weight decay has changed."""
+        """Return a new model in which frozen parameters, which weight decay has changed, have their old values."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -334,7 +334,7 @@ class Recipe(Method):
             federation: The federation.
             clients: The invited clients.
             request: The request, with the global model.
-            starts: The model at which each client starts; None if all clients start at the global model.
+            starts: The model from which each client starts; None if all clients start from the global model.
         """
         expected = self.objective.expected(request.weights, federation.config)
         return federation.ask(

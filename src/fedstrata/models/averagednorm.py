@@ -1,9 +1,8 @@
 """BatchNorm with statistics that are averaged over clients, as in FedTAN (Wang et al. 2023).
 
 Each client computes the mean and the variance of its own batch, and the layer normalises with the averages over
-clients. In the backward pass, the gradients with respect to mean and variance are averaged too, and each client
-propagates the averages to its inputs. The average of the clients' variances ignores that the clients' means differ. In
-contrast, ``models.batchnorm`` computes the variance of all samples.
+clients. In the backward pass, the gradients with respect to mean and variance are averaged, too. Unlike in
+``models.batchnorm``, the averaged variance ignores that the clients' means differ.
 """
 
 from __future__ import annotations

@@ -226,9 +226,9 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while ``module`` trains in the ``with`` block.
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
-    pass and then one backward pass. A client without samples in the batch may be in the group. It then passes an empty
-    batch, shape (0, …), which adds zeros, and gets the same running statistics as the other clients. A client that
-    fails must call ``LocalGroup.abort``. Without this call, the other clients wait until their timeout.
+    pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without this call, the
+    other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.

@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
 Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The choice
-depends only on the module, and not on measured times. Times vary, and the format affects the last bits of results.
+depends only on the module, because the format affects the last bits of results.
 """
 
 from __future__ import annotations

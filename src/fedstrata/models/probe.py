@@ -19,7 +19,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 
     Args:
-        model: The model. Its values do not change.
+        model: The model, whose values do not change.
         x: Some samples. A single sample is used twice. If there are no samples, two samples of zeros are used.
 
     Raises:

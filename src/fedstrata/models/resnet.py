@@ -1,8 +1,7 @@
 """Residual networks for small images, with BatchNorm or GroupNorm.
 
-These networks cannot be trained under ``torch.func.vmap``. BatchNorm changes its buffers in place, and GroupNorm of
-PyTorch 2.13 does not support images under ``vmap``. A GroupNorm that is written for ``vmap`` takes 40 % longer in a
-plain loop.
+These networks cannot be trained under ``torch.func.vmap``, because BatchNorm changes its buffers in place, and
+GroupNorm of PyTorch 2.13 does not support images under ``vmap``.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
 
     The first layers are convolutions with 64 and 128 channels, and a residual connection around two convolutions with
-    128 channels. Then follow convolutions with 256 and 512 channels, and a residual connection around two convolutions
-    with 512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the three
-    convolutions that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input
+    128 channels. The next layers are convolutions with 256 and 512 channels, and a residual connection around two
+    convolutions with 512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the
+    three convolutions that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input
     channels and 10 classes, the network has 6,573,130 parameters.
 
     Args:

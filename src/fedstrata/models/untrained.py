@@ -69,7 +69,7 @@ class Untrained:
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return a mapping from the name of each tensor to its number of changes, or to -1 if a buffer was replaced."""
+        """Return a mapping from the name of each tensor to its number of changes; -1 stands for a replaced buffer."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places

@@ -1,8 +1,8 @@
 """Define the base class of objectives for local training, and plain cross-entropy.
 
-An objective consists of hooks: methods that are called at certain points of a round. On a client, hooks compute the
-loss, a correction of the gradient, and a message to the server. On the server, hooks compute a message to the clients
-and process the clients' messages. Most objectives override one or two hooks.
+An objective consists of *hooks*, which are methods that are called at certain points of a round. On a client, hooks
+compute the loss, a correction of the gradient, and a message to the server. On the server, hooks compute a message to
+the clients, and process the clients' messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Batches = Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Context:
-    """The values that a client's loss needs and that stay constant during local training.
+    """The values that a client's loss needs, and that do not change during local training.
 
     Args:
         start: The parameters w_t of the global model, with which local training starts.
@@ -92,7 +92,7 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The setting ``privacy.min_samples``. Values that are computed from fewer samples must not be sent.
+        least: The smallest number of samples from which a sent value may be computed (``privacy.min_samples``).
     """
 
     params: Params
@@ -107,7 +107,7 @@ class Stage:
     """A phase of local training in which a client uses another objective.
 
     Args:
-        objective: The objective of the stage. It must not have a state between rounds.
+        objective: The objective of the stage, which must not have a state between rounds.
         epochs: Number of epochs. Default: the number of epochs or steps in the spec's section ``training``.
     """
 
@@ -125,10 +125,8 @@ class Objective(Setting):
     """The functions that answer the objective's own requests at a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The groups of tensors in a client's message that the server adds up over rounds.
-
-    Codecs with error feedback encode only these groups, because error feedback corrects errors only in sums over
-    rounds.
+    """The groups of tensors in a client's message that the server adds up over rounds, and that codecs with error
+    feedback encode.
     """
 
     needs_sgd: ClassVar[str] = ""
@@ -234,7 +232,7 @@ class Objective(Setting):
 
     @cached_property
     def freezes(self) -> bool:
-        """Whether clients do not train all parameters, or do not send all of them."""
+        """Whether some parameters are not trained by clients, or not sent to the server."""
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
@@ -280,7 +278,7 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ of a step from w. Its gradient is computed at w + δ. None stands for δ = 0.
+        """Return the displacement δ of a step, whose gradient is computed at w + δ instead of w. None stands for δ = 0.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
         ``gradient`` must override ``gradients_per_step``.
@@ -302,19 +300,19 @@ class Objective(Setting):
         return True
 
     def stays(self, name: str, model: Model) -> bool:
-        """Return True if the parameter ``name`` is personal: each client keeps its trained value for the next round.
+        """Return True if the parameter ``name`` is personal: each client keeps the trained value for the next round.
 
-        The client sends back the received value of a personal parameter, and the server does not change this value.
+        Instead of the trained value, the client sends back the received value.
         """
         return False
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the client's message to the server after training, and the state that it keeps for its next round."""
+        """Return the client's message to the server after training, and the client's state for its next round."""
         return {}, context.kept
 
 
 class CrossEntropy(Objective):
-    """The loss of the task, such as cross-entropy for classification: the local objective of FedAvg."""
+    """The loss of the task, as in FedAvg; for classification, this is the cross-entropy."""
 
     single_samples = True
 

@@ -2,7 +2,7 @@
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale. FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022) set the shift. The loss is PyTorch's cross-entropy of the new
-logits. This loss is equal to the papers' formulas, and is numerically stable.
+logits, which is equal to the papers' formulas.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, PerSample
 
 EXCLUDED = -1e9
-"""The shift that excludes a class from the softmax.
-
-The probability and the gradient of the class are then exactly 0. The value is finite, because an infinite shift could
-make gradients NaN.
+"""The shift that excludes a class from the softmax. The value is finite, because an infinite shift could make gradients
+NaN.
 """
 
 
@@ -56,8 +54,7 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
     """Count the clients that learn nothing, because their softmax has only one class.
 
-    The probability of this class is always 1, so the loss and its gradients are exactly 0. Only weight decay and
-    corrections change the models of these clients. Clients that took no step are not counted.
+    The loss of such a client is constant, and its gradients are exactly 0. Clients that took no step are not counted.
     """
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(map(_idle, trained))} if trained else {}
@@ -121,7 +118,7 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
 
-    As a result, local training changes the head's parameters for these classes less.
+    Local training then changes the head's parameters for these classes less.
 
     Args:
         alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg. With 0, the
@@ -136,9 +133,10 @@ class Restricted(Calibrated):
 
 
 class LogitMargins(CountsIdle, Calibrated):
-    """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
+    """Cross-entropy of FedLC's calibrated logits, in which rarer classes have a larger margin (Eq. 4).
 
-    In the formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
+    The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
+    In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
     excluded from the softmax, as in balanced softmax. A client with only one class then learns nothing
     (``idle_clients``).
 

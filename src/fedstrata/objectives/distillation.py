@@ -16,7 +16,7 @@ class Distilled(Objective):
     """Base class of objectives with a teacher, which is the global model w_t in evaluation mode."""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers for the teacher, because training changes the buffers in the model."""
+        """Add the received buffers to the message, for the teacher; training changes the model's own buffers."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:

@@ -21,8 +21,7 @@ EPSILON = 1e-8
 def correlation(features: Tensor) -> Tensor:
     """Return the mean squared correlation ‖K‖²_F / d² of d features over a batch, as a scalar.
 
-    The correlation matrix is K = XᵀX / B, where X contains the standardised features. The result is computed from X Xᵀ,
-    which has the same norm as XᵀX and is the smaller matrix if B < d.
+    The correlation matrix is K = XᵀX / B, where X contains the standardised features.
 
     Args:
         features: The features of B samples, shape (B, d).
@@ -43,8 +42,7 @@ class Decorrelated(Objective):
     The features are the head's input. The value ‖K‖²_F / d² is 1/d for uncorrelated features, and 1 for perfectly
     correlated features. The term keeps features from collapsing to a few dimensions. For a batch of one sample, the
     term is left out. Unlike the paper's formula, the authors' code multiplies the term by the batch size and leaves out
-    the diagonal of K. The authors' code divides variances by B − 1, and this implementation divides variances by the
-    batch size B.
+    the diagonal of K. The authors' code divides variances by B − 1 instead of the batch size B.
 
     Args:
         beta: Weight β of the decorrelation term. With 0, training is as in FedAvg.

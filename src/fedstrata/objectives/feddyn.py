@@ -17,13 +17,12 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 
 
 class Dynamic(CrossEntropy):
-    """FedDyn's loss F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², where F_k is the cross-entropy and w_t the global model.
+    """Cross-entropy plus FedDyn's dynamic regulariser, which has a linear and a quadratic term.
 
-    After training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server
-    updates its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. The set S contains the clients that replied,
-    and N is the number of all clients. The aggregated model w̄ is the mean of the models w_k in FedDyn. If no client
-    replies, the model does not change. Optimisers other than SGD are refused, because λ_k and h treat w_k − w_t as a
-    sum of gradients.
+    The loss is F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², where F_k is the cross-entropy and w_t is the global model. After
+    training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server updates
+    its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. The set S contains the clients that replied, N is the
+    number of all clients, and w̄ is the aggregated model. If no client replies, the model does not change.
 
     Args:
         alpha: Strength α of the regulariser. The paper tries 0.1, 0.01 and 0.001.
@@ -72,7 +71,7 @@ class Dynamic(CrossEntropy):
         return h, self._shifted(h, after)
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the client's state λ_k into ``derived``. This state is 0 in the client's first round."""
+        """Put the client's state λ_k, which is 0 in the client's first round, into ``derived``."""
         dual = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
         return context.deriving(dual=dual)
 

@@ -18,9 +18,9 @@ from fedstrata.objectives.distillation import Distilled, divergence
 class NotTrue(PerSample, Distilled):
     """Cross-entropy plus distillation from the global model on all classes except the true class.
 
-    The loss is cross-entropy + β τ² KL(p̃ ‖ q̃). Both p̃ and q̃ are softmaxes of logits divided by τ, over the classes
-    c ≠ y, where y is the true class. The logits are the global model's for p̃, and the trained model's for q̃. As in
-    the authors' code, the factor τ² keeps the size of the gradient similar for all τ.
+    The loss is cross-entropy + β τ² KL(p̃ ‖ q̃). The softmaxes p̃ (of the global model) and q̃ (of the trained model)
+    are over all classes except the true class, with logits divided by τ. As in the authors' code, the factor τ² keeps
+    the size of the gradient similar for all τ.
 
     Args:
         beta: Weight β of the distillation. With 0, training is as in FedAvg.

@@ -38,7 +38,9 @@ def suppression(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
 
 
 class Vacant(Distilled):
-    """FedVLS's loss L_cal + β L_sup + λ L_dis, for clients that lack some classes (called *vacant* classes).
+    """FedVLS's loss for clients that lack some classes (*vacant* classes).
+
+    The loss is L_cal + β L_sup + λ L_dis.
 
     - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. L_cal
       is the loss of balanced softmax, which leaves out vacant classes.
@@ -50,9 +52,8 @@ class Vacant(Distilled):
       classes: p̂ of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout and BatchNorm, a client with a single class
-    learns nothing. All three terms then have zero gradients at the global model. The authors' code includes a sample of
-    class c in the mean of L_sup as if its corrected logit were 0. This implementation leaves the sample out of the
-    mean. In L_cal of the authors' code, vacant classes have the prior 10⁻⁹ instead of being left out.
+    learns nothing, because all three terms have zero gradients at the global model. Unlike in the authors' code, the
+    mean of L_sup leaves out samples of class c. In the authors' code, vacant classes have the prior 10⁻⁹ in L_cal.
 
     Args:
         distillation: Weight λ of the vacant-class distillation.

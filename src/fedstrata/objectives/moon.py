@@ -44,9 +44,8 @@ class Contrastive(PerSample):
 
     The contrastive loss pulls the features towards the global model's features, and pushes them away from the features
     of the client's previous model. The previous model is the result of the client's last training, and the client
-    stores it between rounds. In a client's first round, the global model serves as the previous model, so that the
-    contrastive loss has no gradient. The global and the previous model compute features in evaluation mode, with their
-    own buffers.
+    stores it between rounds. In a client's first round, the global model replaces the previous model, and the
+    contrastive loss has no gradient. Both models compute features in evaluation mode, with their own buffers.
 
     Args:
         mu: Weight μ of the contrastive loss. The paper tries 0.1, 1, 5 and 10.
@@ -66,7 +65,7 @@ class Contrastive(PerSample):
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers for the global model, because training changes the buffers in the model."""
+        """Add the received buffers to the message, for the global model; training changes the model's own buffers."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:

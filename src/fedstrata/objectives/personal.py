@@ -50,7 +50,7 @@ class HeadThenBody(BodyOnly):
     """Cross-entropy; each client first trains its own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
-    its trained head. Each client sends back the head that it received to the server.
+    its trained head, and sends back the head that it received.
 
     Args:
         head_epochs: Number of epochs for which the client trains its head. The spec's section ``training`` sets the

@@ -102,9 +102,10 @@ def of_enough(table: Table, least: int) -> Table:
 
 
 def updated(before: Table, new: Table, momentum: float) -> Table:
-    """Return the federation's prototypes after a round: the new ones, or moving averages (not in the paper).
+    """Return the federation's prototypes after a round: the new prototypes, or moving averages (not in the paper).
 
-    A class that no client reported keeps its prototype from ``before``. The first prototype of a class is the new one.
+    A class that no client reported keeps its prototype from ``before``. A class without an earlier prototype gets the
+    new prototype.
 
     Args:
         before: The federation's prototypes before the round.

@@ -46,10 +46,11 @@ from fedstrata.objectives.prototypes import (
 
 
 class Rebalanced(CountsIdle):
-    """ReBaFL's loss ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16). The augmented features h̃ train only the head φ.
+    """ReBaFL's loss on samples, plus μ times the loss on augmented features, which train only the head.
 
-    Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε
-    / C (Eq. 10). For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
+    The loss is ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16), where h̃ are the augmented features and φ is the head. Both losses are
+    cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10).
+    For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
     become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. The prototype of class c is P[c], which the client computes
@@ -63,15 +64,15 @@ class Rebalanced(CountsIdle):
         epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
             (balanced softmax). With 1, the prior is uniform (plain softmax).
         mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
-        transfer: Factor λ of the deviation h − P[y] of a sample's features from the prototype of the sample's class.
-            Augmented features are the prototype of another class plus λ times this deviation.
+        transfer: Factor λ in augmented features, which are another class's prototype plus λ times a deviation: a
+            sample's features minus the prototype of its own class.
         relaxed: Whether both terms of the loss use the prior of the classes. If false, both terms are plain
             cross-entropy (an ablation of the paper).
         keep_prototypes: Whether each client stores its most recently sent prototypes. ``fedstrata audit prototypes``
             needs these prototypes.
-        prototype_momentum: Weight β of a class's stored prototype in the moving average over rounds, an extension that
-            is not in the paper. The server replaces P[c] by β P[c] + (1 − β) × (the mean of the round's prototypes of
-            class c). With 0, P[c] is this mean, as in the paper.
+        prototype_momentum: Weight β of the previous prototype of a class in a moving average over rounds. The new
+            prototype is β × (previous prototype) + (1 − β) × (mean of the round's prototypes). With 0, only the
+            prototypes of the round count, as in the paper.
     """
 
     later_settings = ("prototype_momentum",)

@@ -52,7 +52,7 @@ class Scaffold(Objective):
     def tells_counts(self, config: FederationConfig) -> bool:
         """Return True if the number of local steps K depends on a client's size.
 
-        The server can compute K from the client's model and Δc_k, and then the client's size from K.
+        From the client's model and Δc_k, the server can compute K, and from K the client's size.
         """
         return config.training.local_steps is None
 

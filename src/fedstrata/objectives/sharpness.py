@@ -54,16 +54,16 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss. Gradients are computed at w + ρ d / ‖d‖, where d = w_old − w_t for two global models.
+    """The task's loss. Gradients are computed at a point that is shifted against the global model's last movement.
 
-    The current global model is w_t. The client received w_old, an earlier global model, in the last round in which the
-    server used its reply. The difference estimates the direction in which the loss of the whole federation grows. A
-    client computes one gradient per step, and stores w_old. In its first round, the client trains as in FedAvg. The
-    norm includes all parameters that the client trains.
+    The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t. The current global model is w_t.
+    The client received w_old, an earlier global model, in the last round in which the server used its reply. The
+    difference estimates the direction in which the loss of the whole federation grows. A client computes one gradient
+    per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters
+    that the client trains.
 
-    In the authors' program, the server instead sends the global model's last movement to all clients. The authors'
-    program also uses a single number of this movement for all entries of a tensor. This implementation follows the
-    paper.
+    This implementation follows the paper. In the authors' program, the server sends the global model's last movement to
+    all clients, which use a single number of the movement for all entries of a tensor.
 
     Args:
         rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
@@ -74,7 +74,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """A description of the message of another objective, if a subclass combines this class with one."""
+        """A description of another objective's message, if a subclass combines this class with another objective."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -94,6 +94,6 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Store w_t. Return the message and state of another objective, if a subclass combines this class with one."""
+        """Store w_t. Return the message and state of another objective, if a subclass combines this class with it."""
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

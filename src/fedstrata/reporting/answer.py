@@ -26,9 +26,8 @@ class Answer:
     Args:
         headline: The sentence that says which methods are ahead of the baseline.
         best: The best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds with which the best method's difference would be significant, if the standard
-            deviation stays the same. The value is None if the difference is already significant, or if the number is
-            unknown.
+        seeds: The number of seeds with which the best method's difference would be significant, with the same standard
+            deviation. None if the difference is already significant, or if the number is unknown.
     """
 
     headline: str
@@ -50,7 +49,7 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
 
 def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answer:
-    """Return the result of a comparison by its first measure, which is usually the final value of the primary metric.
+    """Return the result of a comparison by its first measure, usually the final value of the primary metric.
 
     Args:
         runs: The histories of each method, one per seed.
@@ -112,7 +111,7 @@ def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
 
 
 def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) -> str:
-    """Format a number with few digits after the decimal point: percentages with one, other measures with up to three.
+    """Format a number with few decimal places: one for percentages, and up to three for other measures.
 
     Args:
         value: The number, in the recorded unit.

@@ -60,7 +60,7 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None
 
 
 def log_ticks(axis: Axis) -> None:
-    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10. A longer axis has fewer ticks per decade."""
+    """Set the ticks of a logarithmic axis to numbers such as 1, 3 and 10."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -115,7 +115,7 @@ def label_ends(
 def separated(wanted: Sequence[float], gap: float) -> list[float]:
     """Move positions as little as possible, so that consecutive positions are at least ``gap`` apart.
 
-    The order stays the same, and the sum of the squared movements is minimal.
+    The order stays the same.
 
     >>> separated([5.0, 5.0, 0.0], 2.0)
     [4.0, 6.0, 0.0]

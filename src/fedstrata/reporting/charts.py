@@ -50,7 +50,7 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose a line for each method. If there are too few colours, only the baseline and the best methods get one.
+    """Choose a line for each method. If there are too few colours, only the baseline and the best methods have colours.
 
     Args:
         labels: The methods' labels in the order of the comparison, the baseline first.
@@ -226,8 +226,7 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """For each bar of the participation chart, count the invited clients with each outcome, such as a dropout.
 
-    The records of a run count refused answers as failures. This function uses the run's events to count refused answers
-    separately.
+    Refused answers, which the records count as failures, are counted separately with the run's events.
 
     Returns:
         A table for JSON. The key ``run`` is the name of the run, ``rounds`` is its number of rounds, and ``each`` is
@@ -249,7 +248,7 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def absences(run: Run, classes: int) -> dict[str, Any] | None:
-    """Return the rounds in which no client with samples of a class replied; None if the run did not record this.
+    """Return the rounds in which no client with samples of a class replied; None if these rounds were not recorded.
 
     Args:
         run: The run.

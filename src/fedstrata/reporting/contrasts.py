@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record. Their sum is the amount that the round used.
+        columns: The columns of a round's record whose sum is the amount that the round used.
         unit: The unit in which the amount is shown.
         axis: The title of a chart's axis that shows the amount.
         factor: The factor from the recorded unit to the shown unit.
@@ -51,7 +51,7 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources at equal amounts of which metrics can be compared, such as bytes."""
+"""The resources, such as bytes, for which metrics can be compared at equal amounts."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns other than metrics for which lower is better."""
@@ -73,8 +73,8 @@ class Contrast:
         value: The estimate of the measure over these runs.
         difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
             baseline.
-        stuck: The number of runs that broke down, which means that from some round on, the server could not use any
-            reply.
+        stuck: The number of runs that broke down, which means that the server could not use any reply from some round
+            to the end.
         kept: A text that says from which round the runs saved the model; see ``tables.kept``.
     """
 
@@ -101,8 +101,8 @@ class Contrasts:
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND in recorded units. At this
-            amount, the primary metric M is compared.
+        budgets: A mapping from each key ``M_at_KIND`` to the amount of the resource KIND, in recorded units, at which
+            the primary metric M is compared.
         directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
     """
 
@@ -135,14 +135,13 @@ def contrast(
     Args:
         runs: The histories of each method, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. The name of a column of the records is also a measure: the value of the
-            column in the round of the saved model. Default: the primary metric at the end, at equal bytes and at equal
-            samples.
+            or ``rounds_to_T`` for a target T. A column of the records is also a measure, whose value is from the round
+            of the saved model. Default: the primary metric at the end, at equal bytes and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
             stands for the largest amount that all runs reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.
-        test: The test of paired differences. All differences of a measure are judged together. Their intervals hold at
-            the same time, and their p-values are corrected for the number of differences (Bonferroni).
+        test: The test of paired differences. All differences of a measure are judged together. Intervals then hold at
+            the same time, and p-values are corrected for the number of differences (Bonferroni).
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.

@@ -30,12 +30,12 @@ Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 PAIR = style.SERIES[1:3]
 """The line styles for two curves that do not stand for methods, such as training and test loss."""
 BANDS = 3
-"""The largest number of curves that all have bands; if there are more, only the baseline and the best method have
-one."""
+"""The largest number of curves that all have bands. With more curves, only the baseline and the best method have bands.
+"""
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""The number of points from which on the beginning of a curve may be left out of the chart."""
+"""The smallest number of points for which the beginning of a curve may be left out of the chart."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -99,8 +99,7 @@ class Curve(NamedTuple):
 def over_seeds(histories: Sequence[History], column: str) -> Band:
     """Return a column's mean and standard deviation over seeds, for rounds in which all seeds have a value.
 
-    A seed without values in the column is ignored. If the run of one seed ended early, the curve ends at the same
-    round. The mean of the other seeds would jump.
+    A seed without values in the column is ignored. The curve ends at the last round of the shortest run.
 
     Raises:
         SpecError: None of the seeds has this column.

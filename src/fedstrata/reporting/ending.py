@@ -59,7 +59,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
 
 
 def _more_seeds(runs: Mapping[str, Sequence[History]], said: Answer) -> tuple[int, ...]:
-    """Return the seeds of the runs and the additional seeds; empty if these are not needed, or far too many."""
+    """Return the seeds of the runs and additional seeds; empty if more seeds are not needed, or far too many are."""
     seeds = sorted({history.seed for members in runs.values() for history in members if history.seed is not None})
     wanted = said.seeds or (ENOUGH if len(runs) > 1 and len(seeds) < MIN_SEEDS else 0)
     if not len(seeds) < wanted <= MOST:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EVENTS = 10
 """The largest number of a method's events that are shown in full."""
 NAMED = 12
-"""The largest number of entries of a list, such as the clients of an event, that are shown."""
+"""The largest number of shown entries of a list, such as the clients of an event."""
 PICTURES = 1_000_000
 """The largest total size of the pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -239,7 +239,7 @@ def _more(
                 equal.append(f"{column['heading']}: {texts.pop()[0]}")
             else:
                 columns.append(column)
-    notes = ["Values at an equal budget are of the last evaluation within the budget."] if comparison.budgets else []
+    notes = ["Values at an equal budget are from the last evaluation within the budget."] if comparison.budgets else []
     notes += [f"Equal for all methods: {'; '.join(equal)}."] if equal else []
     return {"more": columns, "notes": notes}
 

@@ -19,13 +19,13 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""A run's steadiness is the standard deviation over this number of last evaluations; shorter runs have none."""
+"""The number of last evaluations over which a run's steadiness (a standard deviation) is computed."""
 WIDE = 250
 """The width of the plot of differences, in pixels."""
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""Rows of the plot are cut at this multiple of the upper quartile of the rows' extents."""
+"""Rows of the plot that are longer than this multiple of the upper quartile of all rows are cut."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
 """The units of amounts of data, with their factors, from the largest unit."""
 
@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        A method with a missing value for some seed can be best only if every method has a missing value.
+        Methods with missing values can be best only if all methods have missing values.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)
@@ -83,7 +83,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
     Args:
         runs: The runs of each method.
-        comparison: The comparison of these runs. Its first measure is the final value of the primary metric.
+        comparison: The comparison of these runs, whose first measure is the final value of the primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)
@@ -118,9 +118,9 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
 
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
-    """Return the primary metric's hardest target that at least half of the methods reached with every seed.
+    """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    If there is no such target, return the hardest target that any run reached, or None if no run reached a target.
+    Without such a target, return the hardest target that any run reached, or None.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]

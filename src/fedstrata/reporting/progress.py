@@ -25,7 +25,7 @@ DRAW_EVERY = 0.25
 
 
 MOST = 12
-"""The largest number of methods that all have bars; if there are more, only methods with active runs have bars."""
+"""The largest number of methods that all have bars. With more methods, only methods with active runs have bars."""
 
 NAME = 22
 """The largest number of characters of a bar's name; longer names are cut."""
@@ -215,7 +215,7 @@ class Progress:
             done: The runs that were already finished.
 
         Returns:
-            A function to call with a label, a seed and the number of rounds that this run has done.
+            A function to call with the label, the seed and the number of finished rounds of a run.
         """
         first: dict[tuple[str, int], int] = {}
         finished = dict.fromkeys(rounds, 0)

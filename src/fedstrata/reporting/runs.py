@@ -61,7 +61,7 @@ class Runs(dict[str, list[Run]]):
     def finished(self) -> Runs:
         """Return the finished runs, or all runs if none is finished.
 
-        An unfinished run would distort means over seeds, because its last accuracy is not final.
+        Unfinished runs are left out, because their last accuracy is not final.
         """
         finished = {label: done for label, runs in self.items() if (done := [run for run in runs if run.finished])}
         return Runs(finished) if finished else self
@@ -112,8 +112,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Write the order of a comparison's labels into the comparison's folder.
 
-    New labels follow the labels that the folder already lists. The first label, which is the baseline of tables,
-    therefore stays in the first place. If ``labels`` contains all listed labels, the order of ``labels`` is written.
+    New labels follow the labels that the folder already lists, so that the first label, the baseline, stays first. If
+    ``labels`` contains all listed labels, the order of ``labels`` is written.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))

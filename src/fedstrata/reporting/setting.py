@@ -84,7 +84,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     """Return the command that adds seeds to a comparison; None if ``fedstrata compare`` did not write the folder.
 
     Args:
-        folder: The folder. If the folder's path is absolute, the command contains only the folder's name.
+        folder: The folder. For an absolute path, the command contains only the folder's name.
         runs: The runs in the folder.
         seeds: The number of seeds that the comparison will have. For more than ``SEEDS`` seeds, the function returns
             None.

@@ -2,8 +2,8 @@
 
 All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold at the same time with 95 % confidence. Their p-values are corrected for the number of differences
-(Bonferroni). The corrected p-value of the t-test is then below 0.05 exactly if the interval excludes zero.
+intervals hold at the same time with 95 % confidence. Their p-values are then corrected for the number of differences
+(Bonferroni). The corrected p-value of the t-test is below 0.05 exactly if the interval excludes zero.
 
 SciPy is imported when it is first needed.
 """
@@ -35,7 +35,7 @@ TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 LEVEL = 0.95
 """The confidence level of all intervals."""
 FEWEST = {"t": 2, "wilcoxon": 6}
-"""The smallest number of pairs for each test; Wilcoxon's smallest p for n pairs, 2^(1-n), is above 0.05 for n < 6."""
+"""The smallest number of pairs for each test. With fewer than 6 pairs, Wilcoxon's p-value cannot be below 0.05."""
 MIN_SEEDS = 3
 """The smallest number of seeds for which intervals and orders are shown."""
 MOST_SEEDS = 100
@@ -103,7 +103,7 @@ class Difference:
         mean: The mean over the pairs; None without pairs.
         n: The number of pairs, which is the number of seeds that both methods have.
         interval: The 95 % interval of the mean, see ``paired_difference``. The value is None for fewer than
-            ``MIN_SEEDS`` pairs. It is also None if all differences are equal, because their spread is then unknown.
+            ``MIN_SEEDS`` pairs, or if all differences are equal.
         p: The two-sided p-value, not corrected. The value is None if the test needs more pairs (``FEWEST``), or if all
             differences are equal and therefore cannot be tested.
         corrected: The p-value times the number of differences that are judged together, at most 1.
@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that the interval shows after a shift by ``margin``, or the reason why it shows none.
+        """Return the order that an interval shows after a shift by ``margin``, or the reason for showing no order.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 
@@ -149,9 +149,8 @@ def paired_difference(
         values: A mapping from each seed to the method's number. None stands for a missing number.
         baseline: A mapping from each seed to the baseline's number.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
-        resolution: The unit to which the numbers are rounded. The standard deviation is then set to at least resolution
-            / √6, the standard deviation of rounding errors. A few equal differences therefore do not give an interval
-            of length 0.
+        resolution: The unit to which the numbers are rounded. The standard deviation is then at least that of rounding
+            errors, so that a few equal differences do not give an interval of length 0.
         together: The number of differences that are judged together, see ``t_interval``.
 
     Raises:

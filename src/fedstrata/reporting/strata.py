@@ -66,10 +66,9 @@ def outline(points: Floats, pad: Floats) -> Floats:
 
 
 def draw_strata(view: View, path: Path | str) -> None:
-    """Write a picture with two charts of the clients. One shows the server's strata, and one the clients' class labels.
+    """Write a picture with two charts of the clients: one of the server's strata, and one of the class labels.
 
-    A line surrounds the clients of each stratum. The number of these clients is written above the line. Colours stand
-    for class labels.
+    A line surrounds the clients of each stratum, with their number above the line. Colours stand for class labels.
 
     Args:
         view: The strata.
@@ -108,7 +107,7 @@ def draw_strata(view: View, path: Path | str) -> None:
 
 
 def outline_strata(axes: Axes, where: Floats, strata: Ints, *, has_numbers: bool = True) -> None:
-    """Draw a line around the points of each stratum and, if wanted, the number of points above the line.
+    """Draw a line around the points of each stratum, optionally with the number of points above the line.
 
     Args:
         axes: The axes.

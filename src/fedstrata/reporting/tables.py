@@ -23,10 +23,10 @@ class Row:
         label: The name that the runs share, such as the name of the method.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
-        stuck: The number of runs that broke down, which means that from some round on, the server could not use any
-            reply.
-        kept: A text that says from which round the runs saved the model, see ``kept``; None for the last round.
-        at_once: The keys ``rounds_to_T`` of default targets T that all runs reached in their first evaluated round.
+        stuck: The number of runs that broke down, which means that the server could not use any reply from some round
+            to the end.
+        kept: A text that says from which round the runs saved the model (see ``kept``); None for the last round.
+        at_once: The keys ``rounds_to_T`` of the default targets that all runs reached in their first evaluated round.
     """
 
     label: str
@@ -128,8 +128,7 @@ def _measured(history: History) -> Iterator[str]:
 def worst_first(columns: Iterable[str], metric: str) -> list[str]:
     """List the columns with the mean of a metric over the worst tenth of the clients.
 
-    The column of ``metric`` comes first. Columns of metrics between 0 and 1 come next, because they are easier to read
-    than a loss.
+    The column of ``metric`` comes first, and columns of metrics between 0 and 1 come next.
 
     >>> worst_first(["clients.log-loss.worst_10", "clients.auroc.worst_10", "clients.auroc.mean"], "accuracy")
     ['clients.auroc.worst_10', 'clients.log-loss.worst_10']
@@ -268,7 +267,7 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column, without targets that no run reached or that all runs reached at once."""
+    """List the measures that get a column, except targets that no run reached or that all runs reached at once."""
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
     left_out |= frozenset.intersection(*(row.at_once for row in rows)) if rows else set()
@@ -286,7 +285,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return a list with a sentence about methods with final values that do not describe the model of the last round.
+    """Return sentences about methods whose final values do not describe the model of the last round.
 
     The list is empty if there is no such method.
 
@@ -330,7 +329,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table in Markdown. Its first ``left`` columns are aligned to the left.
+    """Return a table in Markdown, whose first ``left`` columns are aligned to the left.
 
     >>> print(markdown_table(["", "n"], [["a", "1"]]), end="")
     |  | n |

@@ -23,11 +23,10 @@ ROUNDS = "privacy.dp"
 """The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
 
 SIZES = "privacy.dp sizes"
-"""The key in ``Simulation.memory`` under which the numbers of samples are stored that real sites have reported."""
+"""The key in ``Simulation.memory`` for the numbers of samples that real sites have reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The orders of the Rényi divergences. The orders are whole numbers, because the sum for other orders may not
-converge."""
+"""The orders of the Rényi divergences, which are whole numbers, because sums for other orders may not converge."""
 
 
 def dp_accounting() -> ModuleType:
@@ -61,7 +60,7 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
 
 
 class RunAccountant(Protocol):
-    """A counter of the rounds in which clients take part in a run. It computes the largest ε of all clients.
+    """A counter of the rounds in which clients take part, which computes the largest ε of all clients.
 
     The counts are stored in ``Simulation.memory``, which is part of every checkpoint.
     """
@@ -77,7 +76,7 @@ class RunAccountant(Protocol):
         """Return the clients that must no longer be invited."""
 
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round. Return the largest ε of all clients and, if necessary, a note on the meaning of this ε."""
+        """Count a round. Return the largest ε of all clients and, if necessary, a note on its meaning."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
         """Return the reason why the run must end before its next round; empty if the run can continue."""

@@ -1,11 +1,11 @@
 """Save and load checkpoints.
 
-Saved checkpoints stay usable even if the process is killed at any moment. Damaged files are detected.
+Saved checkpoints stay usable even if the process is killed. Damaged files are detected.
 
 The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
 their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is written only if the state
-changed. The cost of a checkpoint therefore depends on the number of clients that took part since the last checkpoint.
-Each file is written under a temporary name, synced to the disk and then renamed. The two newest checkpoints are kept.
+changed. Each file is written under a temporary name, synced to the disk and then renamed. The two newest checkpoints
+are kept.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Checkpoint:
         clients: A mapping from each client with a state to the file of this state.
         remote: Whether the sites (the clients' own machines) keep the clients' states, instead of the checkpoint.
         identity: The run's identity; None if the checkpoint has no identity.
-        logs: A mapping from the name of each log of the run, such as ``metrics.jsonl``, to a checksum. This is the
-            checksum of the log's last line when the checkpoint was saved.
+        logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
+            checkpoint was saved.
         loop_state: The state of the loop over rounds; None if the checkpoint has no such state.
     """
 

@@ -27,14 +27,15 @@ from fedstrata.spec.experiment import Experiment
 MEMORY = "privacy.clients"
 """The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
 LEAST_NOISE = 0.1
-"""With less noise, sampling hardly lowers ε, and ``dp-accounting`` cannot always compute by how much."""
+"""The smallest noise for which the accountant considers sampling. With less noise, sampling has nearly no effect on ε.
+"""
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round if the random choice lowers ε; otherwise None.
 
     The choice lowers ε only if each client is drawn independently in every round, and if others do not see which
-    clients take part. A limit on the number of rounds per client makes draws depend on earlier draws.
+    clients take part. With a limit on the number of rounds per client, draws are not independent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
@@ -48,9 +49,8 @@ class ClientAccountant(RunAccountant):
     """An accountant that computes the ε of a client from the number of rounds in which the client could take part.
 
     Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k. The ε of this
-    mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, the accountant computes distributions of
-    the privacy loss (Koskela et al. 2020). The accountant rounds losses up, so that ε is never too small. The library
-    ``dp-accounting`` computes both.
+    mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, ε is computed from the distribution of
+    the privacy loss (Koskela et al. 2020), and is never too small.
 
     Args:
         dp: The settings of differential privacy.
@@ -93,8 +93,8 @@ class ClientAccountant(RunAccountant):
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
         """Count a round; see ``RunAccountant``.
 
-        An invited client counts even if it did not answer. Otherwise, its answers would decide which other clients are
-        invited later. With Poisson sampling, every client counts, because every client could be drawn.
+        An invited client counts even if it did not answer, because its answers must not affect later invitations. With
+        Poisson sampling, every client counts, because every client could be drawn.
         """
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1
@@ -102,7 +102,7 @@ class ClientAccountant(RunAccountant):
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": self._statement()}
 
     def _statement(self) -> dict[str, Any]:
-        """Return the statement of what ε is about, for the record of a round."""
+        """Return a description of ε for the record of a round."""
         sampled = self.rate is not None
         return {
             "unit": "client",
@@ -211,8 +211,8 @@ def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAc
 def accountant_of(spec: Experiment, config: FederationConfig) -> RunAccountant | None:
     """Return the accountant of a run; None without differential privacy.
 
-    With secure sums at real sites, the result is None too: replies do not contain the sites' numbers of samples, from
-    which ε follows. Each site then computes its own ε.
+    With secure sums at real sites, the result is also None, because the server does not know the sites' numbers of
+    samples. Each site then computes its own ε.
     """
     if spec.privacy.dp is not None:
         if config.sizes is None and spec.privacy.sums == "secure":

@@ -1,4 +1,4 @@
-"""Check before the first round that a run can guarantee differential privacy of clients (``privacy.clients``)."""
+"""Check before the first round whether a run can guarantee differential privacy of clients (``privacy.clients``)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,19 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     """
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
-    at_sites = "is only for simulations, because clients and noise are drawn from the spec's seed. Remove it."
+    at_sites = "works only in simulations, because clients and noise are drawn from the spec's seed. Remove it."
     single = "the server must clip each update, but it sees only sums. Use 'plain', or noise_from = 'sites'."
-    online = "the clients that are online would decide which other clients are invited. Remove it."
-    colluding = "attackers may use other clients' updates, so ε does not hold. Use 'label-flip', or remove it."
+    online = "the clients that are online would affect which other clients are invited. Remove it."
+    colluding = "attackers may use the updates of other clients, so ε is not valid. Use 'label-flip', or remove it."
     buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None, "privacy.clients", dp.noise, at_sites),
-        (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
+        (
+            privacy.dp is not None,
+            "privacy.dp",
+            ...,
+            "cannot be used together with privacy.clients. Remove one.",
+        ),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (
@@ -51,7 +56,12 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             getattr(spec.attack, "name", ""),
             colluding,
         ),
-        (spec.evaluation.weight_diversity, "evaluation.weight_diversity", True, "has no noise. Remove the key."),
+        (
+            spec.evaluation.weight_diversity,
+            "evaluation.weight_diversity",
+            True,
+            "is recorded without noise. Remove the key.",
+        ),
         (
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",
@@ -70,7 +80,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             raise SpecError(key, problem, value)
     _check_method(spec.method, config)
     if dp.noise_from == "sites" and isinstance(getattr(spec.method, "client_sampler", None), Poisson):
-        problem = "invites a random number of clients, so that a sum may have too few. Use 'uniform' or 'all'."
+        problem = "invites a random number of clients, so a sum may have too few clients. Use 'uniform' or 'all'."
         raise SpecError("method.client_sampler", problem, "poisson")
     accountant = client_accountant_of(spec, config)
     if accountant.ending({}):
@@ -93,7 +103,7 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     assert isinstance(method, Recipe)
     sampler, data, objective, aggregator = method.choices()
     if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
-        problem = "chooses clients by what they send, or can draw a client twice. Use 'poisson', 'uniform' or 'all'."
+        problem = "depends on what clients send, or can draw a client twice. Use 'poisson', 'uniform' or 'all'."
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:
         problem = "asks clients for their sizes, which ε does not cover. Use 'all'."

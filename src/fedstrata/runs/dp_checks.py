@@ -1,4 +1,4 @@
-"""Check before the first round that a run can guarantee differential privacy of samples (``privacy.dp``)."""
+"""Check before the first round whether a run can guarantee differential privacy of samples (``privacy.dp``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe what ε means, and what it leaves out, in a run with differential privacy of samples (``privacy.dp``)."""
+"""Describe the meaning and the limits of ε in a run with differential privacy of samples (``privacy.dp``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OUTSIDE = {
 """The values that depend on clients' samples and have no noise, each with its name in ``policy.outside_dp``."""
 
 SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
-AT_SITES = "protects against everyone outside the site, also the server"
-"""The two statements about whom the noise protects against: in a simulation and at real sites."""
+AT_SITES = "protects against everyone outside the site, including the server"
+"""The protection that the noise gives, in a simulation and at real sites, in words."""
 
 
 def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:

@@ -1,9 +1,8 @@
 """Compute the identity of a run: its spec, and checksums of its data, model, partition and code.
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
-identity. Only settings with fields that are marked with ``config.MayChange`` may differ. Software versions and the
-processor are not part of the identity. If versions or processors differ, a resumed run warns that the last bits of its
-results may change.
+identity. Only settings that are marked with ``config.MayChange`` may differ. If software versions or processors differ,
+a resumed run warns that the last bits of its results may change.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""The version of fedstrata's results, which a commit increases if it changes the results of any spec.
+"""The version of fedstrata's results. A commit that changes the results of any spec increases this version.
 
 ``tests/integration/test_golden.py`` detects such changes. The commit also increases the ``version`` of each table in
 ``fedstrata.papers`` whose results it changes.
 """
 
 LONG = 20
-"""In the identity, a list of a spec with more than ``LONG * LONG`` characters is replaced with its checksum."""
+"""A number that limits lists in the identity: a list with more than ``LONG * LONG`` characters is stored as a checksum.
+"""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
@@ -143,10 +143,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name and the instruction sets of the processor. Equal processors compute the same bits.
-
-    The name is not enough, because some clouds give the same name to processors of several generations.
-    """
+    """Return the name and the instruction sets of the processor, because equal processors compute the same bits."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
@@ -181,7 +178,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
             continue
         allowed = _may_change(key)
         if allowed is None or (allowed.upwards and not _grows(was, will)):
-            only = ", and this value may only grow" if allowed is not None else ""
+            only = ", and you may only increase this value" if allowed is not None else ""
             raise SpecError(key, f"the run in this folder has {was!r}{only}{advice}", will)
         changes.append(f"{key} was {was!r} and is {will!r}")
     if any(change.startswith("training.rounds ") for change in changes) and (why := _rounds_decide(new)):

@@ -113,8 +113,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of unheard clients: the server has not used a reply of these clients recently.
 
-        In this context, "recently" means since the first of the last ``evaluations`` evaluations. If there were fewer
-        evaluations, "recently" means since the start of the run.
+        Here, "recently" means since the first of the last ``evaluations`` evaluations, or since the start of the run if
+        there were fewer evaluations.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

@@ -51,7 +51,7 @@ OF_ROWS = ("label", "columns", "missing", "delimiter")
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: everything that inference needs, except the parameters.
 
-    Values are not rounded, because each float is written as the shortest text that is read as the same float64.
+    Each float is written as the shortest text that is read as the same float64.
 
     Args:
         prepared: The experiment.
@@ -141,9 +141,8 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. The run's spec may name your own
-    factory of the model, as ``"module:factory"``. The Python module of this factory is then imported, except if you
-    pass ``model``.
+    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
+    factory of the model, the Python module of this factory is imported, except if you pass ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
@@ -189,13 +188,11 @@ class Predictor:
     frame. As in training, the predictor imputes missing values and encodes categories. The error about an invalid cell
     contains the cell's row and column.
 
-    On the run's test set, the accuracy is exactly ``final_accuracy``, because predictions are computed in the same
-    batches. To predict on a GPU, move ``module`` to the GPU.
+    On the run's test set, the accuracy is exactly ``final_accuracy``. To predict on a GPU, move ``module`` to the GPU.
 
-    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, so ``module`` has the
-    initial values of these statistics. A run then evaluates the model with the statistics of each test batch, and
-    ``predict`` does the same. In this case, a prediction depends on the other samples in the batch, so pass many
-    samples of all classes at once.
+    With ``training.batch_norm = "local"``, ``predict`` normalises with the statistics of each batch, as the evaluation
+    of a run does. A prediction then depends on the other samples in the batch, so pass many samples of all classes at
+    once.
 
     Args:
         module: The module with its final parameters.
@@ -232,9 +229,8 @@ class Predictor:
                 of the features that ``schema.names()`` lists, with imputed values.
 
         Returns:
-            The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. A data
-            set stores class names as text. Therefore, the labels "0" and "1" are returned as integers, and the labels
-            True and False as strings.
+            The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. For
+            example, the labels "0" and "1" are returned as integers, and the labels True and False as strings.
 
             Other tasks return other predictions. Regression returns numbers in the unit of the targets, shape (N,), or
             (N, K) for K targets. With several labels per sample, the result has shape (N, K), with 1 for each predicted

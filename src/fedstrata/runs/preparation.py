@@ -78,9 +78,9 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         spec: The experiment.
         data: Your own data, which replace the data in the spec: a ``Dataset``, a tuple ``(x_train, y_train, x_test,
             y_test)``, or a mapping with these keys.
-        model: Your own model, which replaces the model in the spec. Pass its class, or a function that creates it, so
-            that the spec's seed determines its initial values; see ``fedstrata.models.zoo.own_module``. If you pass a
-            module object, training starts from the object's parameters with every seed.
+        model: Your own model, which replaces the model in the spec. Pass the module's class, or a function that creates
+            the module, so that the seed determines its initial values; see ``fedstrata.models.zoo.own_module``. If you
+            pass a module object, training starts from the object's parameters with every seed.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -136,7 +136,7 @@ def assemble(
         validation: The indices of training samples that were held out before the partition.
         brought: The test samples of each client, if a site or the data set has separate test samples for clients.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
-            samples. The value is None if the samples and the statistics are not known yet.
+            samples; None if neither is known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.

@@ -50,7 +50,7 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""Reasons for missing replies: a mapping from the end of a column's name ``clients_…`` to the reason in words."""
+"""A mapping from the end of the name of each column ``clients_…`` to a reason for missing replies in words."""
 
 LONG = 100
 """The largest number of sample indices of a ``given`` partition in ``spec.toml``; longer lists are stored in a separate
@@ -104,7 +104,7 @@ class RunFolder:
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
         self._saved: int | None = None
-        """The round of the latest checkpoint that this process saved; None if it has not saved any."""
+        """The round of the latest checkpoint that this process saved; None before the first checkpoint."""
         # Keep each log open for the whole run, because opening a log reads the whole file to find its last line.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
@@ -142,7 +142,7 @@ class RunFolder:
     def finished(self) -> History | None:
         """Return the history of the folder's run if the run is over and has no checkpoint; otherwise None.
 
-        A finished run without a checkpoint must not be resumed, because it would start again and delete its results.
+        If such a run were resumed, it would start again and delete its results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -345,8 +345,8 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder, or None if the identity cannot be read.
 
-    The identity is read from the newest checkpoint or, if there is none, from ``run.json``. The identity is not
-    computed from ``spec.toml``, because this file may have been edited since the run began.
+    The identity is read from the newest checkpoint or, without a checkpoint, from ``run.json``. The file ``spec.toml``
+    is not used, because it may have been edited since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)

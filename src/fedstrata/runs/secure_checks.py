@@ -82,10 +82,10 @@ def _check_codecs(communication: Communication) -> None:
 
 
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
-    """Return the settings, in which ``privacy.parties`` is the number of clients that a sum needs.
+    """Return the settings with the number of clients that a sum needs as ``privacy.parties``.
 
-    If the clients add the noise, this number must be the same in all rounds, however many clients are online, because
-    it determines each client's share of the noise.
+    If the clients add the noise, this number must be the same in all rounds, because it determines each client's share
+    of the noise.
 
     Raises:
         ExtraMissingError: The extra ``secure`` is not installed.

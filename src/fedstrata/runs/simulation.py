@@ -115,7 +115,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
 
 
 class Simulation:
-    """A run that you control: each call of ``step`` does one round. ``fedstrata.run`` uses this class.
+    """A run that your program controls: each call of ``step`` does one round.
 
     Args:
         prepared: The experiment.
@@ -318,7 +318,7 @@ class Simulation:
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Choose the model to save at the end of the run instead of the model of the last round.
+        """Choose the model that is saved at the end of the run, instead of the model of the last round.
 
         Args:
             weights: The parameters and buffers to save.
@@ -379,7 +379,7 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose. The dict is empty without a model, or if it was evaluated before."""
+        """Evaluate the model that ``leave`` chose. The result is empty if there is none, or if this was done before."""
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}
@@ -496,7 +496,7 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
     """Raise ``SpecError`` if the engine that would continue a run could not find the clients' states.
 
     Args:
-        was: Whether the sites (the clients' own machines) have kept the clients' states so far, instead of the
+        was: Whether the clients' states are so far at the sites (the clients' own machines), instead of in the
             checkpoint.
         will: Whether the sites keep the clients' states when this engine continues the run.
         engine: The name of the engine.

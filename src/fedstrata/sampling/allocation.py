@@ -1,6 +1,6 @@
 """Allocate draws to strata (groups of clients), and draw systematic samples.
 
-The number of draws is m, and the number of strata is H. Stratum h has N_h clients and gets m_h draws.
+A stratum is a group of clients. There are H strata, which together get m draws.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proporti
 """The rules by which draws are allocated to strata.
 
 - ``neyman`` is Neyman's optimal allocation (see the function ``neyman``), in which a stratum may get no draw.
-- ``neyman-random`` rounds Neyman's allocation, raised to a minimum (see ``FLOOR``), at random. Every stratum can get a
-  draw.
+- ``neyman-random`` raises Neyman's allocation to a minimum (see ``FLOOR``), and rounds it at random. Every stratum can
+  get a draw.
 - ``neyman-at-least-one`` is Neyman's allocation with at least one draw for every stratum.
 - ``proportional`` allocates draws in proportion to the number of clients, with at least one draw for every stratum.
 """
@@ -26,7 +26,7 @@ FLOOR = 0.5
 
 
 def spread(points: Floats32, strata: Ints, count: int) -> Floats:
-    """Return the spread of each stratum, shape (count,), which measures how much the stratum's points differ.
+    """Return the spread of the points in each stratum, shape (count,).
 
     The square of the spread is the variance of a coordinate within the stratum, averaged over the d coordinates.
 
@@ -46,10 +46,10 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Divide ``budget`` draws among strata in proportion to ``weights``, as whole numbers.
 
-    The numbers are rounded by largest remainder. First, all numbers are rounded down. Then, the strata with the largest
+    The numbers are rounded by largest remainder: all numbers are rounded down, and the strata with the largest
     remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
-    non-empty stratum gets at least one draw, because a stratum without a draw biases the aggregate. With fewer draws
-    than strata, the strata with the largest weights get one draw each.
+    non-empty stratum gets at least one draw. With fewer draws than strata, the strata with the largest weights get one
+    draw each.
 
     Args:
         budget: The number of draws to allocate, at most the sum of ``sizes``.
@@ -118,11 +118,11 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     """Round numbers down or up at random, so that their sum stays the same and each result is unbiased.
 
-    The rounding is systematic. One random number in [0, 1) is added to all cumulative sums, which are then rounded
-    down. The results are the differences between neighbouring sums.
+    The rounding is systematic: one random number in [0, 1) is added to all cumulative sums before they are rounded
+    down.
 
     Args:
-        exact: The numbers to round, shape (H,). Their sum must be a whole number.
+        exact: The numbers to round, shape (H,), whose sum must be a whole number.
         generator: The random generator.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()

@@ -23,7 +23,7 @@ from fedstrata.federation.secure.fit import Forms
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round and how they were drawn. Aggregators compute the clients' weights from this selection.
+    """The clients of a round, and how they were drawn. Aggregators use this information to weight the clients.
 
     A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
@@ -34,8 +34,8 @@ class Selection:
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples. In a mean that is weighted by sample counts, all draws of a stratum then have the
-            same weight. The value is None if the draws did not depend on sample counts.
+            their numbers of samples. All draws of a stratum then have the same weight in a mean that is weighted by
+            sample counts. The value is None if the draws did not depend on sample counts.
         stratum_chance: The probability that each stratum gets at least one draw, shape (H,). The value is None if the
             number of draws from each stratum is not random.
         metrics: The sampler's metrics of the round.
@@ -123,7 +123,8 @@ class ClientSampler(Setting):
     """Whether the sampler asks clients for their exact numbers of samples."""
 
     needs_replies: ClassVar[str] = ""
-    """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+    """The reason why the server needs individual replies, as the end of a sentence; see ``Aggregator.needs_replies``.
+    """
 
     def most_invited(self, config: FederationConfig) -> int:
         """Return the largest number of clients that the sampler invites in a round."""
@@ -160,7 +161,7 @@ class ClientSampler(Setting):
         return config.training.invited(config.clients)
 
     def learns(self, config: FederationConfig) -> bool:
-        """Return True if the sampler needs the models that participants send back; see ``observe``."""
+        """Return True if ``observe`` reads the models that participants send back."""
         return False
 
     def init(self, federation: Federation) -> Tree:
@@ -242,13 +243,14 @@ KeepResult = tuple[float, Tree, Mapping[str, Any]]
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that determine what fraction of its samples each client uses in a round."""
+    """Base class of the samplers that determine which fraction of its samples a client uses in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
     needs_replies: ClassVar[str] = ""
-    """Why the server needs individual clients' replies, as the end of a sentence; see ``Aggregator.needs_replies``."""
+    """The reason why the server needs individual replies, as the end of a sentence; see ``Aggregator.needs_replies``.
+    """
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
@@ -262,17 +264,17 @@ class DataSampler(Setting):
         return None
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms in which secure sums (``privacy.sums``) add the replies to the sampler's requests."""
+        """Return how secure sums (``privacy.sums``) add the replies to the sampler's requests."""
         return {}
 
     @property
     def fixed_share(self) -> float | None:
-        """The fraction of samples that each participant uses, if it is the same in all rounds; None if it varies."""
+        """The fraction of samples that each participant uses in all rounds; None if the fraction varies."""
         return None
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their sizes private. If so, replies must not disclose how many samples clients used."""
+        """Whether clients keep their sizes private, so that replies must not disclose how many samples were used."""
         return False
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
-samples, and the sum of all sizes is Σn. Probabilities are stored as whole numbers, called masses. Every distribution
-has the total mass Σn. Client k has the mass m n_k. This mass is divided among the distributions. Each draw has the
-weight 1/m in the aggregate. The expected weight of client k is therefore exactly n_k / Σn, regardless of how its mass
-is divided. Algorithm 1 divides the masses by client size, and Algorithm 2 by the similarity of the clients' updates.
+samples, and the sum of all sizes is Σn. Probabilities are stored as whole numbers, called *masses*. Every distribution
+has the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in
+the aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 divides the masses by client size,
+and Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ LARGEST = 5000
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``. The product is a whole number. Each mass in the sequence belongs
-    to one client. The first masses, with the sum ``each``, are the first distribution. The next masses, with the same
-    sum, are the second distribution, and so on.
+    A *mass* is a probability multiplied by ``each``, which gives a whole number. The first masses, with the sum
+    ``each``, are the first distribution. The next masses, with the same sum, are the second distribution, and so on.
 
     Args:
         places: The client of each of s masses, as an index into the array of clients, shape (s,).
@@ -175,9 +174,9 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
-    of all clients. A client with a mass of at least Σn first fills whole distributions alone, until its remaining mass
-    is less than Σn. Each of the remaining r distributions then gets one of the r groups with the largest remaining
-    masses. The clients of all other groups then fill the distributions up to their capacity.
+    of all clients. A client with a mass of at least Σn first fills whole distributions by itself. Each of the r
+    distributions that are left then gets one of the r groups with the largest remaining masses. The clients of all
+    other groups fill these distributions up to their capacity.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at

@@ -1,4 +1,4 @@
-"""Choose clients with FedEntOpt's sampler, which makes a round's labels as even as possible (Lutz et al. 2025)."""
+"""Choose clients with FedEntOpt's sampler, which balances the labels of a round (Lutz et al. 2025)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ class EntropyState:
 class Entropy(ClientSampler):
     """Chooses clients one by one; each new client makes the entropy of the chosen clients' labels as large as possible.
 
-    The first client is drawn uniformly. Then, the client k with the largest H((L + l_k) / ‖L + l_k‖₁) is added. The
-    function H is the entropy, and l_k are the label counts of client k. The vector L is the sum of the label counts of
-    the clients that were added before. The buffer contains the clients that were invited most recently, and these
-    clients are left out. If too few other clients can be invited, the clients that have been in the buffer longest may
-    be chosen, too. Ties are broken at random.
+    The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
+    have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
+    left out. If too few other clients can be invited, the clients that have been in the buffer longest may be chosen,
+    too. Ties are broken at random.
 
     Each client sends its label counts once. The sampler is biased on purpose, because it prefers clients with rare
     labels.
@@ -113,7 +112,7 @@ def greedy(counts: Ints, m: int) -> Ints:
 
 
 def entropies(counts: Ints) -> Floats:
-    """Return the entropy in bits of each row, which is read as a distribution, shape (n,); 0 for a row of zeros.
+    """Return the entropy in bits of each row of counts, shape (n,); 0 for a row of zeros.
 
     >>> entropies(np.array([[1, 1, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])).tolist()
     [1.0, 0.0, 0.0, 2.0]

@@ -58,8 +58,8 @@ class Everyone(ClientSampler):
 class FedSamplingData(DataSampler):
     """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
 
-    The probability is K/ñ, where K is the setting ``samples``. The server's estimate of the participants' total number
-    of samples is ñ.
+    The probability is the setting ``samples``, divided by the server's estimate of the participants' total number of
+    samples.
 
     Args:
         samples: Total number K of samples that the participants of a round use on average.
@@ -69,8 +69,8 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            clients report in every round in which they take part. The errors then average out, but T reports spend T
-            times ε.
+            clients report in every round in which they take part. The errors then average out, but T reports spend a
+            privacy budget of T ε.
     """
 
     needs_replies = ""
@@ -110,7 +110,7 @@ class FedSamplingData(DataSampler):
         return self._result(answered.state, estimated_total(answered.responses, answered.bound, answered.alpha))
 
     def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Do what ``keep`` does, and learn only the sum of the participants' answers."""
+        """Return the result of ``keep``, computed from only the sum of the participants' answers."""
         from fedstrata.federation.secure.simulated import ask_sum
 
         request = size_report(federation, self.epsilon, self.bound)

@@ -151,9 +151,8 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
     """Return the number of clients to draw from each cluster, in proportion to its size, but at most ``available``.
 
     The draws are allocated by largest remainder (see ``allocate``), with at least one draw for each cluster that has an
-    available client. If there are fewer draws than clusters with an available client, this rule would give all draws to
-    the largest clusters. In this case, clusters are drawn at random, so that every available client has the same
-    probability.
+    available client. If there are fewer draws than clusters with an available client, clusters are drawn at random, so
+    that every available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.

@@ -23,7 +23,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
 
 MOST_CLIENTS = 2000
-"""The largest number of clients. On one core, their shortest paths take 1 s for 1,000 clients, and 12 s for 2,000."""
+"""The largest number of clients. On one core, the shortest paths take 1 s for 1,000 clients, and 12 s for 2,000."""
 
 
 @record("GraphState")
@@ -40,15 +40,17 @@ class GraphState:
 
 
 class Graph(ClientSampler):
-    """Chooses m clients S with different labels and few earlier choices: S maximises α d(S) − Var(v + s).
+    """Chooses clients that have different labels and that were chosen rarely before.
+
+    The m clients of the set S maximise α d(S) − Var(v + s).
 
     - The value d(S) is the mean distance between two clients of S, in the graph of ``distances``.
 
     - The number v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients. The
       variance Var(v + s) is over all N clients, with the divisor N − 1.
 
-    The paper finds the best set. This implementation builds a set client by client, and then exchanges clients until no
-    exchange of two clients improves the set. Ties are broken at random.
+    The paper finds the best set. This implementation adds clients one by one, and then exchanges clients until no
+    exchange improves the set. Ties are broken at random.
 
     Each client sends its label counts once. In the long run, all clients that are available often enough are chosen
     equally often.
@@ -126,14 +128,14 @@ def counted(times: Ints, places: Ints) -> Ints:
 
 
 def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
-    """Return the distance between every two of N clients, from 0 to 1, shape (N, N).
+    """Return the distance between each pair of N clients, from 0 to 1, shape (N, N).
 
-    The similarity V of two clients is the cosine between their label counts. It is scaled so that the smallest
-    similarity of all pairs is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² /
-    σ²). The distance is the length of the shortest path, divided by the length of the longest shortest path. Clients
-    without a path between them are as far apart as the longest path, or as an edge of similarity ε, whichever is
-    longer. In the authors' code, the distance of such clients is the longest path. All distances are then 1 if each
-    client has a single class. The authors' code scales similarities only by the largest similarity.
+    The similarity V of two clients is the cosine between their label counts. Similarities are scaled so that the
+    smallest is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
+    distance is the length of the shortest path, divided by the length of the longest shortest path. Clients without a
+    path between them have the distance of the longest path, or of an edge of similarity ε if this edge is longer. In
+    the authors' code, the distance of such clients is the longest path, and similarities are scaled only by the largest
+    similarity.
 
     Args:
         counts: The label counts of each client, shape (N, C).
@@ -173,7 +175,7 @@ def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
     improves the set. If several clients are equally good, the first client is used.
 
     Args:
-        apart: The distance between every two of n clients, shape (n, n).
+        apart: The distance between each pair of n clients, shape (n, n).
         costs: The cost of each client, shape (n,).
         m: The number of clients, at most n.
 

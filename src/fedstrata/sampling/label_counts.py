@@ -1,4 +1,4 @@
-"""Ask for the clients' labels and label counts, and keep the server's table of the replies."""
+"""Ask clients for their label counts, and store the counts on the server."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class LabelCounts:
         return cls(np.fromiter(replies, dtype=np.int64), counts)
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with known counts, shape (m,), and these counts, shape (m, C)."""
+        """Return the candidates with known counts, shape (m,), and their counts, shape (m, C)."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.counts[available]
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration of ``LabelCounts.ask``'s request. Real sites need it to accept the request."""
+    """Return the declaration with which real sites accept the request of ``LabelCounts.ask``."""
     return Allowed(LabelReport)

@@ -1,4 +1,4 @@
-"""Sample data as in FedSTaS: clients use part of their samples, and can hide their sizes (FedSTaS §2.4)."""
+"""Sample data as in FedSTaS: clients use a part of their samples, and can hide their sizes (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fedstrata.sampling.client_sizes import (
 )
 
 Estimates = Literal["round", "pooled"]
-"""Whether a round's probability is computed from the estimate of the round, or from the mean of all estimates."""
+"""The estimate that a round uses: the round's own estimate, or the mean of all estimates so far."""
 
 
 @record("FedSTaSDataState")
 class FedSTaSDataState:
-    """The running mean of the estimated total number of samples of a round's participants.
+    """The running mean of a round's estimated total number of samples.
 
     Args:
         total: The sum of the estimates so far.
@@ -58,12 +58,12 @@ class FedSTaSAnswersState(FedSTaSDataState):
 class FedSTaSData(DataSampler):
     """Each participant uses each sample with the same probability, chosen to reach a requested total number of samples.
 
-    The probability is n*/ñ, where n* is the requested number of samples. The server's estimate of the participants'
-    total number of samples is ñ. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
+    The probability is the requested number of samples, divided by the server's estimate of the participants' total
+    number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Fraction of the participants' samples that a round uses. The requested number n* is this fraction
-            times the mean of the estimates ñ of all rounds so far.
+        fraction: Fraction of the participants' samples that a round uses. The requested number is this fraction times
+            the participants' total number of samples, estimated over all rounds so far.
         samples: Total number n* of samples that the participants of a round use on average. Default: computed from
             ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
@@ -71,10 +71,10 @@ class FedSTaSData(DataSampler):
             or only once with ``reuse``. Default: clients report exact numbers.
         bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
             are reported as M − 1. Clients then use more samples than requested.
-        share: Probability with which each client keeps each of its samples, instead of n*/ñ. Clients do not report
-            their numbers of samples and keep them private. ``fraction`` and ``bound`` are then not used.
-        estimates: The estimate ñ in n*/ñ. ``round`` uses the estimate of the current round, as in the paper. ``pooled``
-            uses the mean of all estimates so far. Default: ``round``.
+        share: Fixed probability that a client uses a sample. If it is set, clients keep their numbers of samples
+            private, and ``fraction`` and ``bound`` have no effect.
+        estimates: Estimate of the participants' total number of samples. ``round``: the estimate of the current round,
+            as in the paper. ``pooled``: the mean of the estimates of all rounds so far. Default: ``round``.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 
@@ -104,7 +104,7 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private. This is the case with ``epsilon`` or ``share``."""
+        """Whether clients keep their numbers of samples private: True with ``epsilon`` or ``share``."""
         return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:
@@ -155,8 +155,8 @@ class FedSTaSData(DataSampler):
 def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> dict[str, float]:
     """Return the expected number of samples that clients use, in a simulation; otherwise an empty mapping.
 
-    Only simulations know the true sizes. With this number, methods can be compared at equal numbers of samples. With
-    the estimate of the round, it exceeds n* slightly, because 1/ñ is convex. It exceeds n* by far if M clips sizes.
+    Only simulations know the true sizes. With this number, methods can be compared at equal numbers of samples. The
+    number exceeds n* slightly with the estimate of the round, and by far if M clips sizes.
     """
     sizes = federation.config.sizes
     return {} if sizes is None else {"expected_samples": keep * float(sizes[list(clients)].sum())}

@@ -143,8 +143,8 @@ class SketchReply(Reply):
 class Sketch(ModelRequest):
     """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. The objective of the method is not used, because it
-    may have a state at the client. This state must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because its state
+    must change only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.

@@ -18,10 +18,9 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
     """Project gradients to fewer coordinates with a random projection that is the same for every client.
 
     The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
-    bucket. Because of the signs, inner products stay the same in expectation. The cost for d coordinates is O(d). A
-    dense projection to K coordinates would cost O(d K). Coordinate i is added to bucket i mod p, where p is the largest
-    prime up to K. Memory is therefore read in order. Because p does not divide the width of a layer, the weights of one
-    input or output spread evenly over all buckets. Buckets p … K − 1 stay 0.
+    bucket. Inner products stay the same in expectation, and the cost for d coordinates is O(d). Coordinate i is added
+    to bucket i mod p, where p is the largest prime up to K. Because p does not divide the width of a layer, the weights
+    of one input or output spread evenly over the buckets. Buckets p … K − 1 stay 0.
 
     Args:
         gradients: One gradient, shape (d,), or n gradients, shape (n, d).
@@ -64,8 +63,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
         centres: The largest number d' of clusters, at most 255.
 
     Returns:
-        Two arrays. The first array contains the means, ascending, shape (d',). It has fewer elements if the vector has
-        fewer different values. The second array contains the index of the mean for every coordinate, shape (d,).
+        Two arrays. The first array contains the means, ascending, shape (d',) or shorter if the vector has fewer
+        different values. The second array contains the index of the mean for every coordinate, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()

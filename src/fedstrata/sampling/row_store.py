@@ -8,12 +8,12 @@ from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
 
 SHARE = 8
-"""The whole matrix is copied when more than 1/``SHARE`` of its rows have been replaced since the last copy."""
+"""The whole matrix is copied after more than 1/``SHARE`` of its rows were replaced."""
 
 
 @record("RowStore")
 class RowStore:
-    """An immutable matrix that can be copied cheaply when only a few of its rows are replaced.
+    """An immutable matrix that is cheap to copy with a few replaced rows.
 
     New rows are stored beside the old matrix until their number is too large; see ``SHARE``.
 

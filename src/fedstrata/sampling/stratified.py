@@ -38,7 +38,7 @@ Start = Literal["k-means++", "random"]
 Draws = Literal["sequential", "systematic"]
 
 LARGE = 1000
-"""The largest number of clients for which, by default, all clients send new gradients in every round."""
+"""The largest number of clients that, by default, all send new gradients in every round."""
 
 FITTED = 1000
 """The largest number of clients for which k-means and the spread of each stratum use all clients.
@@ -55,13 +55,13 @@ class StratifiedState:
         known: Clients with a known gradient, ascending, int64.
         rows: The gradients, with one row of length d for each client in ``known``.
         participants: Clients that sent back a model in the last round, ascending, int64.
-        sent: A random projection of the global model of the last round, shape (d,). It is empty if updates are not used
-            as gradients.
+        sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
+            gradients.
         lr: The learning rate of the last round.
         steps: The number of local steps if all clients take the same number of steps; otherwise 1.
         seed: The experiment's seed, on which sketches depend.
-        clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round.
-            This is the case for at most ``FITTED`` clients, or if all clients send new gradients.
+        clusters: The state of k-means between rounds. The value is None if k-means starts from scratch in every round:
+            for at most ``FITTED`` clients, or if all clients send new gradients.
     """
 
     known: Ints
@@ -120,16 +120,15 @@ class Stratified(ClientSampler):
         replacement: Whether a client may be drawn more than once from its stratum.
         draws: How clients are drawn if ``replacement`` is false. ``sequential``: one client after another, in
             proportion to the norms of the clients' gradients, as in the paper. The probability that a client is drawn
-            is then unknown. ``systematic``: client k is drawn with probability min(1, c_h ‖Z_k‖) (Madow 1949). The
-            constant c_h makes these probabilities add up to m_h, the number of draws from stratum h.
+            is then unknown. ``systematic``: a client is drawn with a known probability, which is proportional to the
+            norm of its gradient, but at most 1 (Madow 1949).
         allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
             times its spread, rounded by the largest-remainder method. A stratum may then get no draw, which biases the
-            result. ``neyman-random``: as ``neyman``, but rounded at random, which is unbiased. For m draws from H
-            strata, the average number of draws from each stratum is then at least min(1, m / 2H).
-            ``neyman-at-least-one``: as ``neyman``, but at least one draw per stratum. ``proportional``: in proportion
-            to the stratum's size, but at least one draw. Default: ``neyman-random`` with replacement or systematic
-            draws. For sequential draws without replacement, the default is ``neyman`` if ``refresh`` is ``all``, and
-            ``neyman-at-least-one`` if ``refresh`` is ``participants``.
+            result. ``neyman-random``: as ``neyman``, but rounded at random, which is unbiased. With m draws from H
+            strata, each stratum gets at least min(1, m / 2H) draws on average. ``neyman-at-least-one``: as ``neyman``,
+            but at least one draw per stratum. ``proportional``: in proportion to the stratum's size, but at least one
+            draw. Default: ``neyman-random`` with replacement or systematic draws. With sequential draws, the default is
+            ``neyman`` if ``refresh`` is ``all``, and otherwise ``neyman-at-least-one``.
     """
 
     needs_replies = "groups clients by their gradients"
@@ -166,7 +165,7 @@ class Stratified(ClientSampler):
             problem = "updates are not compressed and have no centroids. Use 'restored', or set gradients = 'asked'."
             raise SpecError("method.compared", problem, self.compared)
         if self._uses_updates(config) and not config.training.optimizer.is_sgd:
-            problem = "updates divided by lr × steps are mean gradients only if clients use SGD. Use 'sgd', "
+            problem = "gradients can be computed from updates only if clients use SGD. Use 'sgd', "
             problem += "or method.gradients = 'asked'."
             raise SpecError("training.optimizer", problem, config.training.optimizer.label)
         if self.compared == "centroids" and not self.centres:
@@ -196,7 +195,7 @@ class Stratified(ClientSampler):
         of local steps depends on the client's number of samples.
         """
         if self._uses_updates(config) and config.training.local_steps is None:
-            problem = "updates would disclose a client's size, which method.data_sampler keeps private"
+            problem = "updates would disclose the sizes of clients, which method.data_sampler keeps private"
             accepted = "Use 'asked', or set training.local_steps."
             raise SpecError("method.gradients", f"{problem}. {accepted}", "updates")
 
@@ -275,7 +274,7 @@ class Stratified(ClientSampler):
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the strata into which k-means divides all clients with a known gradient."""
+        """Return the strata of all clients with a known gradient."""
         if len(state.known) == 0:
             return None
         points = state.points

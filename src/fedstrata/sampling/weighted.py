@@ -15,11 +15,10 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws the clients of a round in proportion to their numbers of samples. Each client sends this number once.
+    """Draws the clients of a round in proportion to their numbers of samples, which each client sends once.
 
-    The aggregators ``size`` and ``stratum`` give all draws the same weight. The expected weight of client k is then n_k
-    / Σn, where n_k is its number of samples and Σn is the sum over all clients. The aggregate is therefore an unbiased
-    estimate of the mean over all clients, weighted by size.
+    The aggregators ``size`` and ``stratum`` give all draws the same weight. The aggregate is then an unbiased estimate
+    of the mean over all clients, weighted by size.
 
     Args:
         replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
@@ -53,8 +52,7 @@ class Weighted(ClientSampler):
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
     """Draw m different clients with probabilities in proportion to size, but at most 1.
 
-    Client k has the probability min(1, c n_k), where the factor c makes the probabilities add up to m. Each client with
-    probability 1 forms its own stratum. All other clients form stratum 0.
+    Each client with probability 1 forms its own stratum. All other clients form stratum 0.
 
     Args:
         clients: The clients, ascending, shape (N,).
@@ -85,8 +83,8 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 def certainties(sizes: Ints, m: int) -> Bools:
     """Return whether each client is certain to be drawn if m clients are drawn in proportion to size, shape (N,).
 
-    A client is always drawn if its size times m is at least Σn, the sum of all sizes. Such clients and their draws are
-    removed. The test is then repeated for the remaining clients and draws until it finds no further client.
+    A client is always drawn if its size times m is at least the sum of all sizes. The test is repeated for the
+    remaining clients and draws until it finds no further client.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

@@ -49,7 +49,7 @@ class Callback(Setting):
         """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` does not set."""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Prepare for the rounds, before the first round of a run and again when the run is resumed."""
+        """Prepare the callback before the first round of a run, and again when the run is resumed."""
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
         """Handle the end of a round. The argument ``record`` contains the round's metrics and counts."""
@@ -58,7 +58,7 @@ class Callback(Setting):
         """Handle the end of the last round, before the final model is stored."""
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Release resources at the very end of a run, even after an error.
+        """Release resources at the end of a run, even after an error.
 
         Args:
             simulation: The run.
@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples, or on the test set without these; None if it is not measured."""
+        """Return the metric on the validation samples or, if there are none, on the test set; None if not measured."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
@@ -112,8 +112,8 @@ class _Best(Callback):
 class EarlyStopping(_Best):
     """Stops a run that no longer improves, and makes the model of the best round the final model.
 
-    The callback uses the validation samples (``evaluation.validation``), never the test set. The model of the best
-    round is also the final model if the run is not stopped early.
+    The callback uses the validation samples (``evaluation.validation``), never the test set. Even if the run is not
+    stopped early, the model of the best round becomes the final model.
 
     Args:
         patience: Number of evaluations without an improvement after which the run stops.
@@ -127,7 +127,7 @@ class EarlyStopping(_Best):
         """Raise ``SpecError`` if the metric is not measured, or if there are no validation samples."""
         super().check(evaluation)
         if evaluation.validation is None:
-            problem = "early-stopping never uses the test set, and so requires validation samples."
+            problem = "early-stopping requires validation samples, because it never uses the test set."
             raise SpecError("callbacks", f"{problem} Set evaluation.validation, for example to 0.1.")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:

@@ -48,9 +48,8 @@ class Experiment(Setting):
     Args:
         seed: Seed of all random numbers of the experiment.
         data: Data set, with its training and test samples.
-        task: What a model learns: ``classification``, ``regression``, ``multilabel``, ``next-token``,
-            ``segmentation``, or a task of your own. Default: ``regression`` if targets have fractions, otherwise
-            ``classification``.
+        task: Task of the model: ``classification``, ``regression``, ``multilabel``, ``next-token``, ``segmentation``,
+            or a task of your own. Default: ``regression`` if targets have fractions, otherwise ``classification``.
         partition: Assignment of samples to clients.
         availability: Model of dropouts and delays: which clients answer in a round, and how fast.
         attack: Attack by some of the clients, only in simulations. Default: all clients are honest.
@@ -59,8 +58,7 @@ class Experiment(Setting):
         training: Settings of rounds, local training and hardware.
         evaluation: Settings of evaluations and checkpoints.
         communication: Compression of models and updates.
-        privacy: Smallest number of samples from which a client computes a value that it sends, and differential privacy
-            of samples.
+        privacy: Secure sums, minimum numbers of samples, and differential privacy.
         callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
         tracking: Programs that show the run, such as TensorBoard; they do not change results.
 
@@ -113,7 +111,7 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables. Omit sections that early versions do not know, if these sections have no effect."""
+        """Return nested tables without the sections that have no effect and that early versions do not know."""
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),

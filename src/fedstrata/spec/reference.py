@@ -1,4 +1,4 @@
-"""Generate the reference of all sections, names and keys of a spec from the classes of settings."""
+"""Generate the reference of the sections, names and keys of a spec from the classes of settings."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence with links to a method's choices, which are described there, and their settings' names."""
+    """Return a sentence with links to a method's choices, and with the names of their settings."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     choices = [key for key, (_, name) in belongs.items() if not name]
     if recipe is None or not choices:

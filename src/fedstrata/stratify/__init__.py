@@ -1,1 +1,1 @@
-"""Stratify: a schedule gives the next label to train, and the server asks only clients with samples of this label."""
+"""Stratify: a schedule determines the next label to train, and only clients with samples of this label are asked."""

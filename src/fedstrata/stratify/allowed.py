@@ -35,8 +35,7 @@ def allowed_in_batches(
 
     Args:
         size: The number of samples in a batch, over all clients.
-        window: The accepted values of ``Reserve.window``, which is the range (from, to) of a client's samples that may
-            be used.
+        window: The accepted values of ``Reserve.window``, the range (from, to) of a client's samples that may be used.
         lr: The accepted learning rate of the clients' steps. Not used if ``local_steps`` is 1.
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
@@ -62,8 +61,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     """Return the request of single-sample mode.
 
     Args:
-        window: The accepted values of ``Steps.window``, which is the range (from, to) of a client's samples that may be
-            used.
+        window: The accepted values of ``Steps.window``, the range (from, to) of a client's samples that may be used.
         longest: The largest number of samples per request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """

@@ -71,7 +71,7 @@ class BatchMode:
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return this mode, because it trains every round, and the range (0, 1), because it uses all samples."""
+        """Return this mode for every round, and the range (0, 1), because all samples are used."""
         return self, ALL
 
     def scale(self, training: Training) -> float:
@@ -202,9 +202,8 @@ class BatchMode:
 class BatchPlan:
     """The plan of an epoch, which assigns a client and one of its reserved samples to each position of the schedule.
 
-    The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. Clients are chosen
-    batch by batch (Algorithm 2), but one request asks a client to reserve its samples for all batches. If a client has
-    no sample for a position, a further request asks another client.
+    The schedule is the sequence of labels of the epoch, and a position is one entry of the schedule. One request asks a
+    client to reserve its samples for all batches. If a client has no sample for a position, another client is asked.
 
     A client must not train on fewer than ``privacy.min_samples`` samples of a batch. A client with fewer samples moves
     these samples to another batch, or does not reserve them (*holds them back*).

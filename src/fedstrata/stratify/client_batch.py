@@ -45,10 +45,8 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Two keys of a client's state.
-
-``STATE`` is the key of the client's used, unused and reserved samples. ``PLACEHOLDERS`` is the key of a mapping from
-each placeholder (a number that stands for a label) to the label.
+"""Two keys of a client's state: for its used, unused and reserved samples, and for the labels of placeholders (numbers
+that stand for labels).
 """
 
 
@@ -106,10 +104,9 @@ def opened(
     """Return the client's pools for a request, with its shuffled samples of each label and the number of used samples.
 
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all samples of
-    the pool are unused again. A placeholder without a pool gets a new pool. A pool is empty if the client does not know
-    the placeholder, or if the client has fewer than ``privacy.min_samples`` samples of the label. The client did not
-    report labels with so few samples before the first round. Requests may not draw these samples. The order of a pool
-    depends on the label and not on the placeholder, so that training is the same with and without masking.
+    the pool are unused again. A placeholder without a pool gets a new pool. The pool is empty if the client does not
+    know the placeholder, or has fewer than ``privacy.min_samples`` samples of the label. The order of a pool depends on
+    the label and not on the placeholder, so that training is the same with and without masking.
 
     Args:
         client: The client.
@@ -187,14 +184,13 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
     """Move a client's new samples between batches, so that no batch has too few samples of the client.
 
     The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
-    parts until the result is large enough. If the last part is too small, it is merged with the previous part. Samples
-    that were reserved earlier stay in their batches. No sample is moved to a batch before ``batches[0]``, because
-    earlier batches may have been trained already.
+    parts or, at the end, with the previous part. Samples that were reserved earlier stay in their batches. No sample is
+    moved to a batch before ``batches[0]``.
 
     Args:
         batches: The batch of each new sample, ascending, shape (n,).
-        before: The batch of each sample that was reserved earlier, ascending. All parts that consist of these samples
-            are large enough.
+        before: The batch of each sample that was reserved earlier, ascending. The parts of these samples are large
+            enough.
         least: The smallest number of samples in a part.
 
     Returns:
@@ -256,7 +252,7 @@ def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
 
 @handles(LabelWeightedGradient)
 def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> GradientReply:
-    """Compute the gradient of the losses of a client's samples of a batch, multiplied by the weights of their labels.
+    """Compute the gradient of a client's part of a batch, in which the weight of a loss depends on the label.
 
     Raises:
         FedstrataError: ``privacy.min_samples`` is more than 1.
@@ -297,9 +293,8 @@ def stepped(
 ) -> GradientReply:
     """Take several SGD steps on the client's own samples, and return the sum of the gradients of these steps.
 
-    With n samples and the gradient g of their summed loss, a step is w ← w − (η / n) g. The server's step uses the sum
-    of all clients' replies, divided by the number of all samples. With the same η, the server's step leads to the mean
-    of the clients' models, weighted by their numbers of samples.
+    With n samples and the gradient g of their summed loss, a step is w ← w − (η / n) g. The server's step with the same
+    η then leads to the mean of the clients' models, weighted by their numbers of samples.
     """
     first = reply = summed_gradient(context, model, params, request, batch)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}

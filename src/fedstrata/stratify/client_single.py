@@ -30,11 +30,10 @@ from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 TRIAL = 3
-"""The number of trial steps in which a ``TracedStepper`` must give the same model as autograd before it is used."""
+"""The number of trial steps in which a ``TracedStepper`` must give the same model as autograd, before it is used."""
 
 BLOCK_BYTES = 16 << 20
-"""The size of a block of inputs, in bytes. ``FusedSteps`` trains block by block, and checks after each block that the
-model is finite."""
+"""The size in bytes of a block of inputs, after which ``FusedSteps`` checks that the model is finite."""
 
 
 @record("Stepped")
@@ -99,9 +98,9 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 class FusedSteps:
     """The training in a relay, in which the model travels from client to client, for clients that share one process.
 
-    At first, each task only draws its samples. The steps for many tasks (a *block*) are taken later, all at once. The
-    model is bit for bit the same as if each client took its own steps. If the model is not finite after a block, the
-    block is repeated task by task. A task is then undone if the model is not finite after the task.
+    Each task first only draws its samples. The steps for many tasks (a *block*) are taken later, all at once. The model
+    is bit for bit the same as if each client took its own steps. If the model is not finite after a block, the block is
+    repeated task by task, and each task with this result is undone.
 
     Args:
         context: The context that the clients share.

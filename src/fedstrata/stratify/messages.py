@@ -34,7 +34,7 @@ ALL = (0.0, 1.0)
 """The value of ``Reserve.window`` that lets a client use all its samples."""
 
 NO_SUCH_BATCH = "a sample was moved to a batch that is over or does not exist"
-"""The reason for refusing a reply to ``Reserve`` that moves a sample to a batch that is over or does not exist."""
+"""The reason for refusing a reply that moves a sample to a finished or unknown batch."""
 
 
 class Epoch(Order):
@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests and batches without reserved samples. It also refuses batches that were
-        already used or come in the wrong order.
+        The client refuses malformed requests, batches without reserved samples, and batches that were already used or
+        come in the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
@@ -94,8 +94,8 @@ class ReserveReply(Reply):
     """The entries in a request's list of labels for which a client could not reserve a sample.
 
     Args:
-        missing: One bool per entry. The value is True if the client did not reserve a sample, because it has used all
-            its samples of the label.
+        missing: For each entry, whether the client did not reserve a sample, because all its samples of the label are
+            used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
     """
@@ -113,8 +113,8 @@ class GatheredReply(ReserveReply):
     Args:
         batches: The batch in which a client now trains on the sample for each entry of the request's list of labels,
             int64. The value has no meaning if ``missing`` is True.
-        held: One bool per entry. The value is True if the client does not reserve the sample, because it has too few
-            samples for any batch. In this case, ``missing`` is True, too, and the sample stays unused.
+        held: For each entry, whether the client did not reserve a sample, because it has too few samples for any batch.
+            In this case, ``missing`` is True, too, and the sample stays unused.
     """
 
     batches: Tensor
@@ -131,7 +131,7 @@ class Reserve(Request):
         labels: The placeholder of each sample to reserve, int64. A placeholder is a number that stands for a label.
         refill: The placeholders for which all samples become unused again before samples are reserved, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
-            earlier attempt at this epoch, which was interrupted.
+            earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
             The samples are sorted by their time of arrival.
     """
@@ -277,8 +277,8 @@ class StepsReply(Reply):
     """The labels for which a client had no unused sample, and the summed loss of the trained samples.
 
     Args:
-        missing: One bool per label of the request. The value is True if no sample was trained, because all samples of
-            the label are used.
+        missing: For each label of the request, whether no sample was trained, because all samples of the label are
+            used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.
@@ -299,8 +299,8 @@ class Steps(Request):
         round: The epoch, counted from 1.
         labels: The labels to train, in order, as placeholders (numbers that stand for labels), int64.
         refill: The placeholders for which all samples become unused again before the first step, int64.
-        fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier
-            attempt at this epoch, which was interrupted.
+        fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
+            interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
     """
 

@@ -43,15 +43,14 @@ class Stratify(Method):
     """Trains one epoch per round on a random schedule of labels, which mixes the classes in every batch.
 
     The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
-    with this label. In mode ``batch``, a batch consists of samples of many clients. For each batch, training takes
-    one step with the mean gradient of the batch's samples. Centralised training on these samples would take the same
-    step. In mode ``single``, the model travels from client to client, and each client takes one SGD step per sample.
+    with this label. In mode ``batch``, a batch consists of samples of many clients. For each batch, the server takes
+    one step with the mean gradient of the batch's samples, as in centralised training on these samples. In mode
+    ``single``, the model travels from client to client, and each client takes one SGD step per sample.
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
     client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
-    equal portions. One portion arrives before each round of single-sample mode, and is used in this round. All other
-    samples are available from the start. Each client rounds its portions down, and a sample may be used twice to fill
-    the schedule.
+    equal portions, one portion for each round of single-sample mode. All other samples are available from the start.
+    Each client rounds its portions down, and a sample may be used twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
     have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
@@ -63,10 +62,10 @@ class Stratify(Method):
             exist from the start, and then ``single`` on new samples.
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
             at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
-        label_weights: Whether the loss of a sample of label l is multiplied by w_l = (n_l / Σ n) / (f_l / Σ f); only in
-            batch mode. Here, n_l is the label's number of samples, and f_l its number of samples in an epoch. The
-            expected gradient of a batch is then the gradient of the mean loss over all samples, if each sample of a
-            label is equally likely. The paper does not have these weights.
+        label_weights: Whether the loss of a sample is weighted by its label; only in batch mode. The weight is the
+            label's share of all samples, divided by its share of the samples in an epoch. If each sample of a label is
+            equally likely, the expected gradient of a batch is then the gradient of the mean loss over all samples. The
+            paper does not have these weights.
         cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
             labels' numbers of samples.
         selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
@@ -75,16 +74,15 @@ class Stratify(Method):
             steps. Default: ``training.batch_size``.
         lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``.
             The factor is 1 with ``none``, r with ``linear``, and √r with ``sqrt``.
-        local_steps: Number of steps per batch that each client takes on its own samples; only in batch mode. With 1,
-            a batch equals one step of centralised SGD.
+        local_steps: Number of steps per batch that each client takes on its own samples; only in batch mode. With 1, a
+            batch equals one step of centralised SGD.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
             ``training.lr``. Default: SGD with the momentum and the weight decay of ``training``.
         chunk_size: Number of consecutive labels in a *chunk*; only in single-sample mode. For each chunk, the server
             chooses clients that can train on as many labels of the chunk as possible. A larger value means fewer
             transfers of the model.
         retain: Of all clients with samples of a label, the fraction that may train on this label within a chunk; only
-            in single-sample mode. These clients are drawn at random for each chunk and label. A larger value means
-            fewer transfers, but favours clients with many labels.
+            in single-sample mode. A larger value means fewer transfers, but favours clients with many labels.
         pretraining: Number of initial rounds in batch mode; only in hybrid mode. Default: half of all rounds.
         stream: Fraction of each client's samples that become available only during the rounds in single-sample mode;
             only in hybrid mode.
@@ -140,7 +138,7 @@ class Stratify(Method):
         self._mode.check(config)
 
     def _check_label_weights(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose what is hidden."""
+        """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose hidden values."""
         problems = {
             "requires batches. Use method.mode = 'batch'.": self.mode != "batch",
             "is the gradient of the mean loss only for one local step. Use method.local_steps = 1.": (
@@ -149,11 +147,11 @@ class Stratify(Method):
             "tells clients how frequent each label is, which masking hides. Use method.masking = 'none'.": (
                 self.masking != "none"
             ),
-            "lets the server reduce a sum to few samples, by small weights for all other labels. Use "
+            "lets the server choose small weights, so that only few samples contribute to a sum. Use "
             "privacy.min_samples = 1.": config.privacy.min_samples > 1,
-            "lets the server reduce a secure sum to few clients, by small weights for all other labels. Use "
+            "lets the server choose small weights, so that only few clients contribute to a secure sum. Use "
             "privacy.sums = 'plain'.": config.privacy.sums == "secure",
-            "supports only tasks in which all samples have the same weight.": config.task.weighted,
+            "requires a task in which all samples have the same weight. Use another task.": config.task.weighted,
         }
         for problem, applies in problems.items():
             if self.label_weights and applies:

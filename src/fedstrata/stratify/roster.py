@@ -70,8 +70,7 @@ class Roster:
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The labels of which all samples are used according to the client's reply, as placeholders and not
-                as indices.
+            exhausted: The labels of which all samples are used according to the client's reply, as placeholders.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]

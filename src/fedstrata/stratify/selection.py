@@ -36,8 +36,6 @@ def assign_runs(
     long runs, one of them is drawn at random. The client gets the whole run, and the next client is chosen for the
     position after the run.
 
-    For speed, all chunks are processed at the same time, with a few operations on arrays of positions × clients.
-
     Args:
         wanted: The placeholder of every position, in 0 … P−1, shape (L,).
         available: Whether each client has unused samples of each placeholder, shape (P, N).
@@ -76,8 +74,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
     The number of drawn clients is r = max(1, ceil(retain · n)) for n available clients. If selection is uniform, all
     clients are equally likely. If selection is weighted, clients are drawn one after another, with probabilities in
-    proportion to the weights of the remaining clients. To do this, each client gets a random key: an exponential random
-    number, divided by the weight. The r clients with the smallest keys are drawn (Efraimidis and Spirakis 2006).
+    proportion to the weights of the remaining clients (Efraimidis and Spirakis 2006).
 
     Args:
         able: Whether each client is available for each label, shape (…, N).

@@ -22,22 +22,15 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The largest product of ``chunk_size`` and the number of clients.
-
-The limit saves memory, because the table that plans a chunk takes five bytes for each pair of a position and a client.
-"""
+"""The largest product of ``chunk_size`` and the number of clients, which limits the memory for the plan of a chunk."""
 
 QUEUE = 2
-"""The number of tasks (a client and the samples that it trains) that are decided in advance.
-
-A client therefore knows where to send the model next (Algorithm 3, line 5).
+"""The number of tasks that are decided in advance, so that a client knows where to send the model (Algorithm 3, line
+5).
 """
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""The number of chunks of the schedule for which clients are chosen at once.
-
-The number is 8 at first and after a change of plan, and then doubles each time, up to 1,024.
-"""
+"""The smallest and the largest number of chunks of the schedule for which clients are chosen at once."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class SingleMode:
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return this mode, because it trains every round, and the range (0, 1), because it uses all samples."""
+        """Return this mode for every round, and the range (0, 1), because all samples are used."""
         return self, ALL
 
     def run_epoch(
@@ -149,7 +142,7 @@ class Route:
         """Yield the client and the request of each task.
 
         Each task is chosen before the previous task is yielded, so that the previous client knows where to send the
-        model next. The choice takes into account the replies to all tasks before the previous task.
+        model next.
         """
         while True:
             while len(self._queue) < QUEUE and len(self._left):

@@ -10,7 +10,7 @@ import fedstrata as fs
 
 
 class LongestAway(fs.ClientSampler):
-    """The clients whose last invitation was the longest ago are invited; ties are broken at random.
+    """The clients that were not invited for the longest time are invited; ties are broken at random.
 
     Args:
         spread: Amount of randomness. With 0, only the time since the last invitation counts.

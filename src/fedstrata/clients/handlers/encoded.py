@@ -1,7 +1,7 @@
 """Answer encoded requests, in which a codec compresses the model and the update.
 
-The client computes the new model from the latest model that it received, and from later changes. The client answers the
-inner request, and encodes the change in its reply, such as the model update. It then stores the encoding error.
+The client computes the new model from its latest model and later changes. The client then answers the inner request,
+encodes the update in its reply, and stores the encoding error.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 
 def remember_sent(client: Client, before: Mapping[str, Tree], request: Coefficients, sent: Payload) -> None:
-    """Store the error of the update that a secure sum contains, in which the ring has rounded the second factor.
+    """Store the encoding error of an update in a secure sum, which also rounds the second factor.
 
     Args:
         client: The client, with its state after its answer to the request.

@@ -74,9 +74,9 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the client's own model. This is the global model with the client's own parts, after fine-tuning.
+    """Return the client's own model: the global model with the parts that stay at the client, after fine-tuning.
 
-    BatchNorm statistics, layers, or a whole model may stay at a client. Fine-tuning takes ``request.epochs`` epochs on
+    These parts may be BatchNorm statistics, layers, or a whole model. Fine-tuning takes ``request.epochs`` epochs on
     the client's training samples.
     """
     weights = personal_model(client, starting_point(client, request))

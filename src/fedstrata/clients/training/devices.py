@@ -29,7 +29,8 @@ class Placed:
     Args:
         device: The device.
         model: The model with its parameters on the device.
-        data: The data set. It is on the device if it is small enough (see ``RESIDENT``), and otherwise in main memory.
+        data: The data set, which is on the device if it is small enough (see ``RESIDENT``), and otherwise in main
+            memory.
     """
 
     device: torch.device

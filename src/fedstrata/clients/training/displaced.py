@@ -22,7 +22,7 @@ class DisplacedGradient:
     """The gradient at w + δ, with the objective's ``displacement`` δ.
 
     The loss is computed at w if the objective needs the gradient at w, and otherwise at w + δ. If a batch passes
-    through the model twice, only the first pass (at w) updates buffers, such as BatchNorm's statistics.
+    through the model twice, only the first pass updates buffers, such as BatchNorm's statistics.
 
     Args:
         of_batch: The loss and the gradient at the current values of the parameters.

@@ -33,8 +33,8 @@ OBJECTIVE = "objective"
 """The key under which a client's state contains the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""Inputs of a client up to this size, in bytes as floats, are converted to floats once per round. Larger inputs are
-converted batch by batch.
+"""The largest size of a client's inputs, in bytes as floats, that are converted to floats once per round instead of
+batch by batch.
 """
 
 
@@ -95,7 +95,7 @@ class LocalData:
             training: The settings of local training, such as the samples per step, and epochs or steps.
             generator: The random generator that draws the order of the samples.
             pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
-                end of an epoch then joins the previous batch, and a client with a single sample takes no step.
+                end of an epoch is then added to the previous batch. A client with a single sample takes no step.
         """
         n = self._size
         size = min(training.batch_size * training.accumulate, n)
@@ -157,8 +157,7 @@ class Outcome:
     Args:
         weights: The model after the last step.
         steps: Number K of steps.
-        seen: Number of sample-gradients, which is the number of samples in the batches of all steps, including
-            repetitions.
+        seen: Number of sample-gradients: the number of samples in all batches, including repetitions.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
         kept: The objective's new state, which the client keeps.

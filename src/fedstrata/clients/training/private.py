@@ -83,8 +83,8 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    The gradient of the loss of sample i is g_i, and C is its largest norm after clipping. The symbol z is the noise, ξ
-    is a vector of standard normal numbers, and b is the expected number of samples in a step.
+    In this formula, g_i is the gradient for sample i, and C is the largest norm of a gradient after clipping. The noise
+    is z times standard normal numbers ξ, and b is the expected number of samples in a step.
 
     Args:
         model: The model into which the parameters ``params`` are loaded.
@@ -92,7 +92,7 @@ class NoisyGradient:
         context: The further arguments of the objective's loss.
         dp: The settings C and z.
         expected: The expected number b of samples in a step.
-        noise: The source of ξ. It is on the CPU, so that every device gets the same noise.
+        noise: The source of ξ, on the CPU, so that every device gets the same noise.
     """
 
     model: Model

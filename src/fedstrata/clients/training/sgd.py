@@ -1,10 +1,8 @@
 """Take steps of SGD with gradients of autograd, or with handwritten gradients for simple networks.
 
-For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` avoids autograd. It
-computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end.
-The gradient of a weight is a product ``δᵀ a``, which ``addmm_`` adds to the weight without storing the product. The
-results are equal to autograd's results, except that sums are added in another order. FedAvg on an MLP is 1.6 times as
-fast as with autograd (``benchmarks/fast_paths.py``).
+``ManualSGD`` computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy
+at the end. The results are equal to autograd's results, except that sums are added in another order. FedAvg on an MLP
+is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -68,10 +66,7 @@ class SGD:
 
 
 def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None) -> Tensors:
-    """Return clip(g + r) for a gradient g and a correction r, without changing tensors in place.
-
-    Gradients must not change in place, because autograd may return the same tensor as the gradient of two parameters.
-    """
+    """Return clip(g + r) for a gradient g and a correction r, without changing tensors in place."""
     if correction is not None:
         gradient = torch._foreach_add(gradient, correction)
     return gradient if clip is None else clipped(gradient, clip)

@@ -1,14 +1,12 @@
 """Take SGD steps on single samples by replaying a trace of tensor operations.
 
-With one sample per step, most of the time is spent on bookkeeping. Autograd records a graph and allocates gradients as
-large as the parameters, and an optimiser adds these gradients to the parameters. This module records the tensor
-operations of one step (forward, backward, update) in a graph. It simplifies the graph, and runs the graph for each
-sample. Views of parameters are created only once. The gradient of a weight is a product ``aᵀ b``, which ``addmm_`` adds
-to the weight without storing the product. Tracing takes a tenth of a second and needs no compiler.
+With one sample per step, autograd and optimisers spend most of the time on bookkeeping. This module records the tensor
+operations of one step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample.
+Tracing takes a tenth of a second and needs no compiler.
 
-A model cannot be traced if the operations of its forward pass depend on values of tensors. It also cannot be traced if
-it uses tensors other than its parameters. A model that cannot be traced is trained with autograd instead. Tracing and
-autograd give the same results, except that sums may be added in another order.
+A model cannot be traced if the operations of its forward pass depend on values of tensors, or if it uses tensors other
+than its parameters. Such a model is trained with autograd instead. The results are the same, except that sums may be
+added in another order.
 
 Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
 network (``benchmarks/fast_paths.py``).
@@ -281,7 +279,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product; if a factor is a view, also the node that it is a view of."""
+    """Return the factors of a product; for a factor that is a view, also return the viewed node."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor

@@ -15,12 +15,11 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw logarithms of Dirichlet shares along the last axis. These logarithms are finite even for very small α.
+    """Draw logarithms of Dirichlet shares along the last axis, which are finite even for very small α.
 
-    Dirichlet shares are gamma variates divided by their sum. With α = 0.001, nearly all gamma variates underflow to 0,
-    and 0/0 is NaN. The function therefore draws the logarithm of each gamma variate. It draws log(Gamma(α)) as
-    log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and Tsang 2000, section 6). The division is done in
-    logarithms.
+    A Dirichlet share is a gamma variate divided by the sum of all gamma variates. For small α, gamma variates underflow
+    to 0. The function therefore draws log(Gamma(α)) as log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and
+    Tsang 2000, section 6).
 
     Args:
         alpha: The concentrations α, all positive, shape (…, C).
@@ -38,9 +37,7 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    In each class, the same random number in [0, 1) is added to all boundaries between clients. The boundaries are then
-    rounded down to whole samples. The expected number of samples of a client is therefore exactly proportional to its
-    draw. Without the random number, the last client would get half a sample per class too many on average.
+    Numbers of samples are rounded at random, so that each client's expected number is exactly proportional to its draw.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
@@ -61,11 +58,10 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 
 
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
-    """Give each client a fixed number of samples. Their classes are drawn from the client's own class probabilities.
+    """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
     All clients draw their classes simultaneously. If the draws of a class outnumber its samples, randomly chosen draws
-    get the samples. The other draws are repeated in another pass, with class probabilities that are normalised over the
-    classes with samples left. Every pass except the last uses up a class, so there are at most C passes for C classes.
+    get the samples. The other draws are repeated in another pass, among the classes with samples left.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -102,9 +98,8 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose the classes of each client at random.
 
-    A client's classes are all different, and each class goes to equally many clients (±1). Dealing the classes to the
-    clients in turn ensures both properties. After that, random pairs of clients swap random classes if both properties
-    remain true. Therefore, any two classes can occur together at a client.
+    A client's classes are all different, and each class goes to equally many clients (±1). Any two classes can occur
+    together at a client.
 
     Args:
         each: The number of classes of each client, at most ``classes``, shape (N,).
@@ -112,7 +107,7 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
         rng: The generator of the choices.
 
     Returns:
-        The client and the class of each holding, sorted by client. Both arrays have one entry per holding.
+        The client and the class of each holding, as two arrays with one entry per holding, sorted by client.
     """
     owner = np.repeat(np.arange(len(each)), each)
     held = rng.permutation(classes)[np.arange(len(owner)) % classes]

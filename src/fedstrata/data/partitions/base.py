@@ -22,10 +22,9 @@ UNUSED = -1
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """The samples of N clients in one array for all clients (compressed sparse rows).
+    """The indices of each client's samples, in one array for all N clients (compressed sparse rows).
 
-    Client k has the samples ``indices[offsets[k]:offsets[k + 1]]``. A million clients therefore need only two arrays,
-    and not a million Python objects.
+    Client k has the samples ``indices[offsets[k]:offsets[k + 1]]``.
 
     Args:
         indices: The indices of the samples in the training set, client after client, int64.
@@ -83,8 +82,7 @@ class Assignment:
     def names(self, dataset: Dataset) -> list[str]:
         """Return the name of each client.
 
-        If the data set defines the clients, it also defines their names. If the data set does not define the clients,
-        the names are the clients' ids, 0 … N − 1, as text.
+        If the data set does not define the clients, the names are the clients' ids, 0 … N − 1, as text.
 
         Args:
             dataset: The data set that was divided.
@@ -108,7 +106,7 @@ class Assignment:
 
 
 Clients = Annotated[PositiveInt, Field(le=10_000_000)]
-"""A number of clients, which is limited so that arrays with an entry per client fit into memory."""
+"""A number of clients, limited so that arrays with an entry per client fit into memory."""
 
 
 class Partition(Setting):
@@ -129,7 +127,7 @@ class Partition(Setting):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner."""
+        """Whether every sample must belong to a client."""
         return True
 
     @abstractmethod
@@ -149,7 +147,7 @@ class Partition(Setting):
         """Divide the training samples with ``assign``, and check that no sample is lost or given to two clients.
 
         Args:
-            dataset: The data set. Its training samples are divided.
+            dataset: The data set with the training samples to divide.
             seed: The experiment's seed.
 
         Raises:

@@ -35,7 +35,7 @@ class Classes(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: True if ``size`` is not set."""
+        """Whether every sample must belong to a client: True if ``size`` is not set."""
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
@@ -104,7 +104,7 @@ class Groups(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: True if ``size`` is not set."""
+        """Whether every sample must belong to a client: True if ``size`` is not set."""
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:

@@ -39,7 +39,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     Args:
         assignment: The partition.
         dataset: The data set that was divided.
-        path: The file. Its suffix, such as ``.png``, determines the format.
+        path: The file, with a suffix that determines the format, such as ``.png``.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
@@ -116,7 +116,7 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every: bool = False) -> ScreenTable:
-    """Return a table of the number of samples of each label at each client, for the terminal.
+    """Return a table for the terminal, with each client's number of samples of each label.
 
     Args:
         assignment: The partition.

@@ -1,9 +1,8 @@
 """Define the base class of learning tasks, and the task names that a spec accepts.
 
 A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
-or pixel. A task defines how targets are checked and stored, and how a loss is computed from targets. It also defines
-what an evaluation records for each sample. A task also divides samples into *strata*, such as classes or ranges of
-values.
+or pixel. A task defines how targets are checked and stored, how a loss is computed from targets, and what an evaluation
+records for each sample. A task also divides samples into *strata*, such as classes or ranges of values.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ class Task(Setting):
     """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries of ``rows`` from which metrics are computed. These entries are additive: the entry of many samples is
-    the sum of the entries of individual samples."""
+    """The entries of ``rows`` from which metrics are computed. The entry of many samples is the sum of the entries of
+    individual samples.
+    """
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""
@@ -161,7 +161,7 @@ class Task(Setting):
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values that ``fitted`` needs to count, shape (N,); None if it does not need to count values."""
+        """Return the values that ``fitted`` needs to count, shape (N,); None if counts are not needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
@@ -171,7 +171,7 @@ class Task(Setting):
             label: The column with the labels; None for arrays.
             n_classes: The number of classes that the spec lists; 0 if the spec does not list classes.
         """
-        problem = "cannot be used on the sites' own data, which must have one class or one number per sample as label."
+        problem = "cannot be used at real sites, where the label of a sample must be one class or one number."
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:

@@ -1,4 +1,4 @@
-"""The list of requests that a job may send to its clients if models or updates are encoded."""
+"""The requests that a job may send to its clients if models or updates are encoded."""
 
 from __future__ import annotations
 

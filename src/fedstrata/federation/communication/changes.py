@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, the encoding errors of several rounds are added up. The objective's tensors that must not be
-    added up, such as prototypes, are therefore sent without encoding.
+    With error feedback, the objective's tensors that must not be added up over rounds, such as prototypes, are sent
+    without encoding.
 
     Args:
         change: The update in a client's reply, with the objective's tensors.
@@ -50,8 +50,8 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Return the digest that identifies a version of the model.
 
-    The digest is computed from the bytes that were sent. A digest of the parameters would be unsuitable, because their
-    last bits may differ between processors.
+    The digest is computed from the bytes that were sent, because the last bits of parameters may differ between
+    processors.
 
     Args:
         before: The digest of the previous version; empty if the whole model is sent.

@@ -29,8 +29,8 @@ Payload = dict[str, dict[str, Tensor]]
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shape and dtype with which each tensor of an encoded change is sent, under the same names as in ``Payload``.
 
-The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte, and their common
-exponent as one more byte.
+The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte, and the common
+exponent of all values as one more byte.
 """
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 class Codec(Setting):
     """A codec encodes changes, such as model updates, in fewer bytes, and decodes them.
 
-    A codec has no state. With error feedback, the sender of the changes stores the encoding error.
+    A codec has no state. The encoding error for error feedback is stored by the sender of the changes.
     """
 
     linear: ClassVar[bool] = False
@@ -263,8 +263,8 @@ class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
-    et al. 2019). If a client takes part rarely, its error refers to an old model, and pulls the new model towards the
-    old model. The settings ``damping`` and ``forget_after`` limit this effect.
+    et al. 2019). The stored error of a client that takes part rarely pulls the new model towards an old model. The
+    settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -326,11 +326,10 @@ class TopK(WithMemory):
 class PowerSGD(WithMemory):
     """A low-rank approximation of every matrix, with error feedback (Vogels et al. 2019).
 
-    The codec treats a tensor as a matrix: the first dimension gives the rows, and all other dimensions give the
-    columns. The matrix of client k is M_k. The codec approximates the sum M = Σ M_k in two steps. First, clients send
-    M_k Q, and the server sends back the sum P = Σ M_k Q with orthonormalised columns. Then, clients send M_kᵀ P, and
-    the sum of these matrices is the new Q. The decoded matrix is P Qᵀ. The next exchange begins with this Q. Each
-    exchange is therefore one power iteration. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
+    Each tensor is treated as a matrix whose rows are the first dimension. With the matrices M_k of the clients, the sum
+    Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back the sum P = Σ M_k Q with
+    orthonormal columns. Then, clients send M_kᵀ P, and the sum of these matrices is the new Q, with which the next
+    exchange begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
     tensors that would not become smaller, are not approximated.
 
     The server decodes only the sums, unless a method needs each client's change.
@@ -399,9 +398,6 @@ class PowerSGD(WithMemory):
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
         """Return the matrices Q for the next exchange, each the sum Σ M_kᵀ P over the clients k, divided by its norm.
-
-        An exchange has two sums over the clients' matrices M_k. The first sum is Σ M_k Q, from which P is computed. The
-        second sum is Σ M_kᵀ P.
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.

@@ -47,7 +47,7 @@ class CompressionState:
         exchange: Id of the latest exchange.
         version: The latest version of the model that clients get; −1 before the first version.
         digest: The digest of the latest version.
-        params: The parameters of the latest version. They differ from the server's model by the error of the codec.
+        params: The parameters of the latest version, which differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
         confirmed: The version of the model that each client has, shape (N,); −1 if the server does not know the
             version.
@@ -150,8 +150,8 @@ class Compression:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function of the model and the settings. It returns tensors with the names, shapes and dtypes of the
-            objective's message.
+        expected: A function of the model and the settings, which returns tensors with the names, shapes and dtypes of
+            the objective's message.
         additive: Names of the groups in the objective's message that may be added up over rounds.
     """
 

@@ -74,8 +74,8 @@ class Sums(Order):
 def repeated_forms(request: Encoded) -> list[Request]:
     """Return the variants in which an encoded request may be repeated after an exchange failed.
 
-    The id of the exchange may differ in each variant. A client that already has the model does not get the model again.
-    In one variant, the delivery therefore contains only the version and the digest.
+    The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, because a
+    client that already has the model does not get it again.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:
@@ -114,7 +114,7 @@ class Coefficients(Request):
     """A request for a client's term of PowerSGD's second sum: the product of its update and the matrices P.
 
     Args:
-        exchange: Id of the exchange. It is the same as for the first sum.
+        exchange: Id of the exchange, which is the same as for the first sum.
         frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
     """
 

@@ -1,4 +1,4 @@
-"""The list of requests that a job may send to its clients if the server sees only sums of their replies."""
+"""The requests that a job may send to its clients if the server sees only sums of replies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from fedstrata.federation.messages import ModelRequest
 from fedstrata.federation.secure.requests import Masked, SiteStep
 
 STEPS = 4
-"""The largest number of messages of the protocol per sum, in addition to the question: for keys, for a roster, and two
-to open the sum."""
+"""The largest number of messages of the protocol per sum, in addition to the question."""
 
 
 def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:

@@ -1,10 +1,10 @@
 """Secure sums of updates that ``PowerSGD`` compresses: one sum for each of the two factors of P Qᵀ.
 
-The first sum is Σ M_k Q over the clients' updates M_k, from which the server computes P. The second sum is
-Σ w_k M_kᵀ P, where w_k is the weight of client k.
+The first sum is Σ M_k Q over the clients' updates M_k, from which the server computes P. The second sum is Σ w_k M_kᵀ
+P, where w_k is the weight of client k.
 
-Both sums must have the same contributors. Let only one sum contain client k. From the difference of the two sums, the
-server could compute Pᵀ M_k Q. A server that chooses P and Q could so read elements of a client's update.
+Both sums must have the same contributors. If only one sum contained client k, the server could compute Pᵀ M_k Q from
+the difference. A server that chooses P and Q could then read elements of the client's update.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Term:
 
 
 class SecondForm(ModelForm):
-    """The form of a client's term of the second sum, w_k M_kᵀ P, and of the other numbers of its reply.
+    """The form of a client's term of the second sum, w_k M_kᵀ P, and of all other numbers in the reply.
 
     The columns of P are orthonormal. An element of M_kᵀ P is therefore at most √rows times as large as the largest
     element of M_k.
@@ -106,9 +106,9 @@ class SecondForm(ModelForm):
         return self.words(_NO_MODEL, self._term(reply), generator)
 
     def sent(self, words: Words, reply: EncodedReply) -> Payload:
-        """Return the factors that a client's vector contains, which differ from those of its reply by rounding.
+        """Return the factors that a client's vector contains, which are the rounded factors of its reply.
 
-        If the client's weight is 0, the vector contains no factors, and those of the reply are returned.
+        If the client's weight is 0, return the factors of the reply.
         """
         term = self._term(reply)
         weight = self._update.weight.of(term.reply)

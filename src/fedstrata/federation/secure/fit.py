@@ -19,7 +19,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
-"""Largest training loss; a larger one is reduced to it, and counts as scaled."""
+"""Largest training loss in a sum. Larger losses are reduced to this value, and count as scaled."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Numbers:
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
         update: The same sum as a sum of updates that a codec may compress; None for other numbers.
-        needs_model: Whether ``values`` reads a model. Such numbers cannot be summed beside a compressed update.
+        needs_model: Whether ``values`` reads a model. If so, the numbers cannot be summed together with a compressed
+            update.
     """
 
     values: Callable[[Weights, Any], Params]
@@ -128,8 +129,8 @@ class Bounds:
     Args:
         config: The settings that server and clients share.
         params: The parameters that clients change, with the names and shapes of the model's parameters.
-        sample_gradients: A function of a client's number of samples. It returns the number of sample-gradients that the
-            client computes.
+        sample_gradients: A function of a client's number of samples, which returns the number of sample-gradients that
+            the client computes.
     """
 
     config: FederationConfig

@@ -22,7 +22,7 @@ class NoisyForm:
     """The form of updates that clients clip, and to which they add Skellam noise (Agarwal et al. 2021).
 
     A sum needs at least t clients, of which m may collude. In units of the ring, each client adds noise with the
-    variance σ² / (t − m). The noise of the honest clients in a sum therefore has at least the variance σ², whichever
+    variance σ² / (t − m). The noise of the honest clients in a sum therefore has at least the variance σ², even if some
     clients are missing.
 
     Args:
@@ -74,7 +74,7 @@ class NoisyForm:
 def clipped(update: Floats, clip: float) -> Floats:
     """Return an update that is scaled down to an L2 norm of at most ``clip``, shape (d,).
 
-    An update with NaN or infinity becomes zero. If the client did not answer, the server would learn of this fault.
+    An update with NaN or infinity becomes zero, because a missing answer would disclose this fault to the server.
     """
     norm = float(np.linalg.norm(update))
     if not math.isfinite(norm):

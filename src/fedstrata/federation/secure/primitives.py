@@ -132,7 +132,7 @@ def seal(key: bytes, content: bytes, public: bytes) -> bytes:
     Args:
         key: The key.
         content: The content.
-        public: Bytes that the receiver must also know. These bytes are authenticated, but not sent.
+        public: Bytes that are authenticated but not sent, because the receiver knows them.
     """
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, public)
 

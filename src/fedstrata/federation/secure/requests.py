@@ -1,4 +1,4 @@
-"""Requests to clients in secure sums. They contain the messages of the protocol."""
+"""Requests to clients in secure sums, which contain the messages of the protocol."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not wrap."""
 HEADROOM = 12
-"""The noise of a sum has room for this number of standard deviations. Beyond it, a sum wraps, which costs accuracy but
-no privacy."""
+"""The number of standard deviations of the noise for which a sum has room. Larger noise reduces the accuracy, but not
+the privacy.
+"""
 LARGEST_MEAN = 2.0**34
-"""The largest mean λ of a Poisson variable in the noise. NumPy draws such a variable by comparing logarithms of about
-λ ln λ, whose rounding errors are about 10⁻⁴ for this mean."""
+"""The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
 _CHUNK = 1 << 20
 
 
@@ -246,8 +246,7 @@ def skellam(generator: np.random.Generator, size: int, variance: float) -> NDArr
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
     """Return the random generator that rounds the numbers of one client's message.
 
-    Everybody who knows the spec can compute these random numbers. They reveal nothing, because the sum contains only
-    rounded numbers.
+    The random numbers are not secret, and reveal nothing, because the sum contains only rounded numbers.
 
     Args:
         seed: The experiment's seed.

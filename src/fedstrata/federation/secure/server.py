@@ -129,16 +129,14 @@ class Server:
         for name, deal in sorted(deals.items()):
             defect = _type_defect(deal, Deal)
             if not defect and deal.boxes.keys() != names - {name}:
-                defect = "it has not sent a box for every other site"
+                defect = "it has not sent encrypted shares for every other site"
             if defect:
                 self._note("refused", [name], f"{name}: {defect}.")
             else:
                 self._boxes[name] = deal
         self.members = sorted(self._boxes)
         if len(self.members) < max(self.roster.threshold, self._fewest):
-            self._note(
-                "failed", [], f"Only {len(self.members)} sites have dealt shares, but a sum needs {self._least}."
-            )
+            self._note("failed", [], f"Only {len(self.members)} sites have sent shares, but a sum needs {self._least}.")
             return False
         return True
 
@@ -280,7 +278,7 @@ class Exchange:
         elif enough < self._server.parties:
             self._fail(f"fewer than {self._server.parties} sites have enough samples")
         elif self._only not in (None, self.contributors):
-            self._fail("it has lost a site that has contributed to the sum before")
+            self._fail("a site is missing that contributed to the previous sum")
         elif self.contributors == self._members and self._server.confirm == "needed":
             self._ask("revealing", self.contributors, RevealAll(self.number, self._present))
         else:
@@ -321,7 +319,7 @@ class Exchange:
             if defect := _type_defect(reply, Shares):
                 self._refuse(name, defect)
             elif not _usable(reply, self.contributors, lost):
-                self._refuse(name, "its shares are not those that were asked for")
+                self._refuse(name, "its shares are not the requested shares")
             else:
                 shares[name] = reply
         if len(shares) < self._roster.threshold:
@@ -345,7 +343,7 @@ class Exchange:
         self.outgoing = dict.fromkeys(self._members, Opened(self.number, self.contributors))
 
     def _seed(self, kind: Seed, owner: str, shares: Mapping[str, bytes]) -> bytes | None:
-        """Return a seed of a site, reconstructed from shares; None, and a failed exchange, if no shares give it."""
+        """Return a site's seed, reconstructed from shares. If this is impossible, fail the exchange and return None."""
         package, threshold = self._package[owner], self._roster.threshold
         numbers = {holder: int.from_bytes(share) for holder, share in shares.items()}
 
@@ -371,7 +369,7 @@ class Exchange:
                 if tried:
                     self._suspect(owner, numbers, chosen)
                 return seed
-        self._server._note("wrong share", [owner], f"No {threshold} shares of {owner}'s seed give the seed.")
+        self._server._note("wrong share", [owner], f"No {threshold} shares determine the seed of {owner}.")
         self._fail(f"a seed of {owner} cannot be reconstructed")
         return None
 
@@ -383,7 +381,7 @@ class Exchange:
             if name not in right and self._at(numbers, right, self._place[name]) != number
         ]
         self._suspects.update(wrong)
-        reason = f"The shares of {owner}'s seed that these sites sent are wrong: they or {owner} are faulty."
+        reason = f"These sites sent wrong shares of the seed of {owner}. The sites or {owner} are faulty."
         self._server._note("wrong share", wrong, reason)
 
     def _at(self, numbers: Mapping[str, int], chosen: Sequence[str], place: int) -> int:
@@ -401,7 +399,7 @@ class Exchange:
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
-    """Return the reason why a reply is not a message of a kind; an empty text if it is."""
+    """Return the reason why a reply is not a message of the expected kind; otherwise, an empty text."""
     if not isinstance(reply, kind):
         return f"it has sent a {type(reply).__name__} instead of a {kind.__name__}"
     try:
@@ -412,7 +410,7 @@ def _type_defect(reply: Any, kind: type[Message]) -> str:
 
 
 def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> bool:
-    """Return True if a reply has one possible share of each seed that was asked for."""
+    """Return True if a reply has one possible share of each requested seed."""
     if reply.selfs.keys() != set(contributors) or reply.pairs.keys() != set(lost):
         return False
     each = [*reply.selfs.values(), *reply.pairs.values()]
@@ -420,7 +418,7 @@ def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> 
 
 
 def _sets(holders: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Return sets of holders whose shares are tried: all sets if they are few, otherwise random ones."""
+    """Return sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
     if math.comb(len(holders), size) <= MOST_TRIES:
         yield from combinations(holders, size)
         return

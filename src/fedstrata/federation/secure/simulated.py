@@ -206,7 +206,7 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Add the protocol's messages to the log. Their number of bytes depends only on the number of clients.
+    """Add the protocol's messages, whose size depends only on the number of clients, to the log.
 
     Args:
         federation: The federation.

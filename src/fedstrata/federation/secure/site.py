@@ -96,11 +96,11 @@ class Site:
     """The state of a site in the secure sums of one job.
 
     The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
-    ``answered`` must be saved. If ``answered`` were not saved, a server could make sites restart, and ask the same
-    question again without one of the sites. The difference of the two sums would then be the vector of this site.
+    ``answered`` must be saved. Otherwise, a server could repeat a question without one of the sites, and compute the
+    site's vector from the two sums.
 
-    Each method answers one message of the server. If a check fails, the method raises ``RefusedError``, and the state
-    does not change. The server is the adversary, so its messages may contain any values.
+    Each method answers one message of the server, which may contain any values. If a check fails, the method raises
+    ``RefusedError``, and the state does not change.
 
     Args:
         job: The hash of the job. The job contains the spec.
@@ -108,9 +108,8 @@ class Site:
         trust: The certificates that the site accepts.
         parties: Smallest number of sites with enough samples in a sum, at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
-        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", the site
-            does not wait for signatures if all sites have sent their vectors. Both values are equally safe, and
-            "needed" saves two messages per site.
+        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", which is
+            equally safe, the site does not wait for signatures if all sites have sent their vectors.
         exchanges: Number of exchanges for which the site makes keys in advance.
         answered: The hashes of the questions that the site had answered in this job before its restart.
     """
@@ -385,7 +384,7 @@ class Site:
 
     def _check_present(self, current: _Exchange, joined: _Joined, present: Mapping[str, In]) -> None:
         same = current.only in (None, sorted(present))
-        self._require("continued", same, "the sum has other contributors than the sum that it continues")
+        self._require("continued", same, "the sum does not have the same contributors as the previous sum")
         for name, each in present.items():
             signed = protocol.present_statement(current.context, name, each.enough)
             right = name in current.members and valid(joined.package(name).job_key, each.signature, signed)
@@ -406,7 +405,7 @@ def _shares_of(seeds: Sequence[Mapping[Seed, bytes]], threshold: int, sites: int
 
 
 def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content: bytes) -> bool:
-    """Add the shares of one owner's seeds to those of each exchange.
+    """Add the shares of one owner's seeds to the shares of each exchange.
 
     Args:
         shares: The shares of each exchange, to which the new ones are added.
@@ -414,7 +413,7 @@ def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content
         content: The content of a box: the shares of all exchanges.
 
     Returns:
-        False if the content is not that of a box, so that nothing was added.
+        False if the content is invalid, so that nothing was added.
     """
     size = shamir.SHARE_BYTES
     if len(content) != len(shares) * len(SEEDS) * size:

@@ -66,7 +66,7 @@ def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
 
 def add_request(commands: common.Commands) -> None:
     """Add the command ``fedstrata request``."""
-    help = "make a site's private key, and a request for a certificate, for the administrator to sign"
+    help = "create a site's private key, and a certificate request for the administrator to sign"
     examples = "fedstrata request hospital-a --out request"
     parser = common.add_command(commands, "request", help, examples, work=_request)
     parser.add_argument("site", metavar="SITE", help="name of the site in sites.toml")
@@ -93,10 +93,10 @@ def add_submit(commands: common.Commands) -> None:
         fedstrata submit kits/admin --out result --wait 600
     """
     help = "send a deployment's job to its server, and fetch the result"
-    after = "The job continues. To watch it again, repeat the command."
+    after = "The job continues. To watch the job again, repeat the command."
     parser = common.add_command(commands, "submit", help, examples, work=_submit, after_interrupt=after)
     parser.add_argument(
-        "admin", type=Path, metavar="ADMIN", help="folder of the administrator, from 'fedstrata deploy'"
+        "admin", type=Path, metavar="ADMIN", help="folder of the administrator, created by 'fedstrata deploy'"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to store the result in")
     parser.add_argument(
@@ -170,7 +170,7 @@ def add_check(commands: common.Commands) -> None:
     """Add the command ``fedstrata check``."""
     help = "check the settings, data, certificates, clock and server connection of a site"
     parser = common.add_command(commands, "check", help, "fedstrata check kits/hospital-a", work=_check)
-    parser.add_argument("kit", type=Path, metavar="DIR", help="folder of the site, from 'fedstrata deploy'")
+    parser.add_argument("kit", type=Path, metavar="DIR", help="folder of the site, created by 'fedstrata deploy'")
     common.add_output(parser, progress=False)
 
 
@@ -191,7 +191,7 @@ def add_renew(commands: common.Commands) -> None:
         "authority",
         type=Path,
         metavar="AUTHORITY",
-        help="folder with the private key of the root certificate, from 'fedstrata deploy'",
+        help="folder with the private key of the root certificate, created by 'fedstrata deploy'",
     )
     parser.add_argument(
         "certificates",
@@ -223,7 +223,9 @@ def add_revoke(commands: common.Commands) -> None:
     """Add the command ``fedstrata revoke``."""
     help = "remove a site from the server's list of sites that may connect"
     parser = common.add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a", work=_revoke)
-    parser.add_argument("server", type=Path, metavar="SERVER", help="folder of the server, from 'fedstrata deploy'")
+    parser.add_argument(
+        "server", type=Path, metavar="SERVER", help="folder of the server, created by 'fedstrata deploy'"
+    )
     parser.add_argument("site", metavar="SITE", help="name of the site to remove")
     parser.add_argument("--undo", action="store_true", help="put a removed site back on the list")
     common.add_output(parser, progress=False)
@@ -261,7 +263,7 @@ def add_asks(commands: common.Commands) -> None:
         fedstrata asks spec.toml
         fedstrata asks spec.toml --policy kits/hospital-a --json
     """
-    help = "explain in plain English what a job asks of each site"
+    help = "explain in plain English what a job requests from each site"
     parser = common.add_command(commands, "asks", help, examples, work=_asks)
     common.add_spec(parser)
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
@@ -307,7 +309,7 @@ def add_approve(commands: common.Commands) -> None:
         "job", metavar="HASH|SPEC", help="hash of the job, as 'fedstrata asks' prints it, or the job's spec file"
     )
     parser.add_argument(
-        "--kit", type=Path, required=True, metavar="DIR", help="folder of the site, from 'fedstrata deploy'"
+        "--kit", type=Path, required=True, metavar="DIR", help="folder of the site, created by 'fedstrata deploy'"
     )
     common.add_output(parser, progress=False)
 

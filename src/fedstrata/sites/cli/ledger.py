@@ -27,10 +27,10 @@ def add_ledger(commands: common.Commands) -> None:
     """
     help = "show what a site sent, from its ledger (log of answers), and check that the ledger is intact"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
-    parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, from 'fedstrata deploy'")
-    help = "verify all checksums and, with --told, that no entry is missing at the end; exit with code 1 on failure"
+    parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, created by 'fedstrata deploy'")
+    help = "verify every checksum and, with --told, that no entry is missing at the end; the exit code is 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
-    help = "run folder of the server, or its file ledgers.jsonl, to compare the ledger with; needs --verify"
+    help = "run folder of the server (or the file ledgers.jsonl in it) to compare the ledger with; requires --verify"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
     parser.add_argument(
         "--site", metavar="NAME", help="name by which the server knows the site (default: name of the folder)"

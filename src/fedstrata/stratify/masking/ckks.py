@@ -2,9 +2,9 @@
 
 CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
 Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
-be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption. The scale of a product of two
-numbers is therefore the square of this scale. Products are not *rescaled*. CKKS would divide products by a prime that
-differs slightly from the scale, so that the result would be inexact.
+be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so products have the square of
+this scale. Products are not *rescaled*, because CKKS would then divide them by a prime that differs slightly from the
+scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count samples under encryption: the server adds up the clients' encrypted counts, and a client decrypts the totals.
+"""Count samples under encryption: the server adds up encrypted counts, and a client decrypts the totals.
 
 A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. For clients, each
 placeholder has a different, random number, which is called its *name*.
@@ -33,8 +33,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
     Returns:
         Two values. First, the entries of ``held`` for the clients that answered. Second, the encrypted number of
-        samples of each placeholder over exactly these clients. These numbers are sorted by name, and each ciphertext
-        contains many of them.
+        samples of each placeholder over exactly these clients, sorted by name. Each ciphertext contains many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []

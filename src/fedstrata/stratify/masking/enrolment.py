@@ -1,14 +1,12 @@
 """Enrol clients: the server learns sample counts, and which clients have labels in common, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
-a label. The server numbers placeholders in the order in which it discovers their labels. The server goes through the
-clients one after another, and through the labels of each client in random order. The order is the same in every mode of
-masking, so that training is the same, too. Clients know the placeholders only by random numbers, called *names*. The
-server's own numbers would reveal to clients which client added a label. Neither this module nor its imports can access
-a secret key.
+a label. The server numbers placeholders in the order in which it discovers their labels. This order is the same in
+every mode of masking, so that training is the same, too. Clients know the placeholders only by random numbers, called
+*names*, because the server's own numbers would reveal which client added a label. Neither this module nor its imports
+can access a secret key.
 
-Reference:
-    Stratify §IV-A. ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking.
+The page ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking (Stratify §IV-A).
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ class Roll:
     Args:
         masking: The mode of masking; see ``enrol``.
         names: The random numbers that the P placeholders have for clients: a permutation of 0 … P − 1. All other fields
-            use the server's numbers 0 … P − 1, in the order in which labels were discovered.
+            use the server's own numbers 0 … P − 1 of the placeholders.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: A mapping from each client to its number of samples of each of these placeholders. The mapping contains
-            only clients that reported their counts. Clients report counts if labels are not masked, or if selection is
-            weighted.
+        counts: A mapping from each client to its numbers of samples, in the order of the client's placeholders in
+            ``held``. The mapping contains only clients that reported counts, which they do if labels are not masked, or
+            if selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With this knowledge, the server recognises the labels of clients that join later.
@@ -140,7 +138,7 @@ def enrol(
         federation: The federation, through which the server asks clients.
         masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares labels under encryption.
-        weighted: Whether clients also report their fraction of all clients' samples of each of their labels.
+        weighted: Whether clients also report which fraction of all samples of a label they have.
         before: The result of an earlier enrolment. The server asks only clients that are missing in the earlier result,
             and placeholders keep their labels.
         watch: A function that is called with the name of each phase when it begins. The phases are "unique list" (find

@@ -1,4 +1,4 @@
-"""Store the clients' secret keys. One client makes the keys, all clients share them, and the server never sees them.
+"""Store the secret keys that one client makes, that all clients share, and that the server never sees.
 
 A client gets the keys from ``ClientContext.keys`` in its context, which the server cannot access. Keys can be neither
 encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of its folder. Only the
@@ -189,10 +189,9 @@ class KeyRing:
     def order_seed(self, seed: int) -> int:
         """Return the seed of the random order in which clients report their labels.
 
-        Placeholders (numbers that stand for labels) are numbered in this order. A server that guesses the order can
-        tell which label each placeholder stands for. At real sites, the seed is therefore derived from a secret in the
-        key file. In a simulation, nothing is hidden from the user. The function then returns the experiment's seed, so
-        that a spec always has the same result.
+        A server that guesses this order can tell which label each placeholder (a number) stands for. At real sites, the
+        seed is therefore derived from a secret in the key file. In a simulation, the function returns the experiment's
+        seed, so that a spec always has the same result.
 
         Args:
             seed: The experiment's seed.

@@ -154,10 +154,9 @@ class CompareReply(Reply):
     """The positions at which the server's encrypted list of labels (the unique list) contains the client's labels.
 
     Args:
-        places: The position of a zero difference for each label of the client, int64, shape (L,). The position is i ·
-            width + c if the difference in column c of the request's ciphertext i is zero. The label then equals an
-            entry of the list. The position is −1 if the label has no zero difference. ``SlotLayout`` defines columns
-            and width.
+        places: The position of a zero difference for each label of the client, int64, shape (L,). Column c of the
+            request's ciphertext i has the position i · width + c. A label with a zero difference is on the list, and
+            other labels have the position −1. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -278,7 +277,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals: fewer samples of a label than clients with it, or samples that no client has.
+        """Refuse impossible totals, such as fewer samples of a label than clients with this label.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
@@ -312,11 +311,11 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """A client's fraction of all samples of each of its labels.
+    """For each of a client's labels, the fraction of all clients' samples that the client has.
 
     Args:
-        shares: The client's number of samples of each of its labels, divided by the number over all clients, float64,
-            shape (L,).
+        shares: The client's number of samples of each label, divided by the number over all clients, float64, shape
+            (L,).
     """
 
     shares: Tensor
@@ -324,7 +323,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request for a client's fraction of all samples of each of its labels.
+    """A request for the fraction of all samples of each label that a client has.
 
     The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
     this fraction.

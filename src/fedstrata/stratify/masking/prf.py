@@ -10,7 +10,7 @@ KEY_SIZE, TAG_SIZE = 32, 16
 
 
 def label_bytes(name: str) -> bytes:
-    r"""Return the canonical bytes of a class name. They do not depend on how Unicode encodes its characters.
+    r"""Return the bytes of a class name, which are the same for all Unicode forms of its characters.
 
     >>> label_bytes("caf\u00e9") == label_bytes("cafe\u0301")
     True

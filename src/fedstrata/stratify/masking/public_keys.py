@@ -1,4 +1,4 @@
-"""Help the server in an enrolment: send requests to individual clients, and use the clients' public keys."""
+"""Send requests to individual clients during an enrolment, and use the clients' public keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask_until(
     *,
     check: Check | None = None,
 ) -> tuple[ClientId, Any]:
-    """Ask clients one after another until one answers. Return this client and its reply.
+    """Ask clients one after another until a client answers. Return this client and its reply.
 
     Raises:
         QuorumError: No client answers. The error message says why the last client failed.

@@ -1,8 +1,8 @@
 """Arrange labels in the slots of a ciphertext, and scramble the differences between labels.
 
 A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
-exactly once. One subtraction of ciphertexts compares several labels of a client with the whole list. To make this
-possible, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
+exactly once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this
+comparison, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
 ciphertext of the list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext
 of a client, each row contains the code of one of its labels, which is the same in all columns. A client with more
 labels than rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several
@@ -61,12 +61,12 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns, which is the number of entries in one ciphertext (page) of the unique list."""
+        """The number of entries in one ciphertext (page) of the unique list, called columns."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of rows, which is the number of labels in one ciphertext (sheet) of a client."""
+        """The number of labels in one ciphertext (sheet) of a client, called rows."""
         return self.slots // self.width
 
     @property

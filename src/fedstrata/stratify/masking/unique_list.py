@@ -1,10 +1,10 @@
 """The unique list: an encrypted list of all labels, with which the server finds common labels (Stratify §IV-A).
 
 The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
-the list has all classes, the server compares the labels of all other clients with the list at once. For a comparison,
-the server subtracts ciphertexts and scrambles the differences, and the client decrypts them. A zero means that the
-labels are equal, and all other differences look random (``fedstrata.stratify.masking.slot_layout``). The server has
-only public keys, so it cannot decrypt labels. From the clients' replies, the server learns where the zeros are.
+the list has all classes, the server compares the labels of all other clients at once. For a comparison, the server
+subtracts ciphertexts and scrambles the differences, and the client decrypts the differences and reports where they are
+zero. A zero means that the labels are equal, and all other differences look random
+(``fedstrata.stratify.masking.slot_layout``). The server has only public keys, so it cannot decrypt labels.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PackedRegister:
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: The index in the list of each placeholder (a number that stands for a label), shape (P,). This index is
-            the page's index times the width, plus the index within the page.
+        places: The index of each placeholder (a number that stands for a label) in the list, shape (P,). Indices count
+            the entries of all pages.
     """
 
     keys: PublicKeys
@@ -139,7 +139,7 @@ class UniqueList:
         return True
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Compare the labels of one client after another with the list, and add new labels until it is complete.
+        """Compare the labels of one client after another with the list, and add new labels until the list is complete.
 
         Returns:
             Two values. First, a mapping from each client that answered to its placeholders (the numbers that stand for
@@ -205,7 +205,7 @@ class UniqueList:
     ) -> dict[ClientId, Any]:
         """Ask clients, and return the reply of each client that answered.
 
-        If only one client is asked and it raises an exception, it counts as a client that did not answer.
+        A single client that raises an exception counts as a client that did not answer.
         """
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
