@@ -128,7 +128,7 @@ class Client:
     def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to an answer.
 
-        Every handler calls this method before it reads the samples.
+        Handlers call this method before they read the samples. Exceptions are noisy size reports and masked labels.
 
         If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to the answer.
 
