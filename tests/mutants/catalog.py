@@ -279,7 +279,7 @@ MUTANTS = [
     secure_checks("listeners", "if listener is not None:", "if False:"),
     ring("a sum wraps", "if self.noise else scale)", "if self.noise else scale + 1)"),
     ring("rounded to the nearest", "generator.random(len(exact)) < exact - below", "0.5 < exact - below"),
-    ring("rounded down", "(below + up)", "below"),
+    ring("rounded down", "below += generator", "generator"),
     ring("clipped element by element", "unit = max(part.range, largest)", "unit = part.range"),
     ring("scaled in silence", "scaled += largest > part.range", "scaled += 0"),
     ring("infinity is sent", "if not math.isfinite(largest):", "if math.isnan(largest):"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import numpy as np
@@ -88,6 +89,28 @@ def test_the_expected_value_of_a_rounded_number_is_the_number(value: float, weig
         middle = (low + high) / 2
         low, high = (middle, high) if whole(middle) > lower else (low, middle)
     assert lower + (low + high) / 2 == pytest.approx(value * weight * ring.scale, abs=1e-6)
+
+
+@pytest.mark.parametrize("sites", [1, 10, 64])
+@pytest.mark.parametrize("bound", [1.0, 0.37, 1e-30])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("weight", [0.0, 1 / 3, 1.0])
+def test_a_message_is_the_rule_of_rounding_in_whole_numbers(
+    sites: int, bound: float, dtype: type, weight: float
+) -> None:
+    ring = Ring(sites, {"x": Part(64, bound), "y": Part(6, bound)})
+    ends = np.array([0.0, -0.0, 1, -1, 1e-12, -1e-12, 0.5, -0.5, 1 - 2**-24, 2**-24 - 1])
+    inside = np.concatenate([ends, np.random.default_rng(0).uniform(-1, 1, 54)])
+    parts = {"x": (inside * bound).astype(dtype), "y": (np.linspace(-3, 2, 6) * bound).astype(dtype)}
+    words = ring.encode(parts, {}, rounding(0, 1, 2, 0), weights=dict.fromkeys(parts, weight))
+    drawn, wanted = rounding(0, 1, 2, 0), []
+    for values in parts.values():
+        unit = max(bound, *(abs(value) for value in values.tolist()))
+        for value in values.tolist():
+            exact = value / unit * weight * ring.scale
+            below = math.floor(exact)
+            wanted.append((below + (drawn.random() < exact - below)) % 2**32)
+    assert words[:-1].tolist() == wanted
 
 
 def test_roundings_are_uniform_and_independent_between_elements() -> None:

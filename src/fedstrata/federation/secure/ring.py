@@ -34,7 +34,8 @@ no privacy."""
 LARGEST_MEAN = 2.0**34
 """The largest mean λ of a Poisson variable in the noise. NumPy draws such a variable by comparing logarithms of about
 λ ln λ, whose rounding errors are about 10⁻⁴ for this mean."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 15
+"""The number of elements that are encoded together. Their numbers fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,16 @@ class Ring:
                 raise WithheldError(f"the client did not send its answer, which contains NaN or infinity. {DIVERGED}")
             scaled += largest > part.range
             unit = max(part.range, largest)
+            whole = words[begin : begin + part.size].view(np.int32)
             for first in range(0, part.size, _CHUNK):
-                # |chunk / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ Q.
-                chunk = vector[first : first + _CHUNK].astype(np.float64)
-                exact = chunk / unit * factors[name] * self.scale
+                # |exact / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ Q.
+                exact = vector[first : first + _CHUNK].astype(np.float64)
+                exact /= unit
+                exact *= factors[name]
+                exact *= self.scale
                 below = np.floor(exact)
-                up = generator.random(len(exact)) < exact - below
-                words[begin + first : begin + first + len(exact)] = (below + up).astype(np.int64).astype(np.uint32)
+                below += generator.random(len(exact)) < exact - below
+                whole[first : first + _CHUNK] = below
             begin += part.size
         for place, (name, most) in enumerate(self.counts.items(), start=begin):
             if not 0 <= counts[name] <= most:
