@@ -75,6 +75,12 @@ CASES: dict[str, dict[str, Any]] = {
     "kept states": {"training": {"optimizer_state": "keep", "momentum": 0.9, "lr": 0.02}},
     "a server optimiser": {"method": {"name": "fedavg", "aggregator": {"name": "size", "server": "adam"}}},
     "steps instead of epochs": {"training": {"local_epochs": None, "local_steps": 4}},
+    "names of two lengths": {
+        **SMALL,
+        "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 14},
+        "training": {"clients_per_round": 12, "rounds": 2},
+        "availability": {"name": "bernoulli", "p": 0.9},
+    },
     "noise": {**SMALL, "privacy": {"dp": {"clip": 1.0, "noise": 0.5}}},
     "noise in steps": {
         **SMALL,
@@ -303,7 +309,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, see: Callable[[Mapping[int, Any], M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["all answer", "a client above the largest size", "dropouts", "many dropouts"])
+@pytest.mark.parametrize(
+    "case", ["all answer", "a client above the largest size", "dropouts", "many dropouts", "names of two lengths"]
+)
 def test_the_bytes_in_the_record_are_those_of_the_messages(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = {"up": 0, "down": 0}
 

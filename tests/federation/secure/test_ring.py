@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import permutations
 
 import numpy as np
@@ -67,27 +68,47 @@ def test_adding_leaves_the_vectors_as_they_are() -> None:
 
 @given(st.floats(-1, 1), st.floats(0, 1))
 def test_the_expected_value_of_a_rounded_number_is_the_number(value: float, weight: float) -> None:
-    """The probabilities of the two results follow from the uniform number at which the result changes."""
+    """The probabilities of the two results follow from the drawn number at which the result changes."""
 
     class Fixed:
-        def __init__(self, uniform: float) -> None:
-            self.uniform = uniform
+        def __init__(self, drawn: int) -> None:
+            self.bit_generator, self.drawn = self, drawn
 
-        def random(self, size: int) -> np.ndarray:
-            return np.full(size, self.uniform)
+        def random_raw(self, size: int) -> np.ndarray:
+            return np.full(size, self.drawn, dtype=np.uint64)
 
     ring = Ring(20, {"x": Part(1, 1.0)})
 
-    def whole(uniform: float) -> int:
-        words = ring.encode({"x": np.array([value])}, {}, Fixed(uniform), weights={"x": weight})  # type: ignore[arg-type]
+    def whole(drawn: int) -> int:
+        words = ring.encode({"x": np.array([value])}, {}, Fixed(drawn), weights={"x": weight})  # type: ignore[arg-type]
         return int(words[:1].view(np.int32)[0])
 
-    low, high = 0.0, 1.0  # the result is the upper number below the change, and the lower one above it
-    lower = whole(1 - 2**-53)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if whole(middle) > lower else (low, middle)
-    assert lower + (low + high) / 2 == pytest.approx(value * weight * ring.scale, abs=1e-6)
+    lower = whole(0)
+    upper = bisect_left(range(2**32), lower + 1, key=whole)  # from this drawn number on, the result is the upper number
+    assert lower + (2**32 - upper) / 2**32 == pytest.approx(value * weight * ring.scale, abs=1e-7)
+
+
+@pytest.mark.parametrize("sites", [1, 10, 64])
+@pytest.mark.parametrize("bound", [1.0, 0.37, 1e-30])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("weight", [0.0, 1 / 3, 1.0])
+def test_a_message_is_the_rule_of_rounding_in_whole_numbers(
+    sites: int, bound: float, dtype: type, weight: float
+) -> None:
+    ring = Ring(sites, {"x": Part(64, bound), "y": Part(6, bound)})
+    ends = np.array([0.0, -0.0, 1, -1, 1e-12, -1e-12, 0.5, -0.5, 1 - 2**-24, 2**-24 - 1])
+    inside = np.concatenate([ends, np.random.default_rng(0).uniform(-1, 1, 54)])
+    parts = {"x": (inside * bound).astype(dtype), "y": (np.linspace(-3, 2, 6) * bound).astype(dtype)}
+    words = ring.encode(parts, {}, rounding(0, 1, 2, 0), weights=dict.fromkeys(parts, weight))
+    pairs = iter(rounding(0, 1, 2, 0).bit_generator.random_raw(35).tolist())
+    wanted = []
+    for values in parts.values():
+        unit, pair = max(bound, *(abs(value) for value in values.tolist())), 0
+        for place, value in enumerate(values.tolist()):
+            pair = pair >> 32 if place % 2 else next(pairs)
+            exact = value / unit * (weight * ring.scale * 2**32)
+            wanted.append(((int(exact) + pair % 2**32) >> 32) % 2**32)
+    assert words[:-1].tolist() == wanted
 
 
 def test_roundings_are_uniform_and_independent_between_elements() -> None:
@@ -162,7 +183,7 @@ def test_long_vectors_are_encoded_in_chunks_with_the_same_result(monkeypatch: py
     ring = Ring(5, {"x": Part(1000, 1.0)})
     values = {"x": np.linspace(-1, 1, 1000)}
     whole = ring.encode(values, {}, rounding(0, 1, 0, 0))
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(module, "_CHUNK", 6)
     assert (ring.encode(values, {}, rounding(0, 1, 0, 0)) == whole).all()
 
 

@@ -34,7 +34,8 @@ the privacy.
 """
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 14
+"""The number of elements that are encoded together, which is even. Their numbers fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Ring:
     ) -> Words:
         """Return a site's message, shape (``length``,).
 
-        Real numbers are rounded up or down at random, so that the expected value of the result is the number itself.
+        Real numbers are truncated to multiples of 2⁻³² units, and then rounded up or down at random. The random
+        rounding does not change their expected values.
 
         Args:
             parts: The vectors before they are multiplied by ``weights``.
@@ -151,24 +153,29 @@ class Ring:
                 "the client did not send its answer, because its number of samples is above "
                 "privacy.largest. Increase privacy.largest."
             )
-        words = np.zeros(self.length, dtype=np.uint32)
+        words, draw = np.zeros(self.length, dtype=np.uint32), generator.bit_generator.random_raw
         begin, scaled = 0, 0
         for name, part in self.parts.items():
             vector = np.asarray(parts[name])
             if vector.shape != (part.size,):
                 raise ValueError(f"{name} has shape {vector.shape}, but must have shape {(part.size,)}")
-            largest = float(np.max(np.abs(vector))) if part.size else 0.0
+            largest = float(max(vector.max(), -vector.min())) if part.size else 0.0
             if not math.isfinite(largest):
                 raise WithheldError(f"the client did not send its answer, which contains NaN or infinity. {DIVERGED}")
             scaled += largest > part.range
             unit = max(part.range, largest)
+            factor = factors[name] * (self.scale * 2.0**32)
+            whole = words[begin : begin + part.size].view(np.int32)
             for first in range(0, part.size, _CHUNK):
-                # |chunk / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ Q.
-                chunk = vector[first : first + _CHUNK].astype(np.float64)
-                exact = chunk / unit * factors[name] * self.scale
-                below = np.floor(exact)
-                up = generator.random(len(exact)) < exact - below
-                words[begin + first : begin + first + len(exact)] = (below + up).astype(np.int64).astype(np.uint32)
+                # |exact / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ 2³² Q.
+                exact = vector[first : first + _CHUNK].astype(np.float64)
+                if unit != 1:
+                    exact /= unit
+                exact *= factor
+                fixed = exact.astype(np.int64)
+                fixed += draw(-(-len(fixed) // 2)).view(np.uint32)[: len(fixed)]
+                fixed >>= 32
+                whole[first : first + _CHUNK] = fixed
             begin += part.size
         for place, (name, most) in enumerate(self.counts.items(), start=begin):
             if not 0 <= counts[name] <= most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -221,14 +222,17 @@ def count_messages(
     key, share = bytes(KEY_BYTES), bytes(shamir.SHARE_BYTES)
     signature, box = bytes(SIGNATURE_BYTES), bytes(2 * shamir.SHARE_BYTES + TAG_BYTES)
     packages = [protocol.Package(name, key, key, signature, key, key, key, key, signature) for name in names]
-    roster = protocol.Roster(packages, 0)
-    boxes = {name: {other: box for other in names if other != name} for name in names}
     sizes = records.size
-    down = up = 0
-    for name, package in zip(names, packages, strict=True):
-        begin = protocol.Begin(key, 0, protocol.Delivery(names, boxes[name]))
-        down += sizes(Step(None)) + sizes(Step(roster)) + sizes(replace(question, begin=begin)) - sizes(question)
-        up += sizes(StepReply(package)) + sizes(StepReply(protocol.Deal(boxes[name])))
+    down = len(names) * (sizes(Step(None)) + sizes(Step(protocol.Roster(packages, 0))) - sizes(question))
+    up = 0
+    # If two clients' names are equally long, their messages are equally long.
+    lengths = Counter(map(len, names))
+    for package in {len(package.name): package for package in packages}.values():
+        count = lengths[len(package.name)]
+        boxes = {name: box for name in names if name != package.name}
+        begin = protocol.Begin(key, 0, protocol.Delivery(names, boxes))
+        down += count * sizes(replace(question, begin=begin))
+        up += count * (sizes(StepReply(package)) + sizes(StepReply(protocol.Deal(boxes))))
     vector = torch.empty(length, dtype=torch.int32)
     up += len(answered) * (sizes(MaskedReply(vector, _IN)) - sizes(MaskedReply(vector)))
     exchanges = 2
