@@ -158,15 +158,15 @@ def _importance() -> Made:
 )
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
-    found = {name: sampled_variance(*case) for name, case in cases.items()}
-    parts = [f"{100 * each['ratio']:.0f} % with {name} groups" for name, each in found.items()]
-    biases = [f"{100 * each['bias']:.0f} %" for each in found.values()]
+    simulated = {name: sampled_variance(*case) for name, case in cases.items()}
+    parts = [f"{100 * each['ratio']:.0f} % with {name} groups" for name, each in simulated.items()]
+    biases = [f"{100 * each['bias']:.0f} %" for each in simulated.values()]
     text = (
         f"{' and '.join(parts)}. However, the mean update has a bias of {' and '.join(biases)} of its length. The page "
         "[Samplers](samplers.md) shows figures for MNIST"
     )
-    values = {f"{name}, {key}": value for name, each in found.items() for key, value in each.items()}
-    return text, values, [each["ratio"] <= 1 - DRAWN for each in found.values()]
+    values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
+    return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
 
 
 @_reading("ldp", "With ε = 3 and M = 100, the largest likelihood ratio of a report is")
