@@ -184,7 +184,7 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # with this time in seconds, a site can pause for a minute
+        server["heart_beat_timeout"] = 120  # seconds, so that NVFlare keeps a site that pauses for a minute
     if "snapshot_persistor" in resources:  # only the server's file has this entry
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):

@@ -59,7 +59,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         client took earlier in this epoch. Third, the reply, with a loss of 0 because the client has not trained on the
         samples yet.
     """
-    client.authorize_release(1)  # A single sample may have changed the model that leaves the client.
+    client.authorize_release(1)  # the model that leaves the client may depend on a single sample
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)

@@ -163,7 +163,8 @@ class Ring:
             scaled += largest > part.range
             unit = max(part.range, largest)
             for first in range(0, part.size, _CHUNK):
-                # |chunk / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ Q.
+                # No element is larger than ``unit``, so |chunk / unit| ≤ 1 holds exactly in floating point. Thus
+                # |exact| ≤ Q, which is ``self.scale``.
                 chunk = vector[first : first + _CHUNK].astype(np.float64)
                 exact = chunk / unit * factors[name] * self.scale
                 below = np.floor(exact)
