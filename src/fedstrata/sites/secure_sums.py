@@ -94,8 +94,8 @@ class SecureSums:
         """Return the server of a roster of these clients' sites; None if fewer than ``least`` sites join."""
         sites = self._with_keys(federation, clients)
         server = self._server
-        # Keep the server if its roster consists of the same sites and has keys left. This holds even if a site of the
-        # roster did not send shares, because it would probably fail again with a new roster.
+        # Keep the roster if it has keys left and consists of the same sites, even if one of these sites refused to send
+        # shares. The site would refuse again in another roster.
         if server is not None and server.roster is not None and server.left and server.roster.names == sites:
             return server
         if len(sites) < least:
