@@ -103,7 +103,7 @@ def save(
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
-    # Remove checkpoints of this round and of later rounds. They must be damaged, because otherwise the run would have
+    # Remove checkpoints of this round and of later rounds. They are damaged, because otherwise the run would have
     # resumed from them.
     for stale in _complete(folder):
         if stale.name >= _name(round):

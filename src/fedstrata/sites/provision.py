@@ -85,7 +85,7 @@ def provision(
 
         require_own_sites(site_of_client)
     test = path_of(sites.server.data, base_dir)
-    # In a real deployment, the file may exist only on the server's machine, and is then not checked.
+    # In a real deployment, the server's data file may exist only on the server's machine, and is then not checked.
     if sites.own_data and (test is None or base_dir is not None or test.exists()):
         prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)

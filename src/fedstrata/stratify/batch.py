@@ -318,7 +318,8 @@ class BatchPlan:
                 wanted = self.wanted[theirs]
                 rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
                 roster.available[rows] = False
-                # If a client has no sample of a label, although it may use all its samples again, do not ask it again.
+                # If a client has no sample of a label, although it may use all its samples again, do not ask it for
+                # this label again.
                 useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
                 roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))

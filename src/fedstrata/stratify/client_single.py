@@ -331,8 +331,8 @@ def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, I
         if len(indices) == 0:
             continue
         where = torch.from_numpy(indices)
-        # Each task has its own seeds for layers and for augmentation, so that its random numbers do not depend on other
-        # tasks.
+        # Each task has its own seeds for random layers and for augmentation, so that its random numbers do not depend
+        # on other tasks.
         x = augmented(context, data.inputs(where), client=client, round=round, step=before)
         with torch_seeded(context.config.seed, f"layers/{before}", round, client):
             losses.append(stepper.run(x, data.y_train[where], lr))
