@@ -212,8 +212,8 @@ class Echoes(Remembering):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        # The global model is the newest of the clients' models. Store it only in the next round, because a recipe may
-        # still change the model that this method returns.
+        # ``models`` lacks the newest model, which is the global model ``weights``. It is added in the next round with
+        # replies, because a recipe may still change the model that this method returns.
         t, newest, last, server = state["round"] + 1, state["newest"], state["last"], state["server"]
         models: dict[int, Weights] = state["models"]
         if replies:

@@ -85,7 +85,7 @@ class RobustAggregator(Aggregator):
         for name, buffer in weights.buffers.items():
             if name in floats:
                 buffers[name] = buffer + moved[name]
-            else:  # This is a counter. For an even number of values, PyTorch's median is the smaller middle value.
+            else:  # A counter must stay an integer. PyTorch's median is always one of the values.
                 buffers[name] = torch.stack([model.buffers[name] for model in models]).median(dim=0).values
         return Weights(params, buffers), state
 

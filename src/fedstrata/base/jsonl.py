@@ -251,7 +251,8 @@ def jsonable(value: Any) -> Any:
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})
     {'1': 0.5, 'b': [None, [0, 1]]}
     """
-    # Arrays and tensors. A test with isinstance would have to import NumPy and PyTorch, which takes seconds.
+    # Arrays and tensors have ``tolist``. A test with isinstance would have to import NumPy and PyTorch, which takes
+    # seconds.
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):

@@ -41,5 +41,5 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()  # without the file, a process that waits for the lock creates a new lock file
+            (folder / LOCK).unlink()  # a process that waits for the lock creates the file again
         lock.release()

@@ -119,7 +119,8 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    # Without this, signals to this process would wake the event loop of its parent, such as a notebook.
+    # Reset the file descriptor that a fork inherits. Otherwise, signals to this process would wake the event loop of
+    # the parent process, for example of a notebook.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -223,7 +224,8 @@ def _serve(connection: Connection) -> None:
 
 def _do(task: Task, connection: Connection) -> None:
     """Do one task in a fork."""
-    # A fork does not inherit OpenMP's threads. If it used more than one thread, it would wait for ever.
+    # A fork does not inherit the threads of OpenMP. With more than one thread, an operation would wait for ever for the
+    # missing threads.
     prepare_process(1)
     with threadpoolctl.threadpool_limits(1), ending_in_order():
         connection.send(_error_of(task))

@@ -396,7 +396,8 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
-        # In strict mode, pydantic accepts a dict for a TypedDict, but not for a dataclass.
+        # Check the fields as a TypedDict. In strict mode, pydantic accepts a dict for a TypedDict, but not for a
+        # dataclass.
         hints = get_type_hints(cls)
         table = TypedDict(cls.__name__, {name: hints[name] for name in _FIELDS[cls]})  # type: ignore[misc]
         table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]

@@ -172,7 +172,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
     try:
         return work()
     except SpecError as error:
-        # A wrong key that was set with --set is not in the file.
+        # If the wrong key was set with --set, it is not in the spec file, so the message cannot show its line.
         overridden = [override.partition("=")[0].strip() for override in options.overrides]
         by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in overridden)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand

@@ -98,7 +98,7 @@ class Statistics(Message):
             problem = f"column {name!r}: some values are missing. Add them, or set a rule such as impute = 'mean'."
             raise DataError(problem).publicly(problem)
         if column.impute == "separate-category":
-            return -1.0  # -1 is not the index of a category
+            return -1.0  # stands for a missing value, because no category has the index -1
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:

@@ -135,7 +135,7 @@ with warnings.catch_warnings():
                     self._table(seed, task) if self.name.endswith(SUFFIXES) else self.declared(self._arrays(seed, task))
                 )
             except DataError as error:
-                problem = str(error).removeprefix(self.name).lstrip(", ")  # of a message that begins with the file
+                problem = str(error).removeprefix(self.name).lstrip(", ")  # do not repeat the name of the file
                 raise DataError(f"data.name = {self.name!r}: {problem}") from None
             if self.limit is not None and self.limit < data.train_size:
                 draws = rng(seed, "data limit")
@@ -354,7 +354,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             wanted = dict.fromkeys([*needed, *optional, *several])
             arrays: Arrays = {key: archive[key] for key in wanted if key in archive}
             if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
-                raise ValueError(f"{other[0]} is not an array")  # NumPy returns bytes for a member without a header
+                raise ValueError(f"{other[0]} is not an array")  # NumPy returns other files in the archive as bytes
             return _joined(arrays)
     except DataError:
         raise

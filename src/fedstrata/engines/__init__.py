@@ -30,7 +30,8 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
         from fedstrata.engines.local import LocalEngine
         from fedstrata.engines.worker_pool import cores
 
-        # Clients keep the secrets of simulated masks in this process.
+        # Simulated masks need secrets, which clients keep in the memory of one process. All clients therefore run in
+        # this process.
         workers = 1 if context.config.privacy.simulate_masks else context.config.training.workers or cores()
         return LocalEngine(context, store, workers)
     if name == "ray":

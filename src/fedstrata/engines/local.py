@@ -56,7 +56,7 @@ class LocalEngine(Engine):
         device = context.cached(on_device).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # If a process uses a GPU, or several threads for one operation, a fork of it can hang.
+        # A process that uses a GPU, or several threads for one operation, is not forked, because the fork could hang.
         forks = context.config.training.threads == 1 and device == CPU and can_fork()
         self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None
@@ -101,7 +101,8 @@ class LocalEngine(Engine):
             self._seconds_alone += seconds
             remaining -= work[number]
 
-        # Requests without gradients are answered here: sending the clients' states to workers would take longer.
+        # Requests without gradients are answered in this process, because sending the clients' states to workers would
+        # take longer.
         shared = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
             if not shared and len(order) - index > 1:
@@ -227,7 +228,8 @@ class LocalEngine(Engine):
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
-        # The sums need no timeout, because a member that fails or ends informs the other members.
+        # A client may wait for a sum without a timeout. If another client fails or ends, the waiting clients get an
+        # error, and ``_run_group`` ends a group that makes no progress.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         outcomes: dict[ClientId, Reply | Failure] = {}
 

@@ -103,7 +103,8 @@ class RayEngine(Engine):
                 closing.callback(_join(self._ray, address or os.environ.get(ADDRESS), workers))
                 count = max(1, workers or int(self._ray.cluster_resources().get("CPU", 1)))
                 pool = closing.enter_context(WorkerPool(min(count, context.config.clients)))
-            # Keys in memory would exist in one worker only. The workers share them through a folder.
+            # Keys that one worker makes in its memory would be unknown to the other workers, so the workers share keys
+            # through a folder.
             keys = ring_of(context)
             keys = keys if keys.folder else KeyRing(Path(folder), create=True)
             pool.enter(self._ray.put(WorkerPayload.of(context, keys)))
@@ -270,8 +271,9 @@ class WorkerPool:
         self._ray = _import_ray()
         self._class = self._ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
         self._payload_ref: Any = None
-        # Ray itself gives workers only the script's folder and the current folder to import from.
-        self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100  keeps links, as Python does
+        # Ray itself gives workers only the script's folder and the current folder to import from. Like Python,
+        # ``abspath`` does not resolve symbolic links.
+        self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100
         self._all = [WorkerHandle(self._class.remote(self._paths)) for _ in range(count)]
 
     def __enter__(self) -> WorkerPool:
@@ -430,7 +432,8 @@ def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], No
     """
     if ray.is_initialized():
         return lambda: None
-    # The argument logging_level of ray.init takes effect only after Ray's first log messages.
+    # Set the level here, because the argument logging_level of ray.init takes effect only after Ray's first log
+    # messages.
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:

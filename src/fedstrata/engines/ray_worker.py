@@ -59,7 +59,7 @@ class WorkerPayload:
         """Return a context in the form in which it is sent to workers, with the keys that clients share."""
         data = context.data
         tensors = data.tensors()
-        # Clients see neither the test set nor the server's data.
+        # Leave out the test set and the server's data, which clients do not see.
         arrays = {
             name: file.of_shape(tensor.shape) if (file := data.mapped.get(name)) else tensor.numpy()
             for field, x in tensors.items()

@@ -160,7 +160,7 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
             # After an exception the answer is missing. The parent process computes it again, and records the exception.
             with contextlib.suppress(Exception):
                 answer = answering(client, requests[which], states.get(client, {}))
-                # Reply and state are written to two blocks, because the state is stored much longer.
+                # Reply and state are written to two blocks of shared memory, because the state is stored much longer.
                 message.append((client, up.write(answer.reply), up.write(answer.state)))
         connection.send(message)
 

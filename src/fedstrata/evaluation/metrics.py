@@ -508,7 +508,7 @@ class _Named(_OfRows):
         path: The path of the class or function.
     """
 
-    path: Annotated[str, Field(exclude=True)]  # In a spec, the path is the metric's name.
+    path: Annotated[str, Field(exclude=True)]  # A spec contains the path as the name of the metric.
 
     @property
     @override

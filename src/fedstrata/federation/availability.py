@@ -254,7 +254,7 @@ class Combined(Availability):
 
     def check(self, population: Population) -> None:
         """Check each of the models, with its own seed."""
-        # The models of the user's spec must not change.
+        # ``model.check`` stores values in a model. Copy the models, so that the user's spec does not change.
         self.__dict__["models"] = tuple(model.model_copy() for model in self.models)
         for place, model in enumerate(self.models):
             under(str(place), partial(model.check, replace(population, seed=_seed_of(place, population.seed))))

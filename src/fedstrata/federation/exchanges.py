@@ -181,7 +181,9 @@ class Exchanges:
         if self.clock is not None and self.log.round > 0:
             clients = self.clock.start({client: work.get(client, 0.0) for client in clients}, sizes, log)
             if model is not None:
-                self.clock.pass_time(log)  # no reply goes back to the server: the model goes on to the next client
+                # In a relay, the model goes to the next client, and the client's reply to the server takes no simulated
+                # time. The time of the hop is therefore complete.
+                self.clock.pass_time(log)
         return requests.among(clients, work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:

@@ -401,8 +401,8 @@ class Federation:
                     self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
-                # Some client never raised an exception, so these requests can be answered. A reply alone would not show
-                # this, because a task without work always succeeds.
+                # At least one client never raised an exception, so the program can answer these requests. A single
+                # reply would not show this, because a task without work always succeeds.
                 self.exchanges.answered |= kinds
             else:
                 self.exchanges.raise_if_hopeless(reached, kinds, failures)

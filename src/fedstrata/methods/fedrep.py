@@ -26,7 +26,8 @@ class FedRep(Recipe):
 
     @override
     def parts(self) -> Parts:
-        # In Algorithm 1, the server takes the plain mean. The authors' program weights bodies by numbers of samples.
+        # Use the plain mean, as in Algorithm 1. The authors' program weights the clients' bodies by their numbers of
+        # samples.
         return {"objective": HeadThenBody(head_epochs=self.head_epochs), "aggregator": Mean()}
 
     def personal_objective(self) -> Objective:

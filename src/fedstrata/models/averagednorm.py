@@ -48,7 +48,7 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
         share = weight if x.numel() else 0.0
         summed = group.all_reduce_sum(torch.cat([share * statistics.flatten(), statistics.new_tensor([share])]))
         if not summed[-1] > 0:
-            return x  # no member has a sample
+            return x  # no client of the group has a sample
         mean, var = (summed[:-1] / summed[-1]).view(2, -1).to(x.dtype)
         share /= float(summed[-1])
         if layer.running_mean is not None and layer.running_var is not None:

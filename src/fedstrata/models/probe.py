@@ -32,7 +32,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
             versions, sums = model.untrained.versions(), model.untrained.sums()
             with draws:
                 model(params, x)
-            if model.untrained.sent:  # find also the buffers that change only in evaluation mode
+            if model.untrained.sent:  # also find buffers that change only in evaluation mode
                 model.train_mode(False)
                 model(params, x)
             changed = model.untrained.changed(versions) | dict(sums.items() ^ model.untrained.sums().items()).keys()

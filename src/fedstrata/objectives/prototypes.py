@@ -120,7 +120,7 @@ def updated(before: Table, new: Table, momentum: float) -> Table:
             [7.]]), 'samples': tensor([2., 3., 1.])}
     """
     if momentum:
-        # In this form, a prototype that equals the new one stays exactly as it is.
+        # With this formula, rounding does not change a prototype that is equal in ``before`` and ``new``.
         blended = new["means"] + momentum * (before["means"] - new["means"])
         new = {**new, "means": torch.where(before["samples"][:, None] > 0, blended, new["means"])}
     return merged(new, before)

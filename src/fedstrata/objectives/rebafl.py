@@ -142,7 +142,8 @@ class Rebalanced(CountsIdle):
         if not self.mu:
             return summed
         table = no_prototypes(config.strata, feature_size(config.model))
-        # Σ n_k(c) · mean: a client's share of a row is at most W times its mean.
+        # The sum over clients of n_k(c) times the prototype of class c. A client's term is at most ``bounds.largest``
+        # times its prototype.
         summed["means"] = Numbers(_totals, {"means": table["means"]}, config.privacy.message_range * bounds.largest)
         return summed | {f"class {c}": Count(partial(_samples, c), bounds.largest) for c in range(config.strata)}
 

@@ -121,7 +121,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
     [4.0, 6.0, 0.0]
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks = list[tuple[float, int]]()  # Each block has a mean position (without gaps) and a number of positions.
+    blocks = list[tuple[float, int]]()  # Groups of adjacent positions: their mean (without gaps) and number.
     for rank, index in enumerate(order):
         mean, size = wanted[index] - rank * gap, 1
         while blocks and blocks[-1][0] > mean:

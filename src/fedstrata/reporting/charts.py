@@ -189,7 +189,7 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
     """
     bands = {}
     for name in names:
-        with suppress(SpecError):  # This method does not record the column.
+        with suppress(SpecError):  # Some federated methods do not record the column.
             bands[name] = over_seeds(members, name)
     rounds = _thin([band.rounds for band in bands.values()], points)
     curves: dict[str, Any] = {"round": rounds.tolist(), "y": {}}

@@ -158,7 +158,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
     for label, histories in curves.items():
         try:
             rounds, mean, sd = over_seeds(histories, column)
-        except SpecError as error:  # This method does not record the column, but other methods may.
+        except SpecError as error:  # This federated method does not record the column, but others may.
             problem, missing = error, missing + 1
             continue
         x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)

@@ -142,7 +142,8 @@ class Progress:
             return
         task, fields["note"] = printable(task), printable(fields["note"])
         if task not in self._ids:
-            # Store the steps that were done before this call, because the estimate of the remaining time ignores them.
+            # ``first`` counts the steps that were done before this call, because the estimate of the remaining time
+            # ignores them.
             name = f"{task[: NAME - 1]}…" if is_cut and len(task) > NAME else task
             begin: dict[str, Any] = {"first": done, "began": now} | fields
             self._ids[task] = bars.add_task(name, completed=done, total=total, visible=visible, **begin)

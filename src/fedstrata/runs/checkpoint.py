@@ -103,7 +103,8 @@ def save(
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
-    # Remove checkpoints of this round and of later rounds. They are damaged, because the run did not resume from them.
+    # Remove checkpoints of this round and of later rounds. They are damaged, because otherwise the run would have
+    # resumed from them.
     for stale in _complete(folder):
         if stale.name >= _name(round):
             shutil.rmtree(stale)
@@ -159,7 +160,8 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     if _name(manifest["round"]) != path.name:
-        # A renamed folder would make the next checkpoint list clients' states of another round.
+        # The folder was renamed. ``save`` finds the newest checkpoint by the names of folders, and copies its list of
+        # the clients' states. With a renamed folder, these states could belong to another round.
         raise ValueError(f"it is the checkpoint of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:

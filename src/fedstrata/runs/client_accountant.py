@@ -79,7 +79,8 @@ class ClientAccountant(RunAccountant):
         if self.rate is None:
             with np.errstate(divide="ignore"):  # with little noise, the search for ε takes the logarithm of zero
                 return float(library.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
-        # The loss of a round is about rate / noise. A much smaller interval takes longer and hardly lowers ε.
+        # The privacy loss of a round is about rate / noise. The interval is a tenth of this loss, because a much
+        # smaller interval takes longer and hardly lowers ε.
         interval = max(1e-4, 0.1 * self.rate / noise)
         accountant = library.pld.PLDAccountant(value_discretization_interval=interval)
         accountant.compose(library.PoissonSampledDpEvent(self.rate, library.GaussianDpEvent(noise)), rounds)

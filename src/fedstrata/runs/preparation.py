@@ -99,7 +99,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         validation = cut_validation(dataset, share, spec.seed)
         divided, numbers = without(dataset, validation)
     if dataset.task.fits:
-        # The partition needs strata before it is known which client trains on which samples, so use all samples.
+        # The partition may need strata, such as ranges of the target. Compute them from all samples, because it is not
+        # known yet which client trains on which samples.
         divided = fit_targets(divided, [np.arange(divided.train_size)])
 
     def split(partition: Partition) -> Assignment:

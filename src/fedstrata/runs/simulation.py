@@ -263,7 +263,8 @@ class Simulation:
             record |= self._accountant.spend(self.memory, federation.log)
             if reason := self._accountant.ending(self.memory):
                 self.stop(reason)
-        # The method's metrics follow these columns. A metric with the name of a column is left out.
+        # These columns come first. If the method has a metric with the name of a column, the value of the column is
+        # used.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record
@@ -447,8 +448,8 @@ def run_prepared(
                 folder.write_events(simulation)
                 raise
             folder.log(record, simulation)
-            # Call callbacks before the checkpoint of the round, because it contains their states. Functions have no
-            # state and are called after the checkpoint.
+            # Call ``Callback`` objects before the checkpoint is saved, because the checkpoint contains their states.
+            # Plain functions (``watchers``) have no states, and are called after the checkpoint.
             failed = None
             for callback in watching:
                 try:

@@ -113,7 +113,8 @@ class FedSSARSampler(ClientSampler):
             "strata_allocation": allocation.tolist(),
             "strata_noise": noise,
         }
-        # If there are more clusters than draws, ``shares`` draws clusters by systematic sampling.
+        # If there are more clusters than draws, ``shares`` draws clusters by systematic sampling, with the
+        # probabilities ``chance``.
         few = (available_sizes > 0).sum() > m
         chance = np.minimum(m * available_sizes / total, 1.0) if few else None
         return replace(selection, probability=probability, stratum_chance=chance, metrics=metrics), state

@@ -102,7 +102,7 @@ class Graph(ClientSampler):
             return Selection.plain(places, 0), state
         apart = _distances(counts.astype(np.int64).tobytes(), counts.shape[1], self.epsilon, self.sigma)
         order = federation.rng("client-sampling").permutation(places)
-        # Except for a constant, Var(v + s) − Var(v) is the sum of (2 (v_k − mean) + 1) / (N − 1) over S.
+        # Up to a constant, Var(v + s) − Var(v) is the sum of these costs over S: (2 (v_k − mean) + 1) / (N − 1).
         costs = (2 * (times[order] - times.mean()) + 1) / max(len(known) - 1, 1)
         chosen = order[farthest(self.alpha * apart[np.ix_(order, order)], costs, m)]
         if self.counted == "invited":
@@ -150,7 +150,7 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     if n > 1:
         least, most = similarity[pairs].min(), similarity[pairs].max()
         similarity = (similarity - least) / (most - least) if most - least > 1e-12 else np.ones((n, n))
-    # In a dense matrix, SciPy would take very short edges for missing ones.
+    # Use a sparse matrix. In a dense matrix, SciPy would take edges with a length near 0 for missing edges.
     ends = np.nonzero((similarity > epsilon) & pairs)
     edges = csr_array((np.exp(-(similarity[ends] ** 2) / sigma), ends), shape=(n, n))
     paths = floyd_warshall(edges, directed=False)

@@ -138,7 +138,8 @@ class FedSTaSData(DataSampler):
             return self.fraction, state, {}
         responses, bound, alpha = answered.responses, answered.bound, answered.alpha
         pooled = self.estimates == "pooled"
-        # Errors of both signs average out only without the estimate's minimum of 1.
+        # The pooled estimate is a mean over rounds. Errors in both directions average out only if the estimate of each
+        # round has no lower limit. The other function has the lower limit 1.
         estimate_of = unbiased_total if pooled else estimated_total_of_sum
         estimate = estimate_of(sum(responses), len(responses), bound, alpha)
         state = replace(state, total=state.total + estimate, rounds=state.rounds + 1)

@@ -240,7 +240,8 @@ class Stratified(ClientSampler):
         if len(unseen):
             strata = np.concatenate([strata, np.full(len(unseen), len(sizes))])
             sizes, deviations = np.append(sizes, len(unseen)), np.append(deviations, overall)
-            # ``draw`` chooses uniformly within a stratum whose norms are all 0.
+            # Clients without a gradient get the norm 0, because ``draw`` chooses uniformly within a stratum whose norms
+            # are all 0.
             norms = np.concatenate([norms, np.zeros(len(unseen))])
         m = min(config.training.invited(config.clients), len(clients))
         allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))

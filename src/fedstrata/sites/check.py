@@ -141,7 +141,7 @@ def _data(kit: Path) -> str:
         with only_from(settings.packages):
             survey_of(survey, data)
     except UnusableDataError as error:
-        # The text for other parties is shorter, but the site itself may see the whole error.
+        # The text of this error is for other parties. The site itself may see the cause, which contains more details.
         raise DataError(str(error.__cause__)) from None
     return f"data: {data} fits the spec"
 

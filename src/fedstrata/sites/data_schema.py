@@ -297,7 +297,8 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
         replace_file(path, records.encode(engine.statistics))
         write_json(folder / FINGERPRINTS, engine.fingerprints)
     assert engine.statistics is not None
-    # A resumed run knows only the total number of samples, and not the number of samples of each site.
+    # A resumed run knows only the total number of samples, and not the number of samples of each site. The total is
+    # then the upper bound for each client.
     most = engine.statistics.samples or MOST
     samples = [engine.most_samples.get(client, most) for client in range(prepared.config.clients)]
     data = fit(prepared.data, engine.statistics)

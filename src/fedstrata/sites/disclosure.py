@@ -157,7 +157,8 @@ def declaration_of(
     training = method.declared(agreed)
     travelling = None if training is None else encoded(training, spec.communication)
     if spec.privacy.sums == "secure":
-        # Sites do not evaluate, because the results of a site on its own samples would be no sum over several sites.
+        # Sites do not evaluate, because the server would then see the results of single sites. With secure sums, it
+        # must see only sums over several sites.
         allowed = None if travelling is None else masked(travelling, spec.privacy.parties)
     else:
         evaluated = allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own, request=request_of(spec.task))

@@ -169,7 +169,8 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            # Sites that were excluded here do not count as refusing, because they may still correct their data.
+            # The argument is empty, because the sites that were excluded above may still correct their data, and are
+            # asked again.
             self.directory.require_willing(())
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:

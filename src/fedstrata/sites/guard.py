@@ -68,7 +68,7 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
         raise RuleError("data", f"data.name = {name!r} {where}")
-    # The table [data] is left out, because a column of a table may be called 'file'.
+    # The table [data] is not searched for keys with the name 'file', because a column of the data may have this name.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
         place, entry = level.pop()
@@ -287,7 +287,7 @@ class Guard:
         """How often each client answered each request that is limited per run. A key consists of a client's id and the
         index of the declaration's entry. Checkpoints contain this mapping."""
         self._relay_over = -1
-        # When a phase begins, the next three mappings are reset, but ``_repeats`` is not.
+        # ``take`` resets the next three mappings when a phase of a round begins, but not ``_repeats``.
         self._times: dict[tuple[ClientId, int], int] = {}
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}

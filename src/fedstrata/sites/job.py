@@ -270,7 +270,7 @@ class Site:
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
-            # The call waits while data arrive, because a second call at the same time would transfer a large model
+            # While a call still waits for data, do not begin a second call, because it would transfer a large model
             # twice.
             return retry(fetch, data, settings.patience, beside=False)
 

@@ -146,8 +146,8 @@ class Messenger:
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
-                # A SiteLostError would make the server send the question again, but the site can repeat only its last
-                # answer. This error is therefore of another class.
+                # This error must not be a SiteLostError. The server would then send the question again, but the site
+                # can repeat only its last answer.
                 return WireError(f"site {site} was lost between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                 return WireError(f"site {site} announced {outcome.left} more answers, but did not send answers")

@@ -25,7 +25,7 @@ from queue import PriorityQueue
 from types import SimpleNamespace
 from typing import Any
 
-# Memory and threads of long-lived processes
+# Workarounds for memory and threads of long-lived processes
 
 SWEEP = 30
 """The number of seconds between two runs of the garbage collector."""
@@ -143,7 +143,7 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
     started.set()
 
 
-# Jobs and sites
+# Workarounds for jobs and sites
 
 
 class JobEnd:
@@ -211,7 +211,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
             server.logout_client(token)
 
 
-# The simulator
+# Workarounds for the simulator
 
 SIMULATOR = "nvflare.private.fed.app.simulator.simulator"
 
@@ -231,7 +231,7 @@ def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
     return [sys.executable, "-m", SIMULATOR, str(job), "-w", str(workspace), "-n", str(sites), "-t", str(sites)]
 
 
-# The administrator's session
+# Workarounds for the administrator's session
 
 
 def open_session(user: str, admin: Path) -> Any:
@@ -271,7 +271,7 @@ def is_temporary(error: Exception, known: bool) -> bool:
     return isinstance(error, (*away, RuntimeError, *between))
 
 
-# Start-up kits
+# Workarounds for start-up kits
 
 SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
 """Settings of the server's job scheduler. The scheduler runs one job at a time, because two jobs may write into the

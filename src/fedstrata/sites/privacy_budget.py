@@ -152,7 +152,8 @@ class PrivacyBudget:
             most: The largest ε.
         """
         orders = np.array(ORDERS)
-        # The ε of a divergence d of order α is d + log(1 − 1/α) − (log δ + log α) / (α − 1): Canonne et al. 2020.
+        # A Rényi divergence d of order α corresponds to ε = d + log(1 − 1/α) − (log δ + log α) / (α − 1) (Canonne et
+        # al. 2020).
         added = np.log1p(-1 / orders) - (math.log(self._delta) + np.log(orders)) / (orders - 1)
         return int(orders[np.argmax((most - added - spending.total()) / step)])
 

@@ -85,7 +85,7 @@ def provision(
 
         require_own_sites(site_of_client)
     test = path_of(sites.server.data, base_dir)
-    # In a real deployment, the file may exist only on the server's machine, and is then not checked.
+    # In a real deployment, the server's data file may exist only on the server's machine, and is then not checked.
     if sites.own_data and (test is None or base_dir is not None or test.exists()):
         prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)
@@ -184,7 +184,7 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # with this time in seconds, a site can pause for a minute
+        server["heart_beat_timeout"] = 120  # seconds, so that NVFlare keeps a site that pauses for a minute
     if "snapshot_persistor" in resources:  # only the server's file has this entry
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):

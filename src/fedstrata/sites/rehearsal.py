@@ -76,7 +76,8 @@ def rehearse_file(
 
         settings = sites.settings_of(name, base_dir)
         keys = KeyRing(settings.keys) if settings.keys else shared
-        # The sites of a rehearsal have new keys instead of certificates, so they cannot be the peers of a policy.
+        # The setting ``peers`` lists certificates of the other sites. It is not checked, because the sites of a
+        # rehearsal have new keys instead of certificates.
         policy = policy_of(spec, sites).model_copy(update={"peers": None})
         transport.site_servers[name] = SiteServer(
             name,

@@ -94,7 +94,8 @@ class SecureSums:
         """Return the server of a roster of these clients' sites; None if fewer than ``least`` sites join."""
         sites = self._with_keys(federation, clients)
         server = self._server
-        # A site that refused to deal shares would refuse again, so the roster goes on without it.
+        # Keep the roster if it has keys left and consists of the same sites, even if one of these sites refused to send
+        # shares. The site would refuse again in another roster.
         if server is not None and server.roster is not None and server.left and server.roster.names == sites:
             return server
         if len(sites) < least:
@@ -179,5 +180,5 @@ class SecureSums:
 
 
 def _vector(reply: MaskedReply) -> protocol.MaskedVector:
-    # The exchange refuses a vector without a statement.
+    # The type of ``present`` is not checked here, because the exchange refuses a vector without a signed statement.
     return protocol.MaskedVector(reply.vector, reply.present)  # type: ignore[arg-type]

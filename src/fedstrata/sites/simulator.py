@@ -92,7 +92,8 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            # The file is removed, because a run folder with this file counts as complete; see ``_finished``.
+            # Remove the model file of an earlier run, because a run folder with this file counts as complete; see
+            # ``_finished``.
             (folder / WEIGHTS).unlink(missing_ok=True)
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"

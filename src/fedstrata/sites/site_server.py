@@ -139,7 +139,8 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                # The ledger is written before the error is sent, because an error also reveals something.
+                # The ledger is written before the error is sent, because an error also reveals something about the
+                # data.
                 self._write_ledger()
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
@@ -436,7 +437,7 @@ class SiteRun:
         context = site_server.context(begin, asked.job)
         frozen = begin.frozen if isinstance(begin, wire.BeginOnBase) else {}
         require_same_frozen(frozen, fingerprints_of_frozen(context.config.model), "the server's model")
-        # The start is counted only now, so that a start that failed above does not count.
+        # Count this start of the run only now, so that a start that failed above does not count.
         quota.start(site_server.policy)
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
@@ -558,7 +559,8 @@ class SiteRun:
         dp, samples = config.privacy.dp, int(self.context.assignment.sizes[client])
         if budget is None or dp is None or match is None or match.allowed.innermost.request is not Fit:
             return
-        # A client with too few samples takes no steps.
+        # If the client has too few samples, ``authorize_update`` raises ``WithheldError``. The client then takes no
+        # steps, so nothing is spent.
         with suppress(WithheldError):
             Client(client, self.context).authorize_update(samples)
             rate, steps = config.training.poisson(samples)

@@ -182,7 +182,8 @@ class Watch:
                 complete = self._has_result()
                 if complete or self.away:
                     return complete
-            # After a restart, the server marks the jobs that were running as ABANDONED.
+            # After a restart, the server marks the jobs that were running as ABANDONED. Such a job is always submitted
+            # again.
             if status == ABORTED or (status != "FINISHED:ABANDONED" and self._resubmissions["server"] >= AGAIN):
                 raise FedstrataError(f"the job ended with the status {status}. See log.txt of the server.")
             self._give_up_job("server", f"the job ended as {status}")
@@ -230,7 +231,8 @@ class Watch:
         table = self.progress()
         now = time.monotonic()
         if table is None:
-            # After a restart, the server reports nothing about the job, but the job's status stays RUNNING.
+            # After a restart, the server reports nothing about the job, but the job's status stays RUNNING. If the run
+            # was over shortly before, it still counts as over. Otherwise, the states of the sites are unknown.
             return None if self._over and now - self._last_progress < ENDS else {}
         self._last_progress, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):

@@ -318,7 +318,8 @@ class BatchPlan:
                 wanted = self.wanted[theirs]
                 rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
                 roster.available[rows] = False
-                # If a client has no sample of a label, although it may use all its samples again, do not ask it again.
+                # If a client has no sample of a label, although it may use all its samples again, do not ask it for
+                # this label again.
                 useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
                 roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))
@@ -348,7 +349,8 @@ class BatchPlan:
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # The client will be chosen again. If it then has too few samples again, its positions are given up.
+            # The client waits, and is chosen again when the label has no other unused samples. If it then holds its
+            # samples back again, its positions are given up.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows_of(place)
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

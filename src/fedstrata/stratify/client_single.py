@@ -59,7 +59,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         client took earlier in this epoch. Third, the reply, with a loss of 0 because the client has not trained on the
         samples yet.
     """
-    client.authorize_release(1)  # A single sample may have changed the model that leaves the client.
+    client.authorize_release(1)  # the model that leaves the client may depend on a single sample
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -331,8 +331,8 @@ def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, I
         if len(indices) == 0:
             continue
         where = torch.from_numpy(indices)
-        # Each task has its own seeds for layers and for augmentation, so that its random numbers do not depend on other
-        # tasks.
+        # Each task has its own seeds for random layers and for augmentation, so that its random numbers do not depend
+        # on other tasks.
         x = augmented(context, data.inputs(where), client=client, round=round, step=before)
         with torch_seeded(context.config.seed, f"layers/{before}", round, client):
             losses.append(stepper.run(x, data.y_train[where], lr))

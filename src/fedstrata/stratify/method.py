@@ -159,7 +159,8 @@ class Stratify(Method):
 
     @override
     def to_spec(self) -> dict[str, Any]:
-        # Specs of earlier versions do not have this key. Without it, finished runs are found by their specs.
+        # Omit the default, because specs of earlier versions do not have this key. Their finished runs are found only
+        # by an equal spec.
         return {key: value for key, value in super().to_spec().items() if key != "label_weights" or value}
 
     @override

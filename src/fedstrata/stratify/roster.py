@@ -43,7 +43,8 @@ class Roster:
         self.generator = federation.rng("client-sampling")
         self.places: Ints = np.repeat(np.arange(len(holders.placeholders)), np.diff(holders.offsets))
         """For each pair (placeholder, holder): the index of the placeholder in ``holders.placeholders``, shape (R,)."""
-        # Announced absences are already known. Other absences become known only when a client is asked.
+        # ``candidates`` leaves out clients whose absence was announced. Other absences become known only when a client
+        # is asked.
         self.present = np.isin(holders.clients, federation.candidates())
         """For each pair (placeholder, holder): whether the client is present and has samples of the label, used or not,
         shape (R,)."""

@@ -64,7 +64,7 @@ def assign_runs(
         covers = _covers(part, able, shares, chunk_size, retain, generator)
         places = _walk(covers, generator).reshape(-1)[: len(part)]
         for _ in range(chunk_size - covers.shape[1]):
-            generator.random(len(clients))  # A short chunk draws as many numbers as a full chunk.
+            generator.random(len(clients))  # Draw as many numbers as if the chunk were padded to its full size.
         owner[begin : begin + block] = np.where(places >= 0, clients[places], -1)
     return owner
 

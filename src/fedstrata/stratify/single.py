@@ -177,7 +177,8 @@ class Route:
         if roster.available[rows].any():
             roster.available[rows] = False
             self._replan()
-        # If a client has no sample of a label, although it may use all its samples again, do not ask it again.
+        # If a client has no sample of a label, although it may use all its samples again, do not ask it for this label
+        # again.
         places = roster.places[rows]
         roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False
         self._put_back(task.places[missing])

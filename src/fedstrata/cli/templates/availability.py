@@ -18,7 +18,7 @@ class Nights(fs.Availability):
         by_day: The probability that a client is online in a round during the day.
     """
 
-    day: PositiveInt = 12  # a setting: --set availability.day=24
+    day: PositiveInt = 12  # a setting; set it with --set availability.day=24
     night: float = Field(default=0.5, ge=0, le=1)
     by_day: float = Field(default=0.1, ge=0, le=1)
 

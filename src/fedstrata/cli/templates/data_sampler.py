@@ -15,7 +15,7 @@ class Half(fs.DataSampler):
         share: The probability that a sample is used.
     """
 
-    share: float = Field(default=0.5, gt=0, le=1)  # a setting: --set method.data_sampler.share=0.2
+    share: float = Field(default=0.5, gt=0, le=1)  # a setting; set it with --set method.data_sampler.share=0.2
 
     def keep(self, federation, state, clients):
         """Return the probability with which a sample is used, the state (here unchanged), and values to record."""

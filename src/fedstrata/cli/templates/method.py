@@ -15,7 +15,7 @@ class Steady(fs.Recipe):
     The four choices of a method are client_sampler, data_sampler, objective and aggregator.
     """
 
-    mu: float = Field(0.1, ge=0)  # a setting of the method: --set method.mu=0.5
+    mu: float = Field(0.1, ge=0)  # a setting of the method; set it with --set method.mu=0.5
 
     def parts(self):
         """Return the choices that differ from FedAvg's choices."""

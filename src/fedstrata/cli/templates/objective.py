@@ -16,7 +16,7 @@ class Smoothed(fs.Objective):
         smoothing: The fraction of the target probability that is divided equally among all classes.
     """
 
-    smoothing: float = Field(default=0.1, ge=0, lt=1)  # a setting: --set method.objective.smoothing=0.2
+    smoothing: float = Field(default=0.1, ge=0, lt=1)  # a setting; set it with --set method.objective.smoothing=0.2
 
     def loss(self, model, params, batch, context):
         """Return the mean loss over a batch. The loss must depend only on the arguments.

@@ -18,7 +18,7 @@ class Leaning(fs.Partition):
         share: The fraction of a class that goes to the clients that prefer it. With 0, the partition is nearly IID.
     """
 
-    share: float = Field(default=0.8, ge=0, le=1)  # a setting: --set partition.share=0.5
+    share: float = Field(default=0.8, ge=0, le=1)  # a setting; set it with --set partition.share=0.5
 
     def assign(self, labels, domains, rng):
         """Return the client that gets each sample, (N,). Client k prefers class k mod C."""

@@ -16,7 +16,7 @@ class LongestAway(fs.ClientSampler):
         spread: Amount of randomness. With 0, only the time since the last invitation counts.
     """
 
-    spread: float = 0.0  # a setting: --set method.client_sampler.spread=2
+    spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2
 
     def init(self, federation):
         """Return the first state, which contains the round of each client's last invitation (0: never)."""

@@ -17,7 +17,7 @@ class Quantile(fs.Regression):
         level: The fraction of the targets that should lie below the prediction.
     """
 
-    level: float = Field(default=0.5, gt=0, lt=1)  # a setting: --set task.level=0.9
+    level: float = Field(default=0.5, gt=0, lt=1)  # a setting; set it with --set task.level=0.9
 
     def losses(self, outputs, targets):
         """Return the loss of each sample and its weight, both (B,). A batch's loss is Σ losses / Σ weights."""

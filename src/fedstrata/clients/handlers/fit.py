@@ -59,13 +59,14 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
         client.state[OBJECTIVE] = outcome.kept
     result = outcome.weights
     if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
-        # The client keeps its own statistics. The reply contains the request's statistics instead.
+        # The client keeps its own BatchNorm statistics. The reply contains the statistics from the request instead.
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
         sent = {name: b for name, b in request.weights.buffers.items() if name in names}
         result = Weights(result.params, {**result.buffers, **sent})
     counts = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     if not request.counts:
-        # BatchNorm's counters of batches would reveal the number of samples. The request's counters are sent back.
+        # BatchNorm counts its batches, which would reveal the number of samples. The reply contains the counters from
+        # the request instead.
         counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
         result = Weights(result.params, {**result.buffers, **counters})
     return FitReply(result, *counts, outcome.loss, outcome.message, outcome.steps > 0)

@@ -43,7 +43,8 @@ def answer(client: Client, request: Masked) -> MaskedReply:
             raise FedstrataError("secure sums: a real site never sends a vector without masks.")
         return reply_of(words)
     member = _member(client)
-    # An empty vector protects nobody. In a simulation, sums with and without masks must have the same contributors.
+    # At a real site, a vector without samples does not count as a party of the sum, because it hides nothing of the
+    # other sites. In a simulation it counts, so that sums with and without masks have the same contributors.
     enough = site is None or client.n_contributing > 0
     masked = member.site.mask(request.begin, question_of(inner), words, enough, continues=continues)
     member.pending, client.state = client.state, before

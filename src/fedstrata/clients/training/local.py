@@ -385,7 +385,8 @@ def _descend(
             return chain.gradient(params, batch)
         with computing(training, batch.y.device.type):
             loss = objective.loss(model, params, batch, context)
-        # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
+        # ``materialize_grads`` returns the gradient zero for parameters that the loss does not use, so that the
+        # objective's correction and weight decay still apply to them.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
 
     of_batch: BatchGradient = loss_and_gradient

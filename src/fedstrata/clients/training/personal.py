@@ -24,7 +24,7 @@ PERSONAL = "personal"
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
     """Return the model with the layers that the client stores, or the unchanged model if the client stores none."""
     kept = client.state.get(LAYERS)
-    # Checkpoints do not store the memory format of tensors, which affects rounding in convolutions.
+    # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in convolutions.
     return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
 
 

@@ -78,7 +78,7 @@ class IssuedBy:
         try:
             read = x509.load_der_x509_certificate(certificate)
             common_name, key = _common_name(read), read.public_key()
-        except Exception as error:  # the bytes are another party's, and the parser raises errors of many classes
+        except Exception as error:  # another party sent the bytes, and the parser raises errors of many classes
             return f"its certificate cannot be read ({type(error).__name__})"
         if common_name != name:
             return "its certificate has another name"

@@ -101,7 +101,8 @@ class SecondForm(ModelForm):
 
     def encode(self, request: Coefficients, reply: EncodedReply, client: ClientId) -> Words:
         """Return the vector that a client adds to the sum."""
-        # The request does not name its round, but no other exchange of the run has its number.
+        # The request does not contain its round. The round 0 can be used instead, because no other exchange of the run
+        # has the number ``request.exchange``.
         generator = rounding(self.config.seed, 0, client, 2 * request.exchange + 1)
         return self.words(_NO_MODEL, self._term(reply), generator)
 

@@ -184,7 +184,7 @@ class Bounds:
         A loss above ``LOSS_RANGE`` is scaled down.
         """
         most = math.ceil(self.sample_gradients(self.largest))
-        if self.config.privacy.dp is not None:  # DP-SGD counts whole steps; see ``Training.poisson``
+        if self.config.privacy.dp is not None:  # DP-SGD counts at most one batch per step; see ``Training.poisson``
             most = self.steps * self.config.training.batch_size
         by_seen = Weight("seen", lambda reply: reply.seen, most)
 

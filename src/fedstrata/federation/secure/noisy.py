@@ -79,5 +79,6 @@ def clipped(update: Floats, clip: float) -> Floats:
     norm = float(np.linalg.norm(update))
     if not math.isfinite(norm):
         return np.zeros_like(update)
-    # Without np.clip, an element could exceed the bound in its last bit, and count as scaled.
+    # Without np.clip, rounding errors could make an element larger than the bound in its last bit. ``Ring.encode``
+    # would then count the update as scaled down.
     return np.clip(update * min(1.0, clip / norm), -clip, clip) if norm else update

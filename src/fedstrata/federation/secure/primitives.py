@@ -47,7 +47,7 @@ def statement(use: str, *parts: Part) -> bytes:
 
 def _flat(part: Part) -> bytes:
     if isinstance(part, str):
-        # Names are those of another party, and may contain what UTF-8 cannot encode.
+        # The text may be a name that another party chose, and may contain characters that UTF-8 cannot encode.
         kind, content = b"s", part.encode("utf-8", "surrogatepass")
     elif isinstance(part, bytes):
         kind, content = b"b", part
@@ -153,6 +153,6 @@ def mask(key: bytes, length: int) -> Words:
         length: Number of elements.
     """
     stream = bytearray(4 * length)
-    # With a key for one mask, the nonce may be constant. Encrypting zeros in place gives the key stream.
+    # Each key is used for one mask only, so the nonce may be constant. Encrypting zeros in place gives the key stream.
     Cipher(ChaCha20(key, bytes(16)), None).encryptor().update_into(stream, stream)
     return np.frombuffer(stream, dtype="<u4").astype(np.uint32, copy=False)

@@ -167,7 +167,8 @@ class Ring:
             factor = factors[name] * (self.scale * 2.0**32)
             whole = words[begin : begin + part.size].view(np.int32)
             for first in range(0, part.size, _CHUNK):
-                # |exact / unit| ≤ 1 holds exactly in floating point, and thus |exact| ≤ 2³² Q.
+                # No element is larger than ``unit``, so |exact / unit| ≤ 1 holds exactly in floating point.
+                # After the multiplication, |exact| ≤ 2³² Q. Q is ``self.scale``.
                 exact = vector[first : first + _CHUNK].astype(np.float64)
                 if unit != 1:
                     exact /= unit

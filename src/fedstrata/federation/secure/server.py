@@ -337,7 +337,8 @@ class Exchange:
                 return
             key = protocol.exchange_key(self._server.job, name, self.number, seed)
             for other in self.contributors:
-                # The lost site would have added this mask, and the other site has added its negative.
+                # Add the mask that the lost site would have added. The other site has already added the negative of
+                # this mask.
                 total += protocol.pair_mask(self._context, key, name, self._package[other], self.number, self.length)
         self.total, self.stage = total, "opened"
         self.outgoing = dict.fromkeys(self._members, Opened(self.number, self.contributors))
@@ -423,7 +424,8 @@ def _sets(holders: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
         yield from combinations(holders, size)
         return
     yield tuple(holders[:size])
-    # The sets must differ from each other in many places: the first sets in lexicographic order all share a holder.
+    # Draw the sets at random. The first sets in lexicographic order would all contain the same holder, whose share may
+    # be wrong.
     generator = random.Random(0)
     for _ in range(MOST_TRIES - 1):
         yield tuple(generator.sample(holders, size))

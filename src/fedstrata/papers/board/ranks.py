@@ -48,7 +48,7 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
         return None
     ranks = rankdata(-table, axis=0)
     means = dict(zip(values, ranks.mean(axis=1).tolist(), strict=True))
-    # Equal ranks in all blocks leave nothing to test; SciPy would divide by zero.
+    # If all methods have the same rank in all blocks, there is nothing to test, and SciPy would divide by zero.
     p = None if np.ptp(ranks) == 0 else float(friedmanchisquare(*ranks).pvalue)
     ordered = dict(sorted(means.items(), key=lambda each: each[1]))
     return Ranking(ordered, table.shape[1], p, critical_difference(*table.shape))
