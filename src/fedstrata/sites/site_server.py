@@ -139,8 +139,7 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                # The ledger is written before the error is sent, because an error also reveals something about the
-                # data.
+                # Write the ledger before the error is sent, because an error also reveals something about the data.
                 self._write_ledger()
             except Exception as unwritten:
                 error, self.problem = unwritten, f"the ledger cannot be written: {unwritten}"
