@@ -62,6 +62,7 @@ client_accountant = _of("runs/client_accountant.py", "runs/test_client_accountan
 client_checks = _of("runs/client_checks.py", "runs/test_client_checks.py")
 shares = _of("federation/secure/noisy.py", "federation/secure/test_noisy.py")
 SHARES_ROUND = "methods/test_noise_shares.py"
+SITE_SHARES = "sites/test_noise_shares_at_sites.py"
 SKELLAM = "runs/test_skellam.py"
 secure_site = _of("sites/secure_site.py", "sites/test_secure_sums_at_sites.py")
 secure_server = _of("sites/secure_sums.py", "sites/test_secure_sums_at_sites.py")
@@ -268,10 +269,17 @@ MUTANTS = [
     declared_sums("a question without a beginning", "lambda begin, _: begin is not None", "lambda begin, _: True"),
     secure_site("a question again after a restart", "self._answered_file.add(question)", "pass"),
     secure_site("a question again in another process", "if question in known:", "if False:"),
-    secure_site(
-        "fewer parties than the spec", "parties = max(privacy.parties, policy.parties)", "parties = policy.parties"
-    ),
+    secure_site("fewer parties than the spec", "max(privacy.parties, policy.parties)", "policy.parties"),
     secure_site("every peer", "peers=policy.peers", "peers=None"),
+    secure_site("any threshold with colluding sites", "site.colluding = privacy.colluding", "pass", SITE_SHARES),
+    secure_site("noise in any number of answers", "len(known) >= self._most", "False", SITE_SHARES),
+    secure_site("a limit of one answer more", "len(known) >= self._most", "len(known) > self._most", SITE_SHARES),
+    secure_server("a roster with too small a threshold", "colluding=privacy.colluding", "colluding=0", SITE_SHARES),
+    spending("noise of real sites from the seed", " or privacy.clients is not None)", ")", SITE_SHARES),
+    spending("a ledger without noise", ".ring.noise or None", ".ring.noise and None", SITE_SHARES),
+    policy("noise of the server", 'dp.noise_from == "server":', "False:", SITE_SHARES),
+    policy("less noise of clients", "if noise < self.client_noise:", "if False:", SITE_SHARES),
+    policy("fewer colluding clients", "and colluding < self.colluding:", "and False:", SITE_SHARES),
     secure_site("no state after a sum", "store.put(client, member.pending)", "pass"),
     secure_server("a lost site stays in the roster", "and site in self._server.members:", "and False:"),
     secure_server("the news is not sent", "self._engine.messenger.acknowledge(site, opened)", "pass"),
@@ -309,7 +317,8 @@ MUTANTS = [
         "if datetime.now(UTC) < read.not_valid_before_utc:",
     ),
     trust("another name", "if common_name != name:", "if False:"),
-    protocol("a majority is enough", "return 2 * sites // 3 + 1", "return sites // 2 + 1"),
+    protocol("a majority is enough", "max(2 * sites // 3, ", "max(sites // 2, "),
+    protocol("any number of colluding sites", "(sites + colluding) // 2)", "0)"),
     protocol(
         "the members are not in the context",
         "job, roster, members, exchange, question)",
@@ -1317,8 +1326,16 @@ MUTANTS = [
         "update * (clip / norm)",
     ),
     shares("a client with NaN does not answer", "if not math.isfinite(norm):", "if False:"),
-    shares("the same share in every round", '"noise share", request.round, client', '"noise share", 0, client'),
-    shares("the same share of every client", '"noise share", request.round, client', '"noise share", request.round'),
+    masked("the same share in every round", '"noise share", request.round', '"noise share", 0', SHARES_ROUND),
+    masked("no share", "if form.ring.noise:", "if False:", SHARES_ROUND),
+    masked(
+        "the shares of real sites from the seed",
+        'client.rng("noise share", request.round)',
+        '__import__("fedstrata").base.rng.rng(5, "noise share", request.round, client.number)',
+        SITE_SHARES,
+    ),
+    shares("too many colluding clients", "2 * least - clients - 1", "least"),
+    shares("too many colluding clients with a large threshold", "min(least - 2, ", "min(least, "),
     shares("rounding does not count", "self.ring.scale + size", "self.ring.scale"),
     ring("twice the noise", "generator.poisson(variance / 2", "generator.poisson(variance", *shares.tests),
     ring("no room for noise", "LARGEST / (self.sites + HEADROOM", "LARGEST / (self.sites + 0", *shares.tests),

@@ -83,9 +83,9 @@ def test_a_method_with_its_own_round_is_refused():
         fs.prepare(fs.Experiment.from_table(TABLE).model_copy(update={"method": Own(aggregator="mean")}))
 
 
-def test_real_sites_refuse_noise_from_the_seed():
+def test_real_sites_refuse_noise_from_the_server():
     prepared = fs.prepare(fs.Experiment.from_table(TABLE))
-    with pytest.raises(SpecError, match=r"privacy\.clients = .*: works only in simulations"):
+    with pytest.raises(SpecError, match=r"privacy\.clients\.noise_from = 'server': is only for simulations"):
         check_client_privacy(prepared.spec, replace(prepared.config, sizes=None))
 
 

@@ -7,7 +7,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 pytest.importorskip("cryptography")
 
-from secure_sites import Deployment, peers, spec, without
+from secure_sites import Deployment, Malicious, peers, spec, without
 from secure_world import authority
 from site_engine import make_site_engine
 
@@ -33,7 +32,6 @@ from fedstrata.federation.secure.certificates import fingerprint
 from fedstrata.federation.secure.member import question_of
 from fedstrata.federation.secure.protocol import Opened, Propose, RevealAll, RevealSet, Roster
 from fedstrata.federation.secure.requests import Masked, MaskedReply, SiteStep, Step, StepReply
-from fedstrata.federation.secure.server import Exchange, Server
 from fedstrata.federation.secure.site import Site
 from fedstrata.runs.accountant import Accountant
 from fedstrata.runs.preparation import prepare
@@ -42,10 +40,9 @@ from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import FILE, Policy
 from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.rehearsal import rehearse_file
-from fedstrata.sites.secure_site import Answered, Credentials, job_of, trust_of
-from fedstrata.sites.site_server import SERVER
+from fedstrata.sites.secure_site import Answered, Credentials, trust_of
 from fedstrata.sites.sums import Sums
-from fedstrata.sites.wire import Answers, Ask, Begin, BegunWithKeys, Envelope, Failed, Refused, Save, SiteLostError
+from fedstrata.sites.wire import Ask, Failed, Refused, Save, SiteLostError
 
 pytestmark = pytest.mark.slow
 
@@ -285,58 +282,6 @@ def test_another_process_of_a_site_knows_the_questions(tmp_path: Path) -> None:
         other.add(b"1" * 32)
     other.add(b"2" * 32)
     assert one.read() == {b"1" * 32, b"2" * 32}
-
-
-class Malicious:
-    """A server that sends sites what it wants, after an honest start.
-
-    Args:
-        deployment: The sites.
-    """
-
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment, self.numbers = deployment, count(1)
-        self.text, config = deployment.prepared.spec.to_toml(), deployment.prepared.config
-        self.weights = Weights(config.model.params(), config.model.buffers())
-        self.server = Server(job_of(self.text), authority().trust)
-        names, packages = deployment.names, {}
-        for client, name in enumerate(names):
-            begun = self.call(name, Begin("run", self.text, None, [client], len(names), 0))
-            assert isinstance(begun, BegunWithKeys)
-            packages[name] = begun.package
-        roster = self.server.enrol(packages)
-        deals = {name: self.step(name, roster).deal for name in names}
-        assert self.server.deliver(deals)
-        self.ring = fs.FedAvg().forms(config)[Fit].ring
-
-    def call(self, site: str, body: Any, *acks: Any) -> Any:
-        return records.decode(self.deployment.site_servers[site].call(SERVER, records.encode(Envelope([*acks], body))))
-
-    def ask(self, site: str, request: Any, *acks: Any) -> Any:
-        """Send a request to a site, and return the outcome."""
-        client = self.deployment.names.index(site)
-        answers = self.call(site, Ask(next(self.numbers), [client], [request], [0], "", []), *acks)
-        return answers.outcomes[0] if isinstance(answers, Answers) else answers
-
-    def step(self, site: str, message: Any, round: int = 1) -> Any:
-        outcome = self.ask(site, SiteStep(message, round))
-        return outcome.message if isinstance(outcome, StepReply) else outcome
-
-    def fit(self, round: int = 1, weights: Weights | None = None) -> Fit:
-        return Fit(round, weights or self.weights, {}, 1.0)
-
-    def sum(self, round: int = 1, absent: str = "") -> Exchange:
-        """Let sites send their masked vectors for the question of a round."""
-        exchange = self.server.begin(question_of(self.fit(round)), self.ring.length)
-        assert exchange is not None
-        self.begins = dict(exchange.outgoing)
-        replies = {
-            name: self.ask(name, Masked(self.fit(round), begin))
-            for name, begin in self.begins.items()
-            if name != absent
-        }
-        exchange.receive({name: protocol.MaskedVector(r.vector, r.present) for name, r in replies.items()})
-        return exchange
 
 
 def plain_question(server: Malicious) -> Any:

@@ -341,6 +341,18 @@ def a_threshold_that_two_disjoint_sets_of_voters_reach(attacker: Attacker) -> Lo
     return victim(attacker, masked, context), world.vectors["a"]
 
 
+@attack("threshold", names="abcde", colluders="cde")
+def the_usual_threshold_of_five_sites_although_three_may_collude(attacker: Attacker) -> Loot:
+    """With t = 4 and three colluding sites, each of the two honest sites completes the votes for another set."""
+    for site in attacker.world.sites.values():
+        site.colluding = 3
+    masked = first_exchange(attacker)
+    context, present = attacker.context("a"), statements(masked)
+    attacker.open_set(0, "bcde", present)
+    attacker.open_set(0, "acde", present)
+    return victim(attacker, masked, context), attacker.world.vectors["a"]
+
+
 # Sets: which sites they have, and how many sites have signed them.
 
 

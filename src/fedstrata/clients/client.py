@@ -64,7 +64,7 @@ class ClientContext:
         prepared: A mapping from each function that ``cached`` called to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
-            server knows. Real sites need this for ``privacy.dp``.
+            server knows. Real sites need this for ``privacy.dp`` and ``privacy.clients``.
         member: The real site as a party of secure sums; None if the run has no secure sums, or is a simulation.
     """
 

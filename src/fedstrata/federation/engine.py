@@ -133,7 +133,7 @@ class Engine(ABC):
     """The server of secure sums, if the clients are real sites; otherwise, secure sums are simulated."""
 
     secret = False
-    """Whether the noise of ``privacy.dp`` comes from the operating systems of real sites instead of the spec's seed."""
+    """Whether the clients' noise comes from the operating systems of real sites instead of the spec's seed."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:

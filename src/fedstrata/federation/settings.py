@@ -94,8 +94,9 @@ class ClientDP(Setting):
         noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
             ``sites`` needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the
             larger of ⌊2n/3⌋ + 1 and ``privacy.parties``.
-        colluding: Number of clients in a sum that may tell the server the noise that they added. Each client then adds
-            more noise. With 0, ε does not protect against other clients, because each client knows its own noise.
+        colluding: Number of clients in a sum that may tell the server the noise that they added, at most t − 2 and at
+            most 2t − n − 1. Each client then adds more noise. With 0, ε does not protect against other
+            clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -121,8 +122,8 @@ class Privacy(Setting):
             these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
             does not answer until the epoch ends.
         dp: Clipping and noise in local training, for differential privacy of each sample. Default: none.
-        clients: Clipping and noise at the server or at the clients, for differential privacy of each client; only in
-            simulations. Default: none.
+        clients: Clipping and noise, for differential privacy of each client. Real sites support only noise from the
+            clients. Default: none.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
             clients of a round (Bonawitz et al. 2017). Methods that use the replies of individual clients do not have
             secure sums. Some other methods have secure sums only in simulations. Secure sums need the extra ``secure``.
@@ -177,6 +178,11 @@ class Privacy(Setting):
                 problem = "has no effect with clients.noise_from = 'sites', because clients.clip limits updates. "
                 raise SpecError(key, f"{problem}Remove it.", getattr(self, key))
         return self
+
+    @property
+    def colluding(self) -> int:
+        """The number of clients that may collude with the server without removing the noise of the clients."""
+        return 0 if self.clients is None else self.clients.colluding
 
     @property
     def gathers(self) -> bool:

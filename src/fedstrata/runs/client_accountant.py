@@ -156,6 +156,8 @@ class SharesAccountant(ClientAccountant):
     def __init__(self, dp: ClientDP, clients: int, form: NoisyForm) -> None:
         super().__init__(dp, clients, None)
         self._form = form
+        self.secret = False
+        """Whether the noise comes from the operating systems of real sites instead of the spec's seed."""
 
     @override
     def _epsilon(self, rounds: int) -> float:
@@ -171,6 +173,7 @@ class SharesAccountant(ClientAccountant):
             "neighbours": "one client sends zeros with noise instead of its updates",
             "accountant": "Rényi divergences of the Skellam mechanism",
             "against": f"the server as well, and {others}",
+            **({"noise": "the operating system of each site"} if self.secret else {}),
         }
 
     @override
@@ -209,15 +212,25 @@ def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAc
     return SharesAccountant(dp, config.clients, form)
 
 
-def accountant_of(spec: Experiment, config: FederationConfig) -> RunAccountant | None:
+def accountant_of(spec: Experiment, config: FederationConfig, *, secret: bool) -> RunAccountant | None:
     """Return the accountant of a run; None without differential privacy.
 
-    With secure sums at real sites, the result is also None, because the server does not know the sites' numbers of
-    samples. Each site then computes its own ε.
+    With ``privacy.dp`` and secure sums at real sites, the result is None too: replies do not contain the sites' numbers
+    of samples, from which ε follows. Each site then computes its own ε.
+
+    Args:
+        spec: The experiment.
+        config: The settings that server and clients share.
+        secret: Whether the noise of the clients comes from the operating systems of real sites.
     """
     if spec.privacy.dp is not None:
         if config.sizes is None and spec.privacy.sums == "secure":
             return None
         sizes = np.zeros(config.clients, dtype=np.int64) if config.sizes is None else config.sizes
         return Accountant(spec.privacy.dp, spec.training, sizes, known=config.sizes is not None)
-    return None if spec.privacy.clients is None else client_accountant_of(spec, config)
+    if spec.privacy.clients is None:
+        return None
+    accountant = client_accountant_of(spec, config)
+    if isinstance(accountant, SharesAccountant):
+        accountant.secret = secret
+    return accountant

@@ -35,19 +35,14 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     """
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
-    at_sites = "works only in simulations, because clients and noise are drawn from the spec's seed. Remove it."
+    at_sites = "is only for simulations, because the noise follows from the spec's seed. Use 'sites'."
     single = "the server must clip each update, but it sees only sums. Use 'plain', or noise_from = 'sites'."
     online = "the clients that are online would affect which other clients are invited. Remove it."
     colluding = "attackers may use the updates of other clients, so ε is not valid. Use 'label-flip', or remove it."
     buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
-        (config.sizes is None, "privacy.clients", dp.noise, at_sites),
-        (
-            privacy.dp is not None,
-            "privacy.dp",
-            ...,
-            "cannot be used together with privacy.clients. Remove one.",
-        ),
+        (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
+        (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (

@@ -124,7 +124,7 @@ def _check_sites(spec: Experiment) -> None:
         if (share := getattr(spec.evaluation, key)) is not None:
             problem = "the metrics of individual sites are not sums. Remove this key, and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
-    if spec.privacy.largest is None:
+    if spec.privacy.largest is None and spec.privacy.clients is None:
         problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"
         raise SpecError("privacy.largest", f"{problem} that is not a secret.")
     if spec.privacy.dp is not None and spec.privacy.dp.budget is not None:

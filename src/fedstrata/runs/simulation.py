@@ -179,7 +179,7 @@ class Simulation:
             self._evaluated_rounds = self.spec.evaluation.evaluated_rounds(self.spec.training.rounds)
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
-            self._accountant = accountant_of(self.spec, prepared.config)
+            self._accountant = accountant_of(self.spec, prepared.config, secret=self.engine.secret)
             if self._accountant is not None:
                 self.federation.listener = self._accountant.listening(listener)
             watched = prepared.held.own_test is not None

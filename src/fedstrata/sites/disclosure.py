@@ -112,6 +112,11 @@ class Declaration:
             outside = "; ".join(OUTSIDE[name] for name in self.outside)
             yield f"Updates have noise (privacy.dp.noise = {self.privacy.dp.noise:g}). Values without noise: {outside}."
             return
+        if (dp := self.privacy.clients) is not None and dp.noise_from == "sites":
+            most = dp.participations or self.rounds
+            yield f"A masked answer has only the update, scaled down to the norm {dp.clip:g}, with a share of noise."
+            yield f"The noise of a sum is at least {dp.noise:g} × {dp.clip:g}. A site sends at most {most} answers."
+            return
         yield "Models and gradients can reveal something about the samples from which they were computed."
 
 

@@ -192,5 +192,7 @@ def policy_of(spec: Experiment, sites: Sites) -> Policy:
     defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
     if spec.privacy.sums == "secure":
         defaults |= {"sums": "secure", "parties": spec.privacy.parties}
+        if (dp := spec.privacy.clients) is not None:
+            defaults |= {"client_noise": dp.noise, "colluding": dp.colluding}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
     return Policy(**defaults | given)

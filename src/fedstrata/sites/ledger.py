@@ -83,6 +83,8 @@ class Entry:
         exchange: The index of the secure sum within its roster; None for other answers.
         roster: The hash of the roster of a secure sum, in hexadecimal digits.
         members: The sites of a roster, or the sites that contributed to a secure sum.
+        noise: The standard deviation of the noise that the site added to each number of its update, as a multiple of
+            ``privacy.clients.clip``; None without such noise.
     """
 
     run: str
@@ -99,6 +101,7 @@ class Entry:
     exchange: int | None = None
     roster: str = ""
     members: Sequence[str] = ()
+    noise: float | None = None
 
     def table(self) -> dict[str, Any]:
         """Return the fields that differ from the defaults."""
@@ -270,6 +273,7 @@ def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if "run" not in entry:
             continue
         empty = {"answers": 0, "refused": 0, "failed": 0, "fewest_samples": None, "bytes": 0, "epsilon": 0.0}
+        empty["least_noise"] = None
         names = {"run": entry["run"], "question": entry["kind"]}
         row = rows.setdefault((entry["run"], entry["kind"]), names | empty)
         row["refused"] += "refused" in entry
@@ -282,4 +286,6 @@ def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["epsilon"] += entry.get("epsilon", 0.0)
         if samples:
             row["fewest_samples"] = samples if fewest is None else min(fewest, samples)
+        if (noise := entry.get("noise")) is not None:
+            row["least_noise"] = noise if row["least_noise"] is None else min(row["least_noise"], noise)
     return list(rows.values())

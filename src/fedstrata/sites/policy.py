@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tomli_w
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedstrata.base.config import Setting
@@ -93,6 +93,10 @@ class Policy(Setting):
         delta: The δ for which ``budget`` holds.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, so that
             the server sees only the final model. ``server``: the server may see the model after every client.
+        client_noise: The smallest noise of clients (``privacy.clients.noise`` with ``noise_from = "sites"``) that a job
+            must use. With 0, jobs do not need this noise.
+        colluding: The smallest number of colluding clients (``privacy.clients.colluding``) that a job with noise of
+            clients must allow for.
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
             with ``privacy.sums = "plain"``. ``plain``: both kinds of jobs may run.
         parties: The smallest number of sites that must contribute to a secure sum, at least 3.
@@ -118,6 +122,8 @@ class Policy(Setting):
     budget: PositiveFloat | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     relay: Literal["direct", "server"] = "direct"
+    client_noise: NonNegativeFloat = 0.0
+    colluding: NonNegativeInt = 0
     sums: Literal["plain", "secure"] = "plain"
     parties: Annotated[int, Field(ge=3)] = 3
     peers: list[Fingerprint] | None = None
@@ -174,6 +180,7 @@ class Policy(Setting):
                     f"policy.{rule}", f"{by[0]} discloses {what}, which this site does not allow. {accepted}"
                 )
         self._check_sums(asked.privacy)
+        self._check_client_noise(asked.privacy)
 
     def _check_sums(self, privacy: Privacy) -> None:
         """Refuse a job whose sums show more than this site allows."""
@@ -186,6 +193,20 @@ class Policy(Setting):
                 f"the job sums over {privacy.parties} or more sites, but this site requires {self.parties} or more"
             )
             raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
+
+    def _check_client_noise(self, privacy: Privacy) -> None:
+        """Refuse a job in which sites add less noise to their updates than this site requires."""
+        dp = privacy.clients
+        if dp is not None and dp.noise_from == "server":
+            problem = "the server's noise follows from the spec's seed, so it does not protect this site"
+            raise RuleError("policy.client_noise", f"{problem}. Set privacy.clients.noise_from = 'sites'")
+        noise, colluding = (0.0, None) if dp is None else (dp.noise, dp.colluding)
+        if noise < self.client_noise:
+            required = f"privacy.clients.noise = {self.client_noise:g} or more, with noise_from = 'sites'"
+            raise RuleError("policy.client_noise", f"this site requires {required}. The job has {noise:g}")
+        if colluding is not None and colluding < self.colluding:
+            problem = f"this site requires privacy.clients.colluding = {self.colluding} or more"
+            raise RuleError("policy.colluding", f"{problem}. The job has {colluding}")
 
     @property
     def requires_dp(self) -> bool:

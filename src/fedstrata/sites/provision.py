@@ -204,7 +204,8 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str, *, own_k
     if spec.privacy.sums == "secure":
         peers = " Set `peers` there to the fingerprints of the other sites, and get each fingerprint by telephone. "
         peers += "`fedstrata check .` prints the fingerprint of this site."
-    extras = {"secure": spec.privacy.sums == "secure", "dp": spec.privacy.dp is not None}
+    private = spec.privacy.dp is not None or spec.privacy.clients is not None
+    extras = {"secure": spec.privacy.sums == "secure", "dp": private}
     values = {
         "federation": sites.federation,
         "host": sites.server.host,

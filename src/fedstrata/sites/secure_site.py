@@ -14,6 +14,7 @@ from fedstrata.base.errors import DataError, SpecError, WireError
 from fedstrata.base.jsonl import replace_file
 from fedstrata.base.locking import LOCK
 from fedstrata.clients.store import StateStore
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.secure.certificates import Identity, IssuedBy, Trust
 from fedstrata.federation.secure.member import KeyIsCertificate, Member
 from fedstrata.federation.secure.primitives import KEY_BYTES, digest, public_key, signing_key
@@ -30,7 +31,6 @@ from fedstrata.federation.secure.protocol import (
 from fedstrata.federation.secure.requests import Masked, SiteStep
 from fedstrata.federation.secure.ring import Words
 from fedstrata.federation.secure.site import Site
-from fedstrata.federation.settings import Privacy
 from fedstrata.sites import wire
 from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
 from fedstrata.sites.policy import Policy
@@ -97,10 +97,11 @@ class Answered:
 
     Args:
         path: The file.
+        most: The largest number of questions that the site answers; None for any number.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        self._path, self._most = path, most
 
     def read(self) -> set[bytes]:
         """Return all hashes in the file."""
@@ -111,13 +112,16 @@ class Answered:
         """Write a hash to the disk, before the answer leaves the site.
 
         Raises:
-            RefusedError: The question was answered before, perhaps by another process of the site.
+            RefusedError: The question was answered before, perhaps by another process of the site, or the site has
+                answered the largest number of questions.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._path.with_name(LOCK)):
             known = self.read()
             if question in known:
                 raise RefusedError("question", "this question was answered before")
+            if self._most is not None and len(known) >= self._most:
+                raise RefusedError("participations", f"the site adds noise to at most {self._most} answers of this job")
             replace_file(self._path, b"".join(known) + question, mode=0o600)
 
 
@@ -150,7 +154,7 @@ class KeptSite(Site):
 
 
 def member_of(
-    begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, privacy: Privacy
+    begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, config: FederationConfig
 ) -> Member:
     """Return a site's part in the secure sums of a run, with new keys.
 
@@ -159,15 +163,19 @@ def member_of(
         path: The file of the questions that the site has answered in this job.
         credentials: The site's certificate, and the accepted certificates.
         policy: The site's policy; None if the site has no policy.
-        privacy: The spec's settings.
+        config: The settings that server and clients share.
 
     Raises:
         SpecError: The site has several clients.
     """
     require_own_sites(["this site"] * len(begin.clients))
-    policy = policy or Policy()
+    policy, privacy, most = policy or Policy(), config.privacy, None
+    if privacy.clients is not None:  # each answer with noise spends ε, also if the server begins the job again
+        most = privacy.clients.participations or config.training.rounds
     parties = max(privacy.parties, policy.parties)
-    return Member(KeptSite(Answered(path), job_of(begin.spec), credentials, parties=parties, peers=policy.peers))
+    site = KeptSite(Answered(path, most), job_of(begin.spec), credentials, parties=parties, peers=policy.peers)
+    site.colluding = privacy.colluding
+    return Member(site)
 
 
 def require_own_sites(site_of_client: Sequence[str]) -> None:

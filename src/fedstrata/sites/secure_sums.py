@@ -101,7 +101,8 @@ class SecureSums:
         if len(sites) < least:
             federation.note(FAILED, clients, f"{len(sites)} sites can take part, but the sum needs {least}.")
             return None
-        server = Server(self._job, self._trust, parties=federation.config.privacy.parties)
+        privacy = federation.config.privacy
+        server = Server(self._job, self._trust, parties=privacy.parties, colluding=privacy.colluding)
         roster = server.enrol({site: self.packages.pop(site) for site in sites})
         deals = {}
         if roster is not None:

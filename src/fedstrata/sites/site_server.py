@@ -22,11 +22,13 @@ from fedstrata.base.loading import only_from
 from fedstrata.base.process import prepare_process
 from fedstrata.base.records import Message, Tree
 from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.handlers.masked import forms
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine, failure
-from fedstrata.federation.engine import Failure
+from fedstrata.federation.engine import Failure, FederationConfig
 from fedstrata.federation.messages import ClientId, Fit, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
+from fedstrata.federation.secure.requests import Masked
 from fedstrata.runs import checkpoint
 from fedstrata.runs.accountant import dp_accounting
 from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
@@ -47,7 +49,6 @@ from fedstrata.stratify.masking.key_store import KeyRing
 
 if TYPE_CHECKING:
     from fedstrata.federation.secure.member import Member
-    from fedstrata.federation.settings import Privacy
     from fedstrata.sites.secure_site import Credentials
 
 LOG = logging.getLogger(__name__)
@@ -376,15 +377,16 @@ class SiteServer:
 def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.Begin, job: str) -> ClientContext:
     """Return the context with random numbers that the server does not know, if the run needs them."""
     # The server knows the seed of the spec, so it could subtract noise that follows from the seed.
-    if context.privacy.dp is not None and not site_server.settings.simulated:
+    privacy = context.privacy
+    if (privacy.dp is not None or privacy.clients is not None) and not site_server.settings.simulated:
         dp_accounting()
         context = dataclasses.replace(context, secret=True)
-    if context.config.privacy.sums == "secure":
-        context = dataclasses.replace(context, member=_member(site_server, begin, job, context.privacy))
+    if privacy.sums == "secure":
+        context = dataclasses.replace(context, member=_member(site_server, begin, job, context.config))
     return context
 
 
-def _member(site_server: SiteServer, begin: wire.Begin, job: str, privacy: Privacy) -> Member:
+def _member(site_server: SiteServer, begin: wire.Begin, job: str, config: FederationConfig) -> Member:
     """Return a site's part in secure sums. The module with the protocol needs the extra ``secure``."""
     from fedstrata.sites.secure_site import ANSWERED, member_of
 
@@ -392,7 +394,7 @@ def _member(site_server: SiteServer, begin: wire.Begin, job: str, privacy: Priva
         problem = "needs the site's certificate, but this site has none. Use 'plain', or deploy a kit to the site."
         raise SpecError("privacy.sums", problem, "secure")
     path = site_server.folder / ANSWERED / job
-    return member_of(begin, path, site_server.credentials(), site_server.policy, privacy)
+    return member_of(begin, path, site_server.credentials(), site_server.policy, config)
 
 
 class SiteRun:
@@ -598,7 +600,10 @@ class SiteRun:
             return {}
         from fedstrata.sites.secure_site import about
 
-        return about(request, self.context.member)
+        fields = about(request, self.context.member)
+        if isinstance(request, Masked):
+            fields["noise"] = self.context.cached(forms)[type(request.request)].ring.noise or None
+        return fields
 
     def more(self, more: wire.More) -> wire.Answers:
         """Return the next answers of the last exchange, which did not fit into earlier messages."""

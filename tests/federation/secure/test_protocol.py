@@ -117,6 +117,12 @@ def test_default_thresholds_tolerate_the_documented_numbers_of_colluders() -> No
     assert [tolerated[n] for n in (3, 4, 5, 10, 20)] == [1, 1, 2, 3, 7]
     assert all(3 <= default_threshold(n) <= n for n in tolerated)
     assert all(m >= (n - 1) // 3 for n, m in tolerated.items())
+    for n in tolerated:
+        for m in range(n - 1):
+            t = default_threshold(n, m)
+            assert 2 * t > n + m
+            assert m <= t - 2 <= n - 2
+            assert t == default_threshold(n) if m <= tolerated[n] else t > default_threshold(n)
 
 
 def test_pair_masks_cancel_and_either_key_gives_both() -> None:

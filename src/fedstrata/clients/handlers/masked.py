@@ -33,6 +33,8 @@ def answer(client: Client, request: Masked) -> MaskedReply:
         raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
     reply = client.context.handlers.alone[type(inner)](client, inner)
     words = form.encode(inner, reply, client.number)
+    if form.ring.noise:
+        words = form.ring.add_noise(words, client.rng("noise share", request.round))
     if continues := isinstance(form, SecondForm):
         assert isinstance(inner, Coefficients)
         assert isinstance(reply, EncodedReply)

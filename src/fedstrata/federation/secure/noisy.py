@@ -8,7 +8,6 @@ import numpy as np
 
 from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
-from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import ClientId, Fit, FitReply, Params
 from fedstrata.federation.secure.ring import Part, Ring, Words, rounding
@@ -31,15 +30,17 @@ class NoisyForm:
         params: The parameters that clients train, with their names and shapes.
 
     Raises:
-        SpecError: At most one client in a sum would not collude, or there is too much noise for the ring.
+        SpecError: The masks do not protect against so many colluding clients, or there is too much noise for the ring.
     """
 
     def __init__(self, config: FederationConfig, clients: int, params: Params) -> None:
         dp, least = config.privacy.clients, config.privacy.parties
         assert dp is not None
-        if least - dp.colluding < 2:
-            problem = f"a sum has at least {least} clients, of which at least 2 must not collude. "
-            raise SpecError("privacy.clients.colluding", f"{problem}Use at most {least - 2}.", dp.colluding)
+        most = max(0, min(least - 2, 2 * least - clients - 1))  # see the proof in ``protocol``
+        if dp.colluding > most:
+            problem = f"with {clients} clients per round, a sum has at least {least} clients, and their masks protect "
+            problem += f"them only if at most {most} collude. Use at most {most}, or increase privacy.parties."
+            raise SpecError("privacy.clients.colluding", problem, dp.colluding)
         self.dp, self.least, self.seed, self.params = dp, least, config.seed, params
         size, share = sum(tensor.numel() for tensor in params.values()), math.sqrt(least - dp.colluding)
         try:
@@ -64,11 +65,10 @@ class NoisyForm:
         return longest * min(size, longest), longest
 
     def encode(self, request: Fit, reply: FitReply, client: ClientId) -> Words:
-        """Return the vector that a client adds to the sum."""
+        """Return the vector of a client, to which the client then adds its noise (``Ring.add_noise``)."""
         before = {name: request.weights.params[name] for name in self.params}
         update = clipped(changes(before, reply.weights.params).double().numpy(), self.dp.clip)
-        words = self.ring.encode({UPDATE: update}, {}, rounding(self.seed, request.round, client, 0))
-        return self.ring.add_noise(words, rng(self.seed, "noise share", request.round, client))
+        return self.ring.encode({UPDATE: update}, {}, rounding(self.seed, request.round, client, 0))
 
 
 def clipped(update: Floats, clip: float) -> Floats:

@@ -95,13 +95,17 @@ Confirm = Literal["needed", "always"]
 Seed = Literal["self", "pair"]
 
 
-def default_threshold(sites: int) -> int:
+def default_threshold(sites: int, colluding: int = 0) -> int:
     """Return the threshold t of a roster: the smallest number of sites that can open a sum.
 
-    >>> [default_threshold(n) for n in (3, 4, 5, 10, 20)]
-    [3, 3, 4, 7, 14]
+    Args:
+        sites: Number n of sites.
+        colluding: Number m of sites that may collude with the server, so that 2t > n + m.
+
+    >>> [default_threshold(n) for n in (3, 4, 5, 10, 20)], default_threshold(5, colluding=3)
+    ([3, 3, 4, 7, 14], 5)
     """
-    return 2 * sites // 3 + 1
+    return max(2 * sites // 3, (sites + colluding) // 2) + 1
 
 
 class RefusedError(WithheldError):

@@ -70,6 +70,7 @@ class Server:
         job: The job's hash.
         trust: The certificates that the server accepts.
         parties: Smallest number of sites with enough samples in a sum. Sites refuse smaller sums.
+        colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
     """
@@ -80,10 +81,12 @@ class Server:
         trust: Trust,
         *,
         parties: int = protocol.FEWEST,
+        colluding: int = 0,
         confirm: Confirm = "needed",
         exchanges: int = protocol.MOST_EXCHANGES,
     ) -> None:
         self.job, self.trust, self.parties, self.confirm, self.exchanges = job, trust, parties, confirm, exchanges
+        self.colluding = colluding
         self.events: list[Event] = []
         self.roster: Roster | None = None
         self.members: list[str] = []
@@ -111,7 +114,7 @@ class Server:
         if len(usable) < max(protocol.FEWEST, self.parties):
             self._note("failed", [], f"There are only {len(usable)} sites, but a sum needs {self._fewest}.")
             return None
-        self.roster = Roster(usable, protocol.default_threshold(len(usable)))
+        self.roster = Roster(usable, protocol.default_threshold(len(usable), self.colluding))
         self._hash = self.roster.hash(self.job)
         return self.roster
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,6 +114,9 @@ class Site:
         answered: The hashes of the questions that the site had answered in this job before its restart.
     """
 
+    colluding = 0
+    """Number of other sites that may collude with the server, for which a roster must have a large enough threshold."""
+
     def __init__(
         self,
         job: bytes,
@@ -168,8 +171,7 @@ class Site:
             commitments("pair"),
             b"",
         )
-        signature = self._job_key.sign(package.signed(self.job))
-        package = Package(**{**vars(package), "signature": signature})
+        package = replace(package, signature=self._job_key.sign(package.signed(self.job)))
         self._own = _Own(package, seeds)
         return package
 
@@ -185,7 +187,7 @@ class Site:
         self._require("package", not own.dealt, "the site's package has already been in a roster")
         self._require("package", own.package in roster.packages, "the roster lacks the site's newest package")
         self._require("order", roster.names == sorted(roster.names), "the roster is not in the order of the names")
-        least = protocol.default_threshold(sites)
+        least = protocol.default_threshold(sites, self.colluding)
         self._require("threshold", sites >= protocol.FEWEST, f"the roster has fewer than {protocol.FEWEST} sites")
         self._require("threshold", sites <= protocol.MOST_SITES, f"the roster has over {protocol.MOST_SITES} sites")
         self._require("threshold", threshold >= least, f"the threshold is {threshold}, but must be at least {least}")
@@ -194,9 +196,7 @@ class Site:
         for package in roster.packages:
             if package != own.package:
                 self._check_package(package, own.package.exchanges)
-        roster_hash = roster.hash(self.job)
-        contents = _shares_of(own.seeds, threshold, sites)
-        mine = contents[roster.names.index(self.name)]
+        roster_hash, contents = roster.hash(self.job), _shares_of(own.seeds, threshold, sites)
         boxes = {
             other.name: seal(*self._box(roster_hash, other, content, sends=True))
             for other, content in zip(roster.packages, contents, strict=True)
@@ -204,7 +204,7 @@ class Site:
         }
         own.dealt = True
         joined = _Joined(roster, roster_hash, own, [{} for _ in own.seeds])
-        _add_shares(joined.shares, self.name, mine)
+        _add_shares(joined.shares, self.name, contents[roster.names.index(self.name)])
         self._joined, self._current = joined, None
         return Deal(boxes)
 

@@ -14,7 +14,7 @@ from fedstrata.cli import common
 from fedstrata.cli.layout import say
 
 OUTCOME = ("refused", "failed", "to")
-SUMS = ("exchange", "roster", "members")
+SUMS = ("exchange", "roster", "members", "noise")
 COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME, *SUMS)
 
 
@@ -60,9 +60,10 @@ def _ledger(options: argparse.Namespace) -> int:
         for row in totals(checked.entries):
             parts = [f"{row['run']}  {row['question']}: {row['answers']} answers"]
             parts += [f"{row[key]} {key}" for key in ("refused", "failed") if row[key]]
-            fewest, epsilon = row["fewest_samples"], row["epsilon"]
+            fewest, epsilon, noise = row["fewest_samples"], row["epsilon"], row["least_noise"]
             parts += [f"each from at least {fewest} samples"] if fewest is not None else []
             parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
+            parts += [f"each with noise of at least {noise:.3g} × privacy.clients.clip"] if noise is not None else []
             print_lines(", ".join(parts))
         for line in _privacy(privacy) if privacy else ():
             print_lines(line)
