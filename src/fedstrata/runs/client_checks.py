@@ -42,7 +42,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
-        (privacy.dp is not None, "privacy.dp", ..., "cannot be combined with privacy.clients yet. Remove one."),
+        (privacy.dp is not None, "privacy.dp", ..., "cannot be used together with privacy.clients. Remove one."),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (
