@@ -107,8 +107,8 @@ class HeadTuning(Setting):
         settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         stepper = Stepper(settings, head, None)
         for _ in range(self.steps):
-            leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
+            leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params.items()}
             loss = config.task.mean_loss(config.model.head(leaves, features), y)
             gradient = torch.autograd.grad(loss, list(leaves.values()))
             stepper.step(dict(zip(leaves, gradient, strict=True)))
-        return stepper.params(), float(loss.detach())
+        return stepper.params, float(loss.detach())

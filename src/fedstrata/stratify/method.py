@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -195,7 +196,7 @@ class Stratify(Method):
             requests += allowed_sample_by_sample(window, self.chunk_size, rounds)
         return requests
 
-    @property
+    @cached_property
     def _batches(self) -> BatchMode:
         return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server, self._weighted)
 
@@ -204,7 +205,7 @@ class Stratify(Method):
         """Whether clients multiply losses by weights. With the schedule ``uncapped``, all weights are 1."""
         return self.label_weights and self.schedule != "uncapped"
 
-    @property
+    @cached_property
     def _mode(self) -> BatchMode | SingleMode | HybridMode:
         """The object that implements the chosen ``mode`` and trains the rounds."""
         singles = SingleMode(self.chunk_size, self.retain)
