@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.inputs import Inputs
@@ -82,6 +83,11 @@ class Model:
     def head_names(self) -> frozenset[str]:
         """The names of the head's trainable parameters in the whole module."""
         return frozenset(self._head.params.values())
+
+    @cached_property
+    def has_batchnorm(self) -> bool:
+        """Whether the module has a BatchNorm layer of any type."""
+        return any(isinstance(part, _BatchNorm) for part in self.module.modules())
 
     def _collect(self, constant: Collection[str] = ()) -> None:
         self._leaves: Params = {name: w for name, w in self.module.named_parameters() if w.requires_grad}

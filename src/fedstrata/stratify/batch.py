@@ -21,7 +21,6 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Summed
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.settings import Training, scheduled
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.messages import (
     ALL,
     NO_SUCH_BATCH,
@@ -73,7 +72,7 @@ class BatchMode:
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if BatchNorm would get batches of only one sample."""
-        if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
+        if config.model.has_batchnorm and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
@@ -106,7 +105,7 @@ class BatchMode:
             The new model, the optimiser's new state and the metrics.
         """
         federation = roster.federation
-        training, together = federation.config.training, has_batchnorm(federation.config.model.module)
+        training, together = federation.config.training, federation.config.model.has_batchnorm
         plan = BatchPlan(roster, wanted, self.batch_size or training.batch_size, pairs=together)
         plan.reserve(np.arange(len(wanted)))
         lr = rate(training, self.server, self.scale(training), federation.round)

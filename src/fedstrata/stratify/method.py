@@ -18,7 +18,6 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Weights
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.base import Method
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
 from fedstrata.stratify.batch import BatchMode, LRRule, rate
 from fedstrata.stratify.hybrid import HybridMode
@@ -121,7 +120,7 @@ class Stratify(Method):
         """Check that masking is possible, and that the settings fit the model and the mode."""
         check_masking(self.masking, config.strata)
         check_secure_batches(config, self.mode)
-        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
+        if config.training.batch_norm == "local" and config.model.has_batchnorm:
             problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "single":

@@ -25,7 +25,6 @@ from fedstrata.clients.training.steps import OPTIMIZER, steps_of
 from fedstrata.data.tasks.base import Task
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained, is_plain
 
@@ -210,7 +209,7 @@ class TrainingSetup:
             objective=objective,
             chain=context.cached(manual_sgd_of) if by_hand else None,
             trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
-            pairs=has_batchnorm(config.model.module),
+            pairs=config.model.has_batchnorm,
             prepares=not is_plain(objective, "client_prepare", "client_init"),
             corrects=not is_plain(objective, "correction"),
             displaces=not is_plain(objective, "displacement"),
