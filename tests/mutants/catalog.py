@@ -517,8 +517,8 @@ MUTANTS = [
     ),
     optimised(
         "no state is kept",
-        'keeps = training.optimizer_state == "keep" and objective is None',
-        "keeps = False",
+        'steps.state() if training.optimizer_state == "keep" else None',
+        "None",
     ),
     optimised("single samples are left over", "max(1, min(parts, n // 2)) if pairs else parts", "parts"),
     warmup("full already in the last round of the warm-up", "(self.warmup + 1)", "self.warmup"),

@@ -133,9 +133,9 @@ class Model:
         """Return clones of the buffers in their current state, which training may have changed.
 
         Raises:
-            RuntimeError: The model is not loaded; see ``loaded``.
+            RuntimeError: The model has such buffers and is not loaded; see ``loaded``.
         """
-        if self._installed is None:
+        if self._installed is None and self.untrained.sent:
             raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
         self.untrained.refuse_changes()
         self.untrained.gather()

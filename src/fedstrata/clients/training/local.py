@@ -81,7 +81,7 @@ class LocalData:
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
         """Yield all samples once, in the order of ``chosen``, as batches of at most ``size`` samples."""
-        for begin in range(0, len(self), size):
+        for begin in range(0, self._size, size):
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
@@ -227,23 +227,20 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    With ``optimizer_state = "keep"``, the optimiser's state is stored in the client's state.
-
     Args:
         client: The client.
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
         message: The message that the server sends for the objective.
-        objective: An objective without a state. Default: the objective of the context, with the state that the client
-            stores for it.
+        objective: An objective without a state. Default: the objective of the context, with the states that the client
+            stores for it and for its optimiser.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
     setup = shared.cached(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
-    keeps = training.optimizer_state == "keep" and objective is None
-    kept = client.state.get(OBJECTIVE) if objective is None else None
-    optimizer_state = client.state.get(OPTIMIZER) if keeps else None
+    state = client.state if objective is None else {}
+    kept, optimizer_state = state.get(OBJECTIVE), state.get(OPTIMIZER)
     if device != CPU:
         model = shared.cached(on_device).model
         weights, message, kept = to_device((weights, message, kept), device)
@@ -264,10 +261,12 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         extra, kept = Extra(), context.kept
         if setup.finishes:
-            extra, kept = _final(client, setup, model, after, data, context, len(losses))
+            done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
+            with torch.no_grad(), computing(training, device.type):
+                extra, kept = setup.objective.client_final(done, context)
     if device != CPU:
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
-    if keeps and optimizer_state is not None:
+    if objective is None and optimizer_state is not None:
         client.state[OPTIMIZER] = optimizer_state
     mean_loss = float(torch.stack(losses).mean()) if losses and config.privacy.dp is None else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
@@ -306,8 +305,8 @@ def _take_steps(
     ``NoisyGradient``.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the new state of the optimiser. With
-        ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
+        The loss before each step, the number of sample-gradients, and the new state of the optimiser if it is kept.
+        With ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
     """
     config = client.context.config
     batches = data.shuffled(config.training, client.rng("batches", round), setup.pairs)
@@ -319,19 +318,6 @@ def _take_steps(
     if config.augment is not None:
         batches = augmented_batches(client, batches, round)
     return descend(context, config.training, batches, optimizer_state)
-
-
-def _final(
-    client: Client, setup: TrainingSetup, model: Model, after: Weights, data: LocalData, context: Context, steps: int
-) -> tuple[Extra, Tree]:
-    """Return the objective's message to the server and its new state, which the objective computes after training."""
-    done = Trained(after.params, steps, model, data.in_order, client.context.privacy.min_samples)
-    with ExitStack() as stack:
-        if setup.chain is not None:  # the model is not loaded, because handwritten gradients do not need the module
-            stack.enter_context(model.loaded(after.params, after.buffers, train=True))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(computing(client.context.config.training, data.device.type))
-        return setup.objective.client_final(done, context)
 
 
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
@@ -367,7 +353,7 @@ def _descend(
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the new state of the optimiser.
+        The loss before each step, the number of sample-gradients, and the new state of the optimiser if it is kept.
     """
     objective = setup.objective
     chain, losses, seen = setup.chain, list[Tensor](), 0
@@ -381,14 +367,12 @@ def _descend(
     trained = [params[name] for name in names]
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
-        if chain is not None:
-            return chain.gradient(params, batch)
         with computing(training, batch.y.device.type):
             loss = objective.loss(model, params, batch, context)
         # A parameter that the loss does not use gets the gradient zero. Correction and weight decay still apply.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
 
-    of_batch: BatchGradient = loss_and_gradient
+    of_batch: BatchGradient = loss_and_gradient if chain is None else partial(chain.gradient, params)
     if training.accumulate > 1:
         of_batch = partial(
             accumulated, loss_and_gradient, size=training.batch_size, pairs=setup.pairs, task=context.task
@@ -403,7 +387,7 @@ def _descend(
         steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
         seen += batch.y.shape[0] * objective.gradients_per_step
-    return losses, seen, steps.state()
+    return losses, seen, steps.state() if training.optimizer_state == "keep" else None
 
 
 def accumulated(

@@ -179,7 +179,7 @@ def descend_privately(
 
     Returns:
         The loss before each step, the expected total number of samples in all batches, and the new state of the
-        optimiser. The losses must not leave the client.
+        optimiser if it is kept. The losses must not leave the client.
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()
@@ -189,4 +189,5 @@ def descend_privately(
         correction = gradient.objective.correction(params, context)
         steps.step(values, noisy, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
-    return losses, int(len(losses) * gradient.expected), steps.state()
+    state = steps.state() if training.optimizer_state == "keep" else None
+    return losses, int(len(losses) * gradient.expected), state
