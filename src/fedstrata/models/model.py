@@ -59,6 +59,7 @@ class Model:
 
     def __init__(self, module: nn.Module, head: str | None = None) -> None:
         self.module = module.eval()
+        self.has_batchnorm = any(isinstance(part, _BatchNorm) for part in module.modules())
         self._named_head = head
         self._installed: Params | None = None
         self._shared: Params = {}
@@ -83,11 +84,6 @@ class Model:
     def head_names(self) -> frozenset[str]:
         """The names of the head's trainable parameters in the whole module."""
         return frozenset(self._head.params.values())
-
-    @cached_property
-    def has_batchnorm(self) -> bool:
-        """Whether the module has a BatchNorm layer of any type."""
-        return any(isinstance(part, _BatchNorm) for part in self.module.modules())
 
     def _collect(self, constant: Collection[str] = ()) -> None:
         self._leaves: Params = {name: w for name, w in self.module.named_parameters() if w.requires_grad}
@@ -327,6 +323,17 @@ class Model:
     def _refuse_loaded(self, verb: str) -> None:
         if self._installed is not None:
             raise RuntimeError(f"a model cannot be {verb} while it is loaded")
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Put a model into evaluation mode during a ``with`` block, without dropout and with fixed BatchNorm statistics."""
+    training = model.module.training
+    model.train_mode(False)
+    try:
+        yield
+    finally:
+        model.train_mode(training)
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:
