@@ -170,17 +170,17 @@ class Model:
         Raises:
             RuntimeError: ``forward`` did not call the head.
         """
-        features: list[Tensor] = []
-        handle = self._head.module.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+        head, inputs = self._head.module, dict[nn.Module, tuple[Tensor, ...]]()
+        handle = head.register_forward_pre_hook(inputs.__setitem__)  # called with the head and its arguments
         try:
             logits = self(params, x)
         finally:
             handle.remove()
-        if not features:
+        if not inputs:
             raise RuntimeError(
                 f"forward did not call the head {self.head_name!r}. Name another submodule with Model(module, head=…)."
             )
-        return features[-1], logits
+        return inputs[head][0], logits
 
     def head(self, params: Params, features: Tensor) -> Tensor:
         """Apply the head of the model to features.
