@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -78,8 +79,9 @@ class CompressReply(Reply):
     codes: Tensor
     length: int
 
+    @cached_property
     def restored(self) -> Floats32:
-        """Return the quantized gradient as floats, shape (length,).
+        """The quantized gradient as floats, shape (length,).
 
         Raises:
             ValueError: The codes do not fit the length or the centres.
@@ -118,7 +120,7 @@ class Compress(ModelRequest):
                 f"coordinates and at most {self.centres} centres"
             )
         try:
-            reply.restored()
+            _ = reply.restored
         except (ValueError, IndexError, TypeError) as error:
             raise ReplyRefusedError(str(error)) from error
 
