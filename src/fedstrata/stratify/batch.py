@@ -15,7 +15,7 @@ from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.arrays import Bools, Floats, Ints
 from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.records import Tree
-from fedstrata.clients.training.sgd import clipped
+from fedstrata.clients.training.steps import clipped
 from fedstrata.federation.allowed import Agreed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Summed

@@ -20,8 +20,8 @@ from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.devices import CPU, on_device, to_device
 from fedstrata.clients.training.displaced import BatchGradient, DisplacedGradient
 from fedstrata.clients.training.private import NoisyGradient, descend_privately, poisson_draws
-from fedstrata.clients.training.sgd import ManualSGD, Tensors
-from fedstrata.clients.training.steps import OPTIMIZER, steps_of
+from fedstrata.clients.training.sgd import ManualSGD
+from fedstrata.clients.training.steps import OPTIMIZER, Tensors, steps_of
 from fedstrata.data.tasks.base import Task
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
@@ -384,7 +384,7 @@ def _descend(
     for batch in batches:
         loss, gradient = of_batch(batch)
         correction = objective.correction(params, context) if setup.corrects else None
-        steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
+        steps.step(trained, gradient, None if correction is None else list(map(correction.__getitem__, names)))
         losses.append(loss)
         seen += batch.y.shape[0] * objective.gradients_per_step
     return losses, seen, steps.state() if training.optimizer_state == "keep" else None

@@ -16,8 +16,7 @@ from torch.func import grad_and_value, vmap
 from fedstrata.base.inputs import Inputs, each
 from fedstrata.base.records import Tree
 from fedstrata.clients.client import Client
-from fedstrata.clients.training.sgd import Tensors
-from fedstrata.clients.training.steps import steps_of
+from fedstrata.clients.training.steps import Tensors, steps_of
 from fedstrata.federation.messages import Params
 from fedstrata.federation.settings import DPSGD, Training
 from fedstrata.models.model import Model
