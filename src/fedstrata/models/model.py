@@ -228,11 +228,11 @@ class Model:
         _check(buffers, self.untrained.sent, "buffer")
         training = self.module.training
         self.untrained.gather()
+        self.untrained.watch()
         installed = self._installed = dict(self._leaves)
         try:
             _copy_into(self._leaves, params)
             _copy_into(self.untrained.sent, buffers)
-            self.untrained.watch()
             self.train_mode(train)
             yield installed
             self.untrained.refuse_changes()
@@ -278,7 +278,7 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("share() can be called only inside 'with model.loaded(...)'")
-        self.untrained.gather()
+        self.untrained.restore(buffers or {})
         for name, leaf in self._leaves.items():
             given, initial = params[name], self._initial_params[name]
             if given is self._shared.get(name):
@@ -288,7 +288,6 @@ class Model:
             else:  # the tensor is not in the module's memory format, for example because it is from a message or a file
                 self._shared.pop(name, None)
                 leaf.data = torch.empty_like(initial).copy_(given)
-        _copy_into(self.untrained.sent, buffers or {})
 
     def train_mode(self, on: bool) -> None:
         """Switch the module to training mode or to evaluation mode."""
