@@ -55,7 +55,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
         for batch in data.in_order():
             loss = task.mean_loss(client.model(params, batch.x), batch.y) * (float(task.weights(batch.y).sum()) / whole)
             gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-            flat += torch.cat([g.reshape(-1) for g in gradient])
+            flat += torch.cat(list(map(torch.flatten, gradient)))
     projected = project(flat, request.coordinates, config.seed)
     centres, codes = quantize(projected.numpy(), request.centres)
     return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())
