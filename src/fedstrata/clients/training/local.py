@@ -246,8 +246,10 @@ def train(
         weights, message, kept = to_device((weights, message, kept), device)
     counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
-    if setup.prepares:
-        context = _prepared(client, setup, model, weights, data, context)
+    if setup.prepares:  # the objective uses the samples without augmentation
+        with computing(training, device.type):
+            received = setup.objective.client_prepare(model, weights, data.in_order, message)
+            context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:
         if setup.chain is None or setup.corrects or setup.finishes:
             stack.enter_context(torch_seeded(client.seed, "layers", round, client.number, device))
@@ -270,18 +272,6 @@ def train(
         client.state[OPTIMIZER] = optimizer_state
     mean_loss = float(torch.stack(losses).mean()) if losses and config.privacy.dp is None else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
-
-
-def _prepared(
-    client: Client, setup: TrainingSetup, model: Model, weights: Weights, data: LocalData, context: Context
-) -> Context:
-    """Return the context with the values that the objective computes before the first step.
-
-    The objective uses the client's samples without augmentation.
-    """
-    with computing(client.context.config.training, data.device.type):
-        received = setup.objective.client_prepare(model, weights, data.in_order, context.received)
-        return setup.objective.client_init(model, replace(context, received=received))
 
 
 def _take_steps(
