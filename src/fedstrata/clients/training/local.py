@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.base.inputs import Inputs, each, split
+from fedstrata.base.inputs import Inputs, each, selected, split
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -133,20 +133,8 @@ class LocalData:
         """
         where = torch.from_numpy(order)
         there = where.to(self.device)
-        if once and self._gathered is None:
-            x = self._read(self._indices[where])
-        else:
-            x = each(self._inputs(), lambda tensor: _in_order(tensor, there))
+        x = self._read(self._indices[where]) if once and self._gathered is None else selected(self._inputs(), there)
         return Batch(x, self.y.index_select(0, there))
-
-
-def _in_order(tensor: Tensor, where: Tensor) -> Tensor:
-    """Return the samples at some positions, in the memory format of ``tensor``."""
-    if tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.index_select(0, where)
-    # index_select alone would return the default memory format. Permute the axes before and after it to keep
-    # channels-last.
-    return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
