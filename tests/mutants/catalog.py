@@ -947,8 +947,8 @@ MUTANTS = [
     allocation("strata without a spread", " + 1e-12 * sizes / sizes.sum()", "", "sampling/test_allocation.py"),
     sizes(
         "a client without samples is drawn",
-        "in sizes.items() if samples}",
-        "in sizes.items()}",
+        "in replies.items() if reply.samples}",
+        "in replies.items()}",
         "sampling/test_weighted.py",
         "sampling/test_clustered.py",
     ),
