@@ -91,10 +91,10 @@ def test_a_stepper_of_many_steps_is_many_steppers_of_one():
     for update in UPDATES:
         long.step({"w": torch.tensor(-update)})
         params, state = rule.apply(params, {"w": torch.tensor(update)}, state)
-    torch.testing.assert_close(long.params()["w"], params["w"])
+    torch.testing.assert_close(long.params["w"], params["w"])
     faster = Stepper(ServerOptimizer(), {"w": torch.tensor(W0)}, None, lr=2.0)
     faster.step({"w": torch.ones(3, dtype=torch.float64)})
-    np.testing.assert_allclose(faster.params()["w"].numpy(), W0 - 2)
+    np.testing.assert_allclose(faster.params["w"].numpy(), W0 - 2)
 
 
 def test_adaptive_ones_have_a_rate_of_their_own():

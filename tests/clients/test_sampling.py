@@ -39,7 +39,7 @@ def test_a_gradient_is_of_the_mean_over_all_samples_though_they_come_in_batches(
     expected = torch.cat([w.grad.flatten() for w in params.values()])
     torch.testing.assert_close(torch.from_numpy(values), expected, atol=1e-6, rtol=1e-4)
     exact = federation.ask([0], Compress(1, weights, 0, 0))[0]
-    torch.testing.assert_close(torch.from_numpy(exact.restored()), expected, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(exact.restored), expected, atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [9, 58])

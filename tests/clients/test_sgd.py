@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstrata.clients.training.sgd import SGD, clipped
+from fedstrata.clients.training.steps import SGD, clipped
 from fedstrata.federation.settings import Training
 
 

@@ -20,8 +20,8 @@ from fedstrata.models.batchnorm import (
     ReduceGroup,
     federate_batchnorm,
     federated,
-    has_batchnorm,
 )
+from fedstrata.models.model import Model
 
 R = TypeVar("R")
 
@@ -197,8 +197,8 @@ def test_conversion_keeps_names_tensors_and_settings():
     assert layer.weight is weight
     assert (layer.eps, layer.momentum, layer.training) == (0.1, 0.3, False)
     assert isinstance(federate_batchnorm(nn.BatchNorm2d(3)), FederatedBatchNorm2d)
-    assert has_batchnorm(module)
-    assert not has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.InstanceNorm1d(2)))
+    assert Model(module).has_batchnorm
+    assert not Model(nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.InstanceNorm1d(2))).has_batchnorm
 
 
 def test_batchnorm_that_cannot_be_federated_is_refused():

@@ -95,6 +95,7 @@ def test_given_buffers_are_installed_and_the_rest_is_initial():
     assert torch.equal(inside["bn.running_var"], torch.ones(6))
     with pytest.raises(RuntimeError, match="inside"):
         model.current_buffers()
+    assert Model(nn.Linear(1, 2)).current_buffers() == {}
 
 
 def test_a_call_with_other_parameters_leaves_the_running_statistics_alone():

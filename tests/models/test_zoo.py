@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import torch_seeded
-from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.models.model import Model
 from fedstrata.models.resnet import ResNet9, ResNet18, ResNet20
 from fedstrata.models.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model
 
@@ -141,8 +141,8 @@ def test_convolutions_are_channels_last():
 @pytest.mark.slow
 def test_group_norm_takes_the_place_of_every_batch_norm():
     for cls in (ResNet9, ResNet18, ResNet20):
-        assert has_batchnorm(cls(norm="bn").build((3, 8, 8), 2))
-        assert not has_batchnorm(cls(norm="gn").build((3, 8, 8), 2))
+        assert Model(cls(norm="bn").build((3, 8, 8), 2)).has_batchnorm
+        assert not Model(cls(norm="gn").build((3, 8, 8), 2)).has_batchnorm
 
 
 @pytest.mark.parametrize("spec", [ResNet9(), ResNet20(), ResNet20(norm="gn")])

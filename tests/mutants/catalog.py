@@ -85,7 +85,7 @@ scaled = _of("aggregation/scaled.py", "aggregation/test_scaled.py")
 ccvr = _of("methods/ccvr.py", "methods/test_ccvr.py")
 moments = _of("clients/handlers/moments.py", "methods/test_ccvr.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
-sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
+sgd = _of("clients/training/steps.py", "clients/test_sgd.py", "clients/test_local.py")
 local = _of("clients/training/local.py", "clients/test_local.py")
 settings = _of("federation/settings.py", "spec/test_experiment.py", "clients/test_local.py")
 augmenting = _of("clients/training/augmenting.py", "clients/test_augmenting.py")
@@ -526,8 +526,8 @@ MUTANTS = [
     ),
     optimised(
         "no state is kept",
-        'keeps = training.optimizer_state == "keep" and objective is None',
-        "keeps = False",
+        'steps.state() if training.optimizer_state == "keep" else None',
+        "None",
     ),
     optimised("single samples are left over", "max(1, min(parts, n // 2)) if pairs else parts", "parts"),
     warmup("full already in the last round of the warm-up", "(self.warmup + 1)", "self.warmup"),
@@ -956,8 +956,8 @@ MUTANTS = [
     allocation("strata without a spread", " + 1e-12 * sizes / sizes.sum()", "", "sampling/test_allocation.py"),
     sizes(
         "a client without samples is drawn",
-        "in sizes.items() if samples}",
-        "in sizes.items()}",
+        "in replies.items() if reply.samples}",
+        "in replies.items()}",
         "sampling/test_weighted.py",
         "sampling/test_clustered.py",
     ),

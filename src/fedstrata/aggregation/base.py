@@ -193,11 +193,11 @@ class Aggregator(Setting):
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
     """Return the combined update Σ_k a_k (w_k − w_t) of each parameter. Add the terms in the order of ``models``."""
-    update = {name: torch.zeros_like(w) for name, w in params.items()}
-    before, sums = list(params.values()), list(update.values())
-    for model, factor in zip(models, a.tolist(), strict=True):
-        changes = torch._foreach_sub([model[name] for name in params], before)
-        torch._foreach_add_(sums, changes, alpha=factor)
+    update, factors = Params(), a.tolist()
+    for name, before in params.items():
+        update[name] = torch.zeros_like(before)
+        for model, factor in zip(models, factors, strict=True):
+            update[name].add_(model[name] - before, alpha=factor)
     return update
 
 

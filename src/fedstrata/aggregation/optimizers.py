@@ -78,7 +78,7 @@ class ServerOptimizer(Setting):
             return {name: w.add(update[name], alpha=alpha) for name, w in params.items()}, None
         stepper = Stepper(self, params, state, lr)
         stepper.step({name: -delta for name, delta in update.items()})
-        return stepper.params(), stepper.state()
+        return stepper.params, stepper.state()
 
 
 AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
@@ -98,7 +98,8 @@ class Stepper:
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
         self.settings, self._lr = settings, settings.rate if lr is None else lr
-        self._weights = {name: w.detach().clone() for name, w in params.items()}
+        self.params: Params = {name: w.detach().clone() for name, w in params.items()}
+        """The current parameters, which each step changes in place."""
         state = state or {}
         self._first: list[Tensor] = [tensor.clone() for tensor in state.get("first", ())]
         self._second: list[Tensor] = [tensor.clone() for tensor in state.get("second", ())]
@@ -106,7 +107,7 @@ class Stepper:
     @torch.no_grad()
     def step(self, gradient: Params, samples: float = 1) -> None:
         """Take one step with the gradient ``gradient / samples``. The argument ``gradient`` is a sum over samples."""
-        gradients = [gradient[name] for name in self._weights]
+        gradients = [gradient[name] for name in self.params]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
         else:
@@ -117,7 +118,7 @@ class Stepper:
 
         Where possible, the division is part of the last operation, which saves a pass over memory.
         """
-        weights = list(self._weights.values())
+        weights = list(self.params.values())
         if self.settings.weight_decay:
             gradient, samples = torch._foreach_div(gradient, samples), 1.0
             torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)
@@ -131,7 +132,7 @@ class Stepper:
         torch._foreach_add_(weights, gradient, alpha=-self._lr / samples)
 
     def _adaptive(self, gradient: list[Tensor]) -> None:
-        weights, rule, tau = list(self._weights.values()), self.settings.optimizer, self.settings.eps
+        weights, rule, tau = list(self.params.values()), self.settings.optimizer, self.settings.eps
         beta1, beta2 = (0.0, 1.0) if rule == "adagrad" else self.settings.betas
         if self.settings.weight_decay:
             torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)
@@ -148,10 +149,6 @@ class Stepper:
             else:
                 v.add_(square)
             w.sub_(self._lr * m / (v.sqrt() + tau))
-
-    def params(self) -> Params:
-        """Return the parameters without copying them. Later steps therefore change the returned tensors."""
-        return dict(self._weights)
 
     def state(self) -> Tree:
         """Return the state for a later stepper as two lists of tensors, in the order of the parameters.

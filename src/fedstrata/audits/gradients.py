@@ -47,7 +47,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
-from fedstrata.models.batchnorm import LocalGroup, has_batchnorm
+from fedstrata.models.batchnorm import LocalGroup
 from fedstrata.models.model import Model
 from fedstrata.reporting.tables import markdown_table
 from fedstrata.runs import checkpoint
@@ -293,7 +293,7 @@ def _require_parts(prepared: Prepared) -> None:
         raise SpecError("method", problem, spec.method.name)
     if not spec.communication.plain:
         raise SpecError("communication", "the audit requires gradients without compression. Remove the codecs.")
-    if has_batchnorm(prepared.config.model.module):
+    if prepared.config.model.has_batchnorm:
         raise SpecError(
             "model",
             "has BatchNorm layers, so a client's gradient depends on other clients' samples. Use a run of a model "

@@ -23,7 +23,7 @@ from fedstrata.federation.secure.requests import Masked, reply_of
 from fedstrata.federation.secure.ring import add
 from fedstrata.methods.recipe import Recipe
 from fedstrata.methods.secure import fit_form
-from fedstrata.models.batchnorm import LocalGroup, has_batchnorm
+from fedstrata.models.batchnorm import LocalGroup
 from fedstrata.runs.preparation import Prepared
 from fedstrata.sampling.base import AllData
 
@@ -148,7 +148,7 @@ def require_updates(prepared: Prepared) -> Recipe:
         )
     if not spec.communication.plain:
         refuse("communication", "the audit requires updates without compression. Remove the codecs.")
-    if has_batchnorm(prepared.config.model.module):
+    if prepared.config.model.has_batchnorm:
         refuse("model", "has BatchNorm layers, which mix samples. Use a run of a model without BatchNorm.")
     if not isinstance(method, Recipe) or type(method).run_round is not Recipe.run_round:
         refuse("method", "sends more than updates. Use a run of a method such as fedavg.", method.name)

@@ -114,9 +114,7 @@ def encode(tree: Tree) -> bytes:
     >>> decode(encode({"a": (1, None), "b": torch.ones(2)}))
     {'a': (1, None), 'b': tensor([1., 1.])}
     """
-    parts = _Parts()
-    text = parts.skeleton(tree)
-    named = parts.named()
+    text, named = _separated(tree)
     block = safetensors.torch.save(_apart(named)) if named else b""
     return b"".join((_LENGTH.pack(len(text)), text, block))
 
@@ -129,9 +127,8 @@ def size(tree: Tree) -> int:
     form = _form(tree)
     length = _SIZES.get(form)
     if length is None:
-        parts = _Parts()
-        text = parts.skeleton(tree)
-        signature = [(name, tensor.dtype, tensor.shape) for name, tensor in parts.named().items()]
+        text, named = _separated(tree)
+        signature = [(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
         if len(_SIZES) >= _MOST_FORMS:
             _SIZES.clear()
         length = _SIZES[form] = _LENGTH.size + len(text) + _block_size(signature)
@@ -221,67 +218,64 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
         raise WireError(f"these bytes are not a message of fedstrata: {type(error).__name__}: {error}") from error
 
 
-class _Parts:
+@dataclasses.dataclass
+class _Values:
     """The tensors and numbers of a tree, which are stored outside the tree's JSON skeleton.
 
     In the skeleton, the length of a number's JSON text would depend on its value.
     """
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.ints: list[int] = []
-        self.floats: list[float] = []
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    ints: list[int] = dataclasses.field(default_factory=list)
+    floats: list[float] = dataclasses.field(default_factory=list)
 
-    def skeleton(self, tree: Tree) -> bytes:
-        return json.dumps(self._flatten(tree), separators=(",", ":")).encode()
 
-    def named(self) -> dict[str, Tensor]:
-        named = {str(index): tensor for index, tensor in enumerate(self.tensors)}
-        if self.ints:
-            named["i"] = torch.tensor(self.ints, dtype=torch.int64)
-        if self.floats:
-            named["f"] = torch.tensor(self.floats, dtype=torch.float64)
-        return named
+def _separated(tree: Tree) -> tuple[bytes, dict[str, Tensor]]:
+    """Return a tree's JSON skeleton, and the named tensors that contain its values."""
+    values = _Values()
+    text = json.dumps(_flatten(tree, values), separators=(",", ":")).encode()
+    named = {str(index): tensor for index, tensor in enumerate(values.tensors)}
+    if values.ints:
+        named["i"] = torch.tensor(values.ints, dtype=torch.int64)
+    if values.floats:
+        named["f"] = torch.tensor(values.floats, dtype=torch.float64)
+    return text, named
 
-    def _tensor(self, kind: str, tensor: Tensor) -> dict[str, int]:
-        self.tensors.append(tensor)
-        return {kind: len(self.tensors) - 1}
 
-    def _number(self, node: int | float) -> Any:
-        if isinstance(node, float):
-            self.floats.append(node)
-            return {"$f": len(self.floats) - 1}
-        if not -(2**63) <= node < 2**63:
-            return node
-        self.ints.append(node)
-        return {"$i": len(self.ints) - 1}
+def _flatten(node: Tree, values: _Values) -> Any:
+    """Return the skeleton of a node, and append its tensors and numbers to ``values``."""
+    if isinstance(node, np.generic):
+        node = node.item()
+    if node is None or isinstance(node, (bool, str)) or (isinstance(node, int) and not -(2**63) <= node < 2**63):
+        return node
+    if isinstance(node, float):
+        return _stored("$f", node, values.floats)
+    if isinstance(node, int):
+        return _stored("$i", node, values.ints)
+    if isinstance(node, Tensor):
+        return _stored("$t", node.detach(), values.tensors)
+    if isinstance(node, np.ndarray):
+        # Copy read-only arrays, because PyTorch warns about them.
+        return _stored("$a", torch.from_numpy(np.require(node, requirements=("C", "W"))), values.tensors)
+    if isinstance(node, bytes):
+        return _stored("$b", torch.from_numpy(np.frombuffer(bytearray(node), dtype=np.uint8)), values.tensors)
+    if (wire_name := _WIRE_NAMES.get(type(node))) is not None:
+        fields = {name: _flatten(getattr(node, name), values) for name in _FIELDS[type(node)]}
+        return {"$r": wire_name, "f": fields}
+    if isinstance(node, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in node):
+            return {key: _flatten(item, values) for key, item in node.items()}
+        return {"$m": [[_flatten(key, values), _flatten(item, values)] for key, item in node.items()]}
+    if isinstance(node, list):
+        return [_flatten(item, values) for item in node]
+    if isinstance(node, tuple):
+        return {"$u": [_flatten(item, values) for item in node]}
+    raise _neither(node)
 
-    def _flatten(self, node: Tree) -> Any:
-        if isinstance(node, np.generic):
-            node = node.item()
-        if node is None or isinstance(node, (bool, str)):
-            return node
-        if isinstance(node, (int, float)):
-            return self._number(node)
-        if isinstance(node, Tensor):
-            return self._tensor("$t", node.detach())
-        if isinstance(node, np.ndarray):
-            # Copy read-only arrays, because PyTorch warns about them.
-            return self._tensor("$a", torch.from_numpy(np.require(node, requirements=("C", "W"))))
-        if isinstance(node, bytes):
-            return self._tensor("$b", torch.from_numpy(np.frombuffer(bytearray(node), dtype=np.uint8)))
-        if (wire_name := _WIRE_NAMES.get(type(node))) is not None:
-            fields = {name: self._flatten(getattr(node, name)) for name in _FIELDS[type(node)]}
-            return {"$r": wire_name, "f": fields}
-        if isinstance(node, Mapping):
-            if all(isinstance(key, str) and not key.startswith("$") for key in node):
-                return {key: self._flatten(item) for key, item in node.items()}
-            return {"$m": [[self._flatten(key), self._flatten(item)] for key, item in node.items()]}
-        if isinstance(node, list):
-            return [self._flatten(item) for item in node]
-        if isinstance(node, tuple):
-            return {"$u": [self._flatten(item) for item in node]}
-        raise _neither(node)
+
+def _stored(kind: str, value: T, values: list[T]) -> dict[str, int]:
+    values.append(value)
+    return {kind: len(values) - 1}
 
 
 def _neither(node: object) -> TypeError:

@@ -54,7 +54,9 @@ class StateStore:
 
     def _hold(self, client: ClientId, state: Mapping[str, Tree]) -> None:
         # The size is approximate: it counts all bytes of tensors and arrays, and 16 bytes for every other value.
-        size = 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(state))
+        size = 256
+        for leaf in records.leaves_of(state):
+            size += getattr(leaf, "nbytes", 16)
         self._used += size - self._sizes.pop(client, 0)
         self._sizes[client] = size
         self._held[client] = state

@@ -42,6 +42,7 @@ class RoundLog:
     Args:
         round: The round, counted from 1; 0 while clients enrol.
         method: The method's name, for error messages.
+        online: Whether each client that was asked is online, which is decided once per round.
     """
 
     round: int = 0
@@ -57,6 +58,7 @@ class RoundLog:
     bytes_down: int = 0
     simulated_seconds: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
+    online: dict[ClientId, bool] = field(default_factory=dict)
 
     def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
         """Record an event of this round: its type, its clients (if any) and the reason (if any)."""
@@ -118,8 +120,9 @@ class Exchanges:
     """
 
     def __init__(self, config: FederationConfig, availability: Availability, method: str) -> None:
-        self._config, self._availability, self._method = config, availability, method
+        self._config, self._availability = config, availability
         self.log = RoundLog(0, method)
+        """The log of the current round. The federation begins a round with a new log."""
         self.answered: set[type[Request]] = set()
         """The Python classes of requests that at least one client has answered."""
         self.resumed = False
@@ -128,11 +131,6 @@ class Exchanges:
         """The clock of simulated time; None if the settings do not need it or the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
             self.clock = Clock(availability, config.seed)
-        self._online: dict[ClientId, bool] = {}
-
-    def begin(self, round: int) -> None:
-        """Begin a round with an empty log."""
-        self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
         """Return True if a task reaches the next client of a relay, in which a model travels between clients.
@@ -145,7 +143,7 @@ class Exchanges:
             model: Size of the travelling model in bytes.
             work: See ``Federation.relay``.
         """
-        online = self._availability.always_online or self._online.get(client, False)
+        online = self._availability.always_online or self.log.online.get(client, False)
         if self.clock is None and client in self.log.invited and online:
             self.log.bytes_down += records.size(task) + model
             return True
@@ -188,7 +186,7 @@ class Exchanges:
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
         """Return the clients that are online. Whether a client is online is decided once per round."""
-        online = self._online
+        online = self.log.online
         if new := [client for client in clients if client not in online]:
             drawn = self._availability.online(np.array(new, dtype=np.int64), self.log.round, self._config.seed)
             online.update(zip(new, drawn.tolist(), strict=True))
@@ -286,7 +284,7 @@ class Exchanges:
         if self.resumed or not several or raised < asked or kinds & self.answered:
             return
         client, failure = failures[0]
-        where = f"in round {self.log.round} of {self._method}"
+        where = f"in round {self.log.round} of {self.log.method}"
         raise ClientsFailedError(
             f"all {len(asked)} clients failed {where}. For example, client {client}: {failure.reason}"
         ) from failure.error

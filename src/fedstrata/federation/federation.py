@@ -21,7 +21,7 @@ from fedstrata.base.rng import SERVER, rng
 from fedstrata.federation.attacks import Attack
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
-from fedstrata.federation.exchanges import Exchanges, Replies
+from fedstrata.federation.exchanges import Exchanges, Replies, RoundLog
 from fedstrata.federation.messages import ClientId, Request, Requests, Weights, Work
 from fedstrata.federation.reply_checks import Check, defect_of
 from fedstrata.federation.secure.fit import ModelForm
@@ -156,8 +156,8 @@ class Federation:
 
     def begin(self, round: int) -> None:
         """Begin a round with an empty log. In round 0, clients enrol, and all clients are online."""
-        self.exchanges.begin(round)
-        self.round, self.log = round, self.exchanges.log
+        self.round, self.log = round, RoundLog(round, self.method)
+        self.exchanges.log = self.log
 
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
         """Return a new random generator with a seed that depends on purpose, round and client (default: the server)."""

@@ -13,7 +13,6 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.methods.recipe import Recipe
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.base import AllData
 
@@ -38,7 +37,7 @@ class FedTAN(Recipe):
     def check(self, config: FederationConfig) -> None:
         """Require a model with BatchNorm layers, averaged BatchNorm statistics, all data and cross-entropy."""
         super().check(config)
-        if not has_batchnorm(config.model.module):
+        if not config.model.has_batchnorm:
             problem = (
                 "FedTAN requires a model with BatchNorm layers. Use fedavg, which is equivalent for models "
                 "without them."

@@ -12,7 +12,6 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Params, Weights
-from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
@@ -49,7 +48,7 @@ class HeadTuning(Setting):
         if not config.task.has_classes:
             problem = f"the server needs samples of each class, but the task {config.task.name!r} has no classes"
             raise SpecError(section, f"{problem}. Use another method, such as fedavg.")
-        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
+        if config.training.batch_norm == "local" and config.model.has_batchnorm:
             problem = "the server trains the head with shared BatchNorm statistics. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
 
@@ -107,8 +106,8 @@ class HeadTuning(Setting):
         settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         stepper = Stepper(settings, head, None)
         for _ in range(self.steps):
-            leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
+            leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params.items()}
             loss = config.task.mean_loss(config.model.head(leaves, features), y)
             gradient = torch.autograd.grad(loss, list(leaves.values()))
             stepper.step(dict(zip(leaves, gradient, strict=True)))
-        return stepper.params(), float(loss.detach())
+        return stepper.params, float(loss.detach())

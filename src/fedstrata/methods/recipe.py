@@ -22,7 +22,6 @@ from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.base import ASKING, Method
 from fedstrata.methods.private import noisy_form, private_round
 from fedstrata.methods.secure import fit_form, secure_round
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
@@ -234,7 +233,7 @@ class Recipe(Method):
                 problem = problem.removesuffix(".") + ", or set training.local_steps."
             raise SpecError("method.objective", problem, objective.name)
         decays, adaptive = config.training.weight_decay > 0, not config.training.optimizer.is_sgd
-        if config.training.local_steps is None and (decays or adaptive or has_batchnorm(config.model.module)):
+        if config.training.local_steps is None and (decays or adaptive or config.model.has_batchnorm):
             why = "weight decay" if decays else "BatchNorm's running statistics"
             why = "the length of an optimiser's steps" if adaptive else why
             problem = (

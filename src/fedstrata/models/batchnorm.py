@@ -188,11 +188,6 @@ _FEDERATED: dict[type[nn.Module], type[_FederatedBatchNorm]] = {
 }
 
 
-def has_batchnorm(module: nn.Module) -> bool:
-    """Return True if ``module`` has a BatchNorm layer of any type."""
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
-
-
 def federate_batchnorm(module: nn.Module) -> nn.Module:
     """Convert every BatchNorm layer of ``module`` in place, so that the layer can normalise over a group of clients.
 

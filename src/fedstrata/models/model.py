@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.inputs import Inputs
@@ -58,6 +59,7 @@ class Model:
 
     def __init__(self, module: nn.Module, head: str | None = None) -> None:
         self.module = module.eval()
+        self.has_batchnorm = any(isinstance(part, _BatchNorm) for part in module.modules())
         self._named_head = head
         self._installed: Params | None = None
         self._shared: Params = {}
@@ -127,9 +129,9 @@ class Model:
         """Return clones of the buffers in their current state, which training may have changed.
 
         Raises:
-            RuntimeError: The model is not loaded; see ``loaded``.
+            RuntimeError: The model has such buffers and is not loaded; see ``loaded``.
         """
-        if self._installed is None:
+        if self._installed is None and self.untrained.sent:
             raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
         self.untrained.refuse_changes()
         self.untrained.gather()
@@ -168,17 +170,17 @@ class Model:
         Raises:
             RuntimeError: ``forward`` did not call the head.
         """
-        features: list[Tensor] = []
-        handle = self._head.module.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+        head, inputs = self._head.module, dict[nn.Module, tuple[Tensor, ...]]()
+        handle = head.register_forward_pre_hook(inputs.__setitem__)  # called with the head and its arguments
         try:
             logits = self(params, x)
         finally:
             handle.remove()
-        if not features:
+        if not inputs:
             raise RuntimeError(
                 f"forward did not call the head {self.head_name!r}. Name another submodule with Model(module, head=…)."
             )
-        return features[-1], logits
+        return inputs[head][0], logits
 
     def head(self, params: Params, features: Tensor) -> Tensor:
         """Apply the head of the model to features.
@@ -226,11 +228,11 @@ class Model:
         _check(buffers, self.untrained.sent, "buffer")
         training = self.module.training
         self.untrained.gather()
+        self.untrained.watch()
         installed = self._installed = dict(self._leaves)
         try:
             _copy_into(self._leaves, params)
             _copy_into(self.untrained.sent, buffers)
-            self.untrained.watch()
             self.train_mode(train)
             yield installed
             self.untrained.refuse_changes()
@@ -276,7 +278,7 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("share() can be called only inside 'with model.loaded(...)'")
-        self.untrained.gather()
+        self.untrained.restore(buffers or {})
         for name, leaf in self._leaves.items():
             given, initial = params[name], self._initial_params[name]
             if given is self._shared.get(name):
@@ -286,7 +288,6 @@ class Model:
             else:  # the tensor is not in the module's memory format, for example because it is from a message or a file
                 self._shared.pop(name, None)
                 leaf.data = torch.empty_like(initial).copy_(given)
-        _copy_into(self.untrained.sent, buffers or {})
 
     def train_mode(self, on: bool) -> None:
         """Switch the module to training mode or to evaluation mode."""
@@ -321,6 +322,17 @@ class Model:
     def _refuse_loaded(self, verb: str) -> None:
         if self._installed is not None:
             raise RuntimeError(f"a model cannot be {verb} while it is loaded")
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Put a model into evaluation mode during a ``with`` block, without dropout and with fixed BatchNorm statistics."""
+    training = model.module.training
+    model.train_mode(False)
+    try:
+        yield
+    finally:
+        model.train_mode(training)
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:

@@ -58,11 +58,11 @@ class Untrained:
                 part._buffers[local] = buffer
 
     def restore(self, buffers: Mapping[str, Tensor]) -> None:
-        """Copy earlier values into all buffers of ``sent``."""
+        """Copy values into buffers of ``sent``."""
         self.gather()
         with torch.no_grad():
-            for name, buffer in self.sent.items():
-                buffer.copy_(buffers[name])
+            for name, values in buffers.items():
+                self.sent[name].copy_(values)
 
     def changed(self, before: list[tuple[str, int]]) -> set[str]:
         """Return the names of the tensors that were changed or replaced after ``versions`` returned ``before``."""

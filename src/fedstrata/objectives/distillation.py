@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedstrata.federation.messages import Extra, Weights
-from fedstrata.models.model import Model
+from fedstrata.models.model import Model, evaluating
 from fedstrata.objectives.base import Batch, Batches, Context, Objective
-from fedstrata.objectives.prototypes import evaluating
 
 
 class Distilled(Objective):

@@ -10,9 +10,8 @@ from torch import Tensor
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Params, Weights
-from fedstrata.models.model import Model
+from fedstrata.models.model import Model, evaluating
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
-from fedstrata.objectives.prototypes import evaluating
 
 
 def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:

@@ -8,15 +8,14 @@ samples and a row of zeros in ``means``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Params
-from fedstrata.models.model import Model
+from fedstrata.models.model import Model, evaluating
 from fedstrata.objectives.base import Batches
 
 Table = dict[str, Tensor]
@@ -40,17 +39,6 @@ def feature_size(model: Model) -> int:
 def no_prototypes(classes: int, size: int) -> Table:
     """Return a table of zeros, in which no class has a prototype. A prototype has the length ``size``."""
     return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
-
-
-@contextmanager
-def evaluating(model: Model) -> Iterator[None]:
-    """Put a model into evaluation mode during a ``with`` block, without dropout and with fixed BatchNorm statistics."""
-    training = model.module.training
-    model.train_mode(False)
-    try:
-        yield
-    finally:
-        model.train_mode(training)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from fedstrata.data.dataset import Dataset
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Fit
 from fedstrata.methods.base import Method
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import Batch, Context, is_plain
 from fedstrata.runs.accountant import Accountant
 
@@ -39,7 +38,7 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
             "is not needed, because privacy.dp computes gradients of a few samples at a time. Use a larger batch_size."
         )
         refuse(problem, "training.accumulate", training.accumulate)
-    if has_batchnorm(config.model.module):
+    if config.model.has_batchnorm:
         refuse("BatchNorm lets a sample affect the gradients of other samples. Use a model without BatchNorm.")
     if config.task.weighted:
         refuse(f"does not support the task {config.task.name!r}, which weights samples. Use another task.")

@@ -29,7 +29,6 @@ from fedstrata.data.tables import read_table, table_of
 from fedstrata.data.tasks.base import TASKS, Task
 from fedstrata.data.tasks.classification import Classification
 from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model, forward
 from fedstrata.models.untrained import twin_of
@@ -66,7 +65,7 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
     if (features := data.features) is not None:
         schema = {key: value for key, value in features.schema.to_spec().items() if key in OF_ROWS}
         table = {"schema": schema, "imputed": features.imputed, "features": features.schema.names()}
-    local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
+    local = spec.training.batch_norm == "local" and model.has_batchnorm
     about = {
         "format": FORMAT,
         "fedstrata": version("fedstrata"),

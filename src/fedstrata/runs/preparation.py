@@ -31,7 +31,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Method
 from fedstrata.methods.recipe import Recipe
-from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
+from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
 from fedstrata.models.probe import draws_random_numbers
@@ -310,7 +310,7 @@ def _check_start(model: Model, spec: Experiment) -> None:
                 f"{name} contains NaN or infinity, which the server refuses. Initialise it with other numbers, or "
             )
             raise SpecError("model", problem + "register constants with persistent=False.")
-    local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
+    local = spec.training.batch_norm == "local" and model.has_batchnorm
     if local and spec.evaluation.batch_size == 1:
         problem = "with training.batch_norm = 'local', statistics are computed from each batch. Use at least 2."
         raise SpecError("evaluation.batch_size", problem, 1)

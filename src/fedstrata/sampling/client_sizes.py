@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -39,8 +39,8 @@ class Sizes:
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
         """Ask every client for its number of samples. Leave out clients without samples or without an answer."""
-        sizes, _, _ = ask_sizes(federation, federation.candidates().tolist())
-        held = {client: samples for client, samples in sizes.items() if samples}
+        replies = federation.ask(federation.candidates().tolist(), size_report(federation))
+        held = {client: reply.samples for client, reply in replies.items() if reply.samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
@@ -100,36 +100,23 @@ def ask_new_sizes(
         bound: The public bound M on a client's number of samples.
     """
     answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True))
-    unknown = [client for client in clients if client not in answers]
-    sizes, bound, alpha = ask_sizes(federation, unknown, epsilon, bound)
-    answers = dict(sorted((answers | sizes).items()))
+    request = size_report(federation, epsilon, bound)
+    replies = federation.ask([client for client in clients if client not in answers], request)
+    answers = dict(sorted((answers | {client: reply.samples for client, reply in replies.items()}).items()))
     state = AnswersState(np.fromiter(answers, dtype=np.int64), np.fromiter(answers.values(), dtype=np.int64))
     answered = [client for client in clients if client in answers]
-    return Answered(state, answered, [answers[client] for client in answered], bound, alpha)
+    return Answered(state, answered, [answers[client] for client in answered], request.bound, request.alpha)
 
 
-def ask_sizes(
-    federation: Federation, clients: Iterable[int], epsilon: float | None = None, bound: int = 0
-) -> tuple[dict[int, int], int, float]:
-    """Ask clients for their numbers of samples. With ``epsilon``, answers have ε-local differential privacy.
+def size_report(federation: Federation, epsilon: float | None = None, bound: int = 0) -> SizeReport:
+    """Return the request for clients' numbers of samples. With ``epsilon``, answers have ε-local differential privacy.
 
     Args:
-        federation: The federation, through which the server asks the clients.
-        clients: The clients to ask.
-        epsilon: The privacy parameter ε; None if clients report their true numbers.
-        bound: The public bound M on a client's number of samples, which is used only with ``epsilon``.
-
-    Returns:
-        A mapping from each client to its answer, and the arguments ``bound`` and ``alpha`` of ``estimated_total``.
-        Without ``epsilon``, these arguments are 0 and 1.
+        federation: The federation, which knows the round.
+        epsilon: The privacy parameter ε; None if clients report their true numbers. The ``bound`` and the ``alpha`` of
+            the request are then 0 and 1.
+        bound: The public bound M on a client's number of samples. It is used only with ``epsilon``.
     """
-    request = size_report(federation, epsilon, bound)
-    replies = federation.ask(clients, request)
-    return {client: reply.samples for client, reply in replies.items()}, request.bound, request.alpha
-
-
-def size_report(federation: Federation, epsilon: float | None, bound: int) -> SizeReport:
-    """Return the request for clients' numbers of samples. For the arguments, see ``ask_sizes``."""
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     return SizeReport(federation.round, bound, alpha)
 
@@ -137,7 +124,7 @@ def size_report(federation: Federation, epsilon: float | None, bound: int) -> Si
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Return the declaration of the request that ``ask_sizes`` sends. A sampler lists the declaration in ``allowed``.
+    """Return the declaration of the request of ``size_report``. A sampler lists the declaration in ``allowed``.
 
     Args:
         epsilon: The privacy parameter ε; None if clients report their true numbers.

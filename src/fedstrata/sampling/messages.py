@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -79,8 +80,9 @@ class CompressReply(Reply):
     codes: Tensor
     length: int
 
+    @cached_property
     def restored(self) -> Floats32:
-        """Return the gradient as floats, shape (length,).
+        """The gradient as floats, shape (length,).
 
         Raises:
             ValueError: The codes do not fit the length or the centres.
@@ -123,7 +125,7 @@ class Compress(ModelRequest):
                 f"coordinates and at most {most} centres"
             )
         try:
-            reply.restored()
+            _ = reply.restored
         except (ValueError, IndexError, TypeError) as error:
             raise ReplyRefusedError(str(error)) from error
 

@@ -243,8 +243,8 @@ class Stratified(ClientSampler):
             # Clients without a gradient get the norm 0, because ``draw`` chooses uniformly within a stratum whose norms
             # are all 0.
             norms = np.concatenate([norms, np.zeros(len(unseen))])
-        m = min(config.training.invited(config.clients), len(clients))
-        allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))
+        rule, m = self.rule(config), min(config.training.invited(config.clients), len(clients))
+        allocation, chance = allocated(rule, m, sizes, deviations, federation.rng("allocation"))
         order, generator = np.argsort(clients), federation.rng("client-sampling")
         selection = draw(
             clients[order], strata[order], sizes, allocation, norms[order], self.replacement, generator, self.draws
@@ -256,7 +256,7 @@ class Stratified(ClientSampler):
         }
         if len(unseen):
             metrics["strata_unknown"] = len(unseen)
-        random = chance if self.rule(config) == "neyman-random" else None
+        random = chance if rule == "neyman-random" else None
         return replace(selection, stratum_chance=random, metrics=metrics), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
@@ -307,11 +307,11 @@ class Stratified(ClientSampler):
             # changes.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
-                clusters = Clusters.of(rows, stratify(state.points, count, seed, round, self.start))
+                clusters = Clusters.of(rows, stratify(rows.whole(), count, seed, round, self.start))
             clusters = clusters.converged(rows)
             deviations, overall = clusters.spread(rows.norms)
             return replace(state, clusters=clusters), clusters.labels[available], deviations, overall
-        points = state.points if len(available) == len(rows) else rows.take(available)
+        points = rows.whole() if len(available) == len(rows) else rows.take(available)
         strata = stratify(points, count, seed, round, self.start)
         subset = _subset(len(points), seed, round)
         fitted, fitted_strata = points[subset], strata[subset]
@@ -358,7 +358,7 @@ class Stratified(ClientSampler):
         fewer than d' values, the last value is repeated.
         """
         if self.compared == "restored":
-            return reply.restored()
+            return reply.restored
         centres: Floats32 = reply.centres.numpy()
         return np.pad(centres, (0, self.centres - len(centres)), mode="edge")
 
@@ -444,8 +444,7 @@ def draw(
         draws: How clients are drawn without replacement; see ``Stratified``. With systematic draws, the result's
             ``probability`` is the client's inclusion probability, divided by the number of draws from the stratum.
     """
-    probability = np.zeros(len(clients))
-    times = np.zeros(len(clients), dtype=np.int64)
+    probability, times = np.zeros(len(clients)), np.zeros(len(clients), dtype=np.int64)
     for h in range(len(sizes)):
         members = np.flatnonzero(strata == h)
         total = norms[members].sum()

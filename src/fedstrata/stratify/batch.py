@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,13 +15,12 @@ from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.arrays import Bools, Floats, Ints
 from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.records import Tree
-from fedstrata.clients.training.sgd import clipped
+from fedstrata.clients.training.steps import clipped
 from fedstrata.federation.allowed import Agreed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Summed
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.settings import Training, scheduled
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.messages import (
     ALL,
     NO_SUCH_BATCH,
@@ -54,6 +54,12 @@ def rate(training: Training, server: ServerOptimizer | None, scale: float, round
     return training.lr_at(round) * factor * scale
 
 
+@cache
+def sgd(momentum: float, weight_decay: float) -> ServerOptimizer:
+    """Return the server's optimiser if the spec does not choose one: SGD with the settings of ``training``."""
+    return ServerOptimizer(momentum=momentum, weight_decay=weight_decay)
+
+
 @dataclass(frozen=True)
 class BatchMode:
     """Batch mode, in which each batch consists of samples of many clients. ``Stratify`` describes the fields."""
@@ -66,7 +72,7 @@ class BatchMode:
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if BatchNorm would get batches of only one sample."""
-        if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
+        if config.model.has_batchnorm and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
@@ -99,21 +105,18 @@ class BatchMode:
             The new model, the optimiser's new state and the metrics.
         """
         federation = roster.federation
-        training, together = federation.config.training, has_batchnorm(federation.config.model.module)
+        training, together = federation.config.training, federation.config.model.has_batchnorm
         plan = BatchPlan(roster, wanted, self.batch_size or training.batch_size, pairs=together)
         plan.reserve(np.arange(len(wanted)))
         lr = rate(training, self.server, self.scale(training), federation.round)
-        default = ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay)
-        stepper = Stepper(self.server or default, weights.params, optimizer, lr=lr)
+        server = self.server or sgd(training.momentum, training.weight_decay)
+        stepper = Stepper(server, weights.params, optimizer, lr=lr)
         samples, weight, loss, transfers, scaled = 0, 0.0, 0.0, 0, 0
         form = self.form(federation.config) if federation.config.privacy.sums == "secure" else None
         factors = self._factors(roster, wanted) if self.label_weights else None
         for batch in range(plan.batches):
             request = self._request(federation.round, batch, weights, lr, factors)
-            if form is None:
-                total = self._sum_of_batch(plan, request, together)
-            else:
-                total = self._secure_sum_of_batch(plan, request, form)
+            total = self._secure_sum(plan, request, form) if form else self._sum(plan, request, together)
             if total is None:
                 continue
             reply: GradientReply = total.reply
@@ -124,7 +127,7 @@ class BatchMode:
                     mean = torch._foreach_div(list(reply.gradient.values()), float(reply.size))
                     short = clipped(mean, training.clip)
                 stepper.step(dict(zip(reply.gradient, short, strict=True)))
-            weights = Weights(stepper.params(), reply.buffers)
+            weights = Weights(stepper.params, reply.buffers)
             samples += reply.samples
             weight += reply.size
             loss += reply.loss
@@ -157,7 +160,7 @@ class BatchMode:
             return GradientSteps(round, batch, weights, self.local_steps, lr)
         return Gradient(round, batch, weights)
 
-    def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
+    def _sum(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if no client is left.
 
         A client that fails is left out of this batch. In later batches, samples of other clients replace its samples.
@@ -181,7 +184,7 @@ class BatchMode:
                 return total
         return None
 
-    def _secure_sum_of_batch(self, plan: BatchPlan, request: Gradient, form: GradientForm) -> Summed | None:
+    def _secure_sum(self, plan: BatchPlan, request: Gradient, form: GradientForm) -> Summed | None:
         """Return the sum of the clients' replies for one batch; None if too few clients have samples or answer.
 
         The clients are never asked again for a batch, because two sums over different clients could reveal a reply.

@@ -25,6 +25,7 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles, handles_sum
 from fedstrata.clients.training.augmenting import augmented
 from fedstrata.clients.training.local import manual_sgd_of
+from fedstrata.clients.training.sgd import ManualSGD
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.models.batchnorm import federated
 from fedstrata.models.model import Model
@@ -260,10 +261,8 @@ def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> G
     return _part(client, request, partial(summed_gradient, factors=_factors([client], request)))
 
 
-def _factors(clients: Sequence[Client], request: Gradient) -> Tensor | None:
-    """Return the weight of each sample of ``reserved(clients, request)``; None if the request has no weights."""
-    if not isinstance(request, LabelWeightedGradient):
-        return None
+def _factors(clients: Sequence[Client], request: LabelWeightedGradient) -> Tensor:
+    """Return the weight of each sample of ``reserved(clients, request)``."""
     if any(client.context.privacy.min_samples > 1 for client in clients):
         raise FedstrataError("weights of labels could reduce a sum to fewer samples than privacy.min_samples")
     factors = []
@@ -319,8 +318,9 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     batch = reserved(list(clients.values()), request)
     model, params = context.cached(_loaded_model)
     model.share(request.weights.params, request.weights.buffers)
+    factors = _factors(list(clients.values()), request) if isinstance(request, LabelWeightedGradient) else None
     with _seeded(context, request):
-        return summed_gradient(context, model, params, request, batch, _factors(list(clients.values()), request))
+        return summed_gradient(context, model, params, request, batch, factors)
 
 
 @handles_sum(LabelWeightedGradient)
@@ -348,6 +348,11 @@ def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
     return model, model.load_for_good(train=True)
 
 
+def _chain(context: ClientContext) -> ManualSGD | None:
+    """Return the model as a chain of layers with handwritten gradients; None if autograd computes the gradients."""
+    return manual_sgd_of(context) if is_plain(context.objective, "loss") else None
+
+
 def summed_gradient(
     shared: ClientContext,
     model: Model,
@@ -367,7 +372,7 @@ def summed_gradient(
         factors: The factor by which the loss of each sample is multiplied, shape (B,); None stands for 1.
     """
     task, size = shared.config.task, len(batch.y)
-    chain = shared.cached(manual_sgd_of) if factors is None and is_plain(shared.objective, "loss") else None
+    chain = shared.cached(_chain) if factors is None else None
     if chain is not None:
         mean, gradients = chain.gradient(params, batch)
         torch._foreach_mul_(gradients, size)

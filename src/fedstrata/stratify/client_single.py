@@ -19,7 +19,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles_hop, handles_relay
 from fedstrata.clients.training.augmenting import augmented
-from fedstrata.clients.training.sgd import SGD
+from fedstrata.clients.training.steps import SGD
 from fedstrata.clients.training.traced_sgd import TracedSGD
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Params, Reply, Weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -17,7 +18,6 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Weights
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.base import Method
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
 from fedstrata.stratify.batch import BatchMode, LRRule, rate
 from fedstrata.stratify.hybrid import HybridMode
@@ -118,7 +118,7 @@ class Stratify(Method):
         """Check that masking is possible, and that the settings fit the model and the mode."""
         check_masking(self.masking, config.strata)
         check_secure_batches(config, self.mode)
-        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
+        if config.training.batch_norm == "local" and config.model.has_batchnorm:
             problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "single":
@@ -194,7 +194,7 @@ class Stratify(Method):
             requests += allowed_sample_by_sample(window, self.chunk_size, rounds)
         return requests
 
-    @property
+    @cached_property
     def _batches(self) -> BatchMode:
         return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server, self._weighted)
 
@@ -203,7 +203,7 @@ class Stratify(Method):
         """Whether clients multiply losses by weights. With the schedule ``uncapped``, all weights are 1."""
         return self.label_weights and self.schedule != "uncapped"
 
-    @property
+    @cached_property
     def _mode(self) -> BatchMode | SingleMode | HybridMode:
         """The object that implements the chosen ``mode`` and trains the rounds."""
         singles = SingleMode(self.chunk_size, self.retain)

@@ -16,7 +16,6 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.allowed import Agreed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.messages import ALL, Steps, StepsReply
 from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
@@ -52,7 +51,7 @@ class SingleMode:
             most = MOST_CELLS // config.clients
             problem = f"is too large for this number of clients. Use at most {most}."
             raise SpecError("method.chunk_size", problem, self.chunk_size)
-        if has_batchnorm(config.model.module):
+        if config.model.has_batchnorm:
             raise SpecError("method.mode", "BatchNorm cannot normalise batches of one sample. Use 'batch'.", mode)
         if config.training.momentum > 0:
             problem = "in single-sample mode, clients cannot pass momentum on with the model. Use 0."

@@ -20,7 +20,7 @@ from fedstrata.clients.handlers.fit import weighted
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.local import LocalData
-from fedstrata.clients.training.sgd import SGD
+from fedstrata.clients.training.steps import SGD
 from fedstrata.federation.messages import (
     Extra,
     FitReply,

@@ -20,7 +20,7 @@ BUFFERS = "buffers"
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
     """Train on the client's samples for this round, and store the objective's new state."""
-    chosen, weights = np.arange(len(client)), starting_point(client, request)
+    weights, chosen = starting_point(client, request), np.arange(len(client))
     if request.keep < 1:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
     client.authorize_update(len(chosen))

@@ -45,10 +45,10 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 def compress(client: Client, request: Compress) -> CompressReply:
     """Return the gradient of the global model's mean loss on all samples, projected and, if requested, quantized."""
     client.authorize_release(len(client))
+    data, config = LocalData(client, np.arange(len(client))), client.context.config
+    task, whole = config.task, data.weight() or 1.0
     weights = starting_point(client, request)
-    flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
-    data, task = LocalData(client, np.arange(len(client))), client.context.config.task
-    whole = data.weight() or 1.0
+    flat = torch.zeros(sum(map(torch.numel, weights.params.values())))
     # train=False, so that gradients do not depend on the BatchNorm statistics of single batches.
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         leaves = list(params.values())
@@ -56,7 +56,6 @@ def compress(client: Client, request: Compress) -> CompressReply:
             loss = task.mean_loss(client.model(params, batch.x), batch.y) * (float(task.weights(batch.y).sum()) / whole)
             gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
             flat += torch.cat([g.reshape(-1) for g in gradient])
-    config = client.context.config
     values = project(flat, request.coordinates, config.seed).numpy()
     centres, codes = quantize(values, request.centres) if request.centres else (values, np.empty(0, dtype=np.uint8))
     return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), len(values))

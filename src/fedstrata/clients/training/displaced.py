@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedstrata.clients.training.sgd import Tensors
+from fedstrata.clients.training.steps import Tensors
 from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective

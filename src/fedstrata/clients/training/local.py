@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.base.inputs import Inputs, each, split
+from fedstrata.base.inputs import Inputs, each, selected, split
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -20,12 +20,11 @@ from fedstrata.clients.training.augmenting import augmented_batches
 from fedstrata.clients.training.devices import CPU, on_device, to_device
 from fedstrata.clients.training.displaced import BatchGradient, DisplacedGradient
 from fedstrata.clients.training.private import NoisyGradient, descend_privately, poisson_draws
-from fedstrata.clients.training.sgd import ManualSGD, Tensors
-from fedstrata.clients.training.steps import OPTIMIZER, steps_of
+from fedstrata.clients.training.sgd import ManualSGD
+from fedstrata.clients.training.steps import OPTIMIZER, Tensors, steps_of
 from fedstrata.data.tasks.base import Task
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
-from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained, is_plain
 
@@ -82,7 +81,7 @@ class LocalData:
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
         """Yield all samples once, in the order of ``chosen``, as batches of at most ``size`` samples."""
-        for begin in range(0, len(self), size):
+        for begin in range(0, self._size, size):
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
@@ -134,20 +133,8 @@ class LocalData:
         """
         where = torch.from_numpy(order)
         there = where.to(self.device)
-        if once and self._gathered is None:
-            x = self._read(self._indices[where])
-        else:
-            x = each(self._inputs(), lambda tensor: _in_order(tensor, there))
+        x = self._read(self._indices[where]) if once and self._gathered is None else selected(self._inputs(), there)
         return Batch(x, self.y.index_select(0, there))
-
-
-def _in_order(tensor: Tensor, where: Tensor) -> Tensor:
-    """Return the samples at some positions, in the memory format of ``tensor``."""
-    if tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.index_select(0, where)
-    # index_select alone would return the default memory format. Permute the axes before and after it to keep
-    # channels-last.
-    return tensor.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -209,7 +196,7 @@ class TrainingSetup:
             objective=objective,
             chain=context.cached(manual_sgd_of) if by_hand else None,
             trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
-            pairs=has_batchnorm(config.model.module),
+            pairs=config.model.has_batchnorm,
             prepares=not is_plain(objective, "client_prepare", "client_init"),
             corrects=not is_plain(objective, "correction"),
             displaces=not is_plain(objective, "displacement"),
@@ -227,30 +214,29 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    With ``optimizer_state = "keep"``, the optimiser's state is stored in the client's state.
-
     Args:
         client: The client.
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
         message: The message that the server sends for the objective.
-        objective: An objective without a state. Default: the objective of the context, with the state that the client
-            stores for it.
+        objective: An objective without a state. Default: the objective of the context, with the states that the client
+            stores for it and for its optimiser.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
     setup = shared.cached(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
-    keeps = training.optimizer_state == "keep" and objective is None
-    kept = client.state.get(OBJECTIVE) if objective is None else None
-    optimizer_state = client.state.get(OPTIMIZER) if keeps else None
+    state = client.state if objective is None else {}
+    kept, optimizer_state = state.get(OBJECTIVE), state.get(OPTIMIZER)
     if device != CPU:
         model = shared.cached(on_device).model
         weights, message, kept = to_device((weights, message, kept), device)
     counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
-    if setup.prepares:
-        context = _prepared(client, setup, model, weights, data, context)
+    if setup.prepares:  # the objective uses the samples without augmentation
+        with computing(training, device.type):
+            received = setup.objective.client_prepare(model, weights, data.in_order, message)
+            context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:
         if setup.chain is None or setup.corrects or setup.finishes:
             stack.enter_context(torch_seeded(client.seed, "layers", round, client.number, device))
@@ -264,25 +250,15 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         extra, kept = Extra(), context.kept
         if setup.finishes:
-            extra, kept = _final(client, setup, model, after, data, context, len(losses))
+            done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
+            with torch.no_grad(), computing(training, device.type):
+                extra, kept = setup.objective.client_final(done, context)
     if device != CPU:
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
-    if keeps and optimizer_state is not None:
+    if objective is None and optimizer_state is not None:
         client.state[OPTIMIZER] = optimizer_state
     mean_loss = float(torch.stack(losses).mean()) if losses and config.privacy.dp is None else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
-
-
-def _prepared(
-    client: Client, setup: TrainingSetup, model: Model, weights: Weights, data: LocalData, context: Context
-) -> Context:
-    """Return the context with the values that the objective computes before the first step.
-
-    The objective uses the client's samples without augmentation.
-    """
-    with computing(client.context.config.training, data.device.type):
-        received = setup.objective.client_prepare(model, weights, data.in_order, context.received)
-        return setup.objective.client_init(model, replace(context, received=received))
 
 
 def _take_steps(
@@ -306,8 +282,8 @@ def _take_steps(
     ``NoisyGradient``.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the new state of the optimiser. With
-        ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
+        The loss before each step, the number of sample-gradients, and the new state of the optimiser if it is kept.
+        With ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
     """
     config = client.context.config
     batches = data.shuffled(config.training, client.rng("batches", round), setup.pairs)
@@ -319,19 +295,6 @@ def _take_steps(
     if config.augment is not None:
         batches = augmented_batches(client, batches, round)
     return descend(context, config.training, batches, optimizer_state)
-
-
-def _final(
-    client: Client, setup: TrainingSetup, model: Model, after: Weights, data: LocalData, context: Context, steps: int
-) -> tuple[Extra, Tree]:
-    """Return the objective's message to the server and its new state, which the objective computes after training."""
-    done = Trained(after.params, steps, model, data.in_order, client.context.privacy.min_samples)
-    with ExitStack() as stack:
-        if setup.chain is not None:  # the model is not loaded, because handwritten gradients do not need the module
-            stack.enter_context(model.loaded(after.params, after.buffers, train=True))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(computing(client.context.config.training, data.device.type))
-        return setup.objective.client_final(done, context)
 
 
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
@@ -367,7 +330,7 @@ def _descend(
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the new state of the optimiser.
+        The loss before each step, the number of sample-gradients, and the new state of the optimiser if it is kept.
     """
     objective = setup.objective
     chain, losses, seen = setup.chain, list[Tensor](), 0
@@ -381,15 +344,13 @@ def _descend(
     trained = [params[name] for name in names]
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
-        if chain is not None:
-            return chain.gradient(params, batch)
         with computing(training, batch.y.device.type):
             loss = objective.loss(model, params, batch, context)
         # ``materialize_grads`` returns the gradient zero for parameters that the loss does not use, so that the
         # objective's correction and weight decay still apply to them.
         return loss.detach(), torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
 
-    of_batch: BatchGradient = loss_and_gradient
+    of_batch: BatchGradient = loss_and_gradient if chain is None else partial(chain.gradient, params)
     if training.accumulate > 1:
         of_batch = partial(
             accumulated, loss_and_gradient, size=training.batch_size, pairs=setup.pairs, task=context.task
@@ -401,10 +362,10 @@ def _descend(
     for batch in batches:
         loss, gradient = of_batch(batch)
         correction = objective.correction(params, context) if setup.corrects else None
-        steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
+        steps.step(trained, gradient, None if correction is None else list(map(correction.__getitem__, names)))
         losses.append(loss)
         seen += batch.y.shape[0] * objective.gradients_per_step
-    return losses, seen, steps.state()
+    return losses, seen, steps.state() if training.optimizer_state == "keep" else None
 
 
 def accumulated(

@@ -16,8 +16,7 @@ from torch.func import grad_and_value, vmap
 from fedstrata.base.inputs import Inputs, each
 from fedstrata.base.records import Tree
 from fedstrata.clients.client import Client
-from fedstrata.clients.training.sgd import Tensors
-from fedstrata.clients.training.steps import steps_of
+from fedstrata.clients.training.steps import Tensors, steps_of
 from fedstrata.federation.messages import Params
 from fedstrata.federation.settings import DPSGD, Training
 from fedstrata.models.model import Model
@@ -179,7 +178,7 @@ def descend_privately(
 
     Returns:
         The loss before each step, the expected total number of samples in all batches, and the new state of the
-        optimiser. The losses must not leave the client.
+        optimiser if it is kept. The losses must not leave the client.
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()
@@ -189,4 +188,5 @@ def descend_privately(
         correction = gradient.objective.correction(params, context)
         steps.step(values, noisy, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
-    return losses, int(len(losses) * gradient.expected), steps.state()
+    state = steps.state() if training.optimizer_state == "keep" else None
+    return losses, int(len(losses) * gradient.expected), state

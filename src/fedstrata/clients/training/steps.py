@@ -1,4 +1,4 @@
-"""Take steps of PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
+"""Take steps of SGD or of PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,72 @@ from torch import Tensor
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, decode, encode
-from fedstrata.clients.training.sgd import SGD, Tensors, corrected
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Params
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
 OPTIMIZER = "optimizer"
 """The key under which a client's state contains the state of its optimiser."""
+
+
+class SGD:
+    """SGD with momentum: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+
+    The gradient is g, and the correction is r. An instance keeps the velocity v, so all its steps must update the same
+    parameters w.
+
+    Args:
+        training: The settings, which contain the momentum μ, the weight decay λ, and the largest norm of g + r
+            (``clip``).
+        lr: The learning rate η.
+    """
+
+    def __init__(self, training: Training, lr: float) -> None:
+        self.training, self.lr = training, lr
+        self.velocity: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def step(self, params: Tensors, gradient: Tensors, correction: Tensors | None = None) -> None:
+        """Take one step, which changes the parameters in place.
+
+        Args:
+            params: The parameters w.
+            gradient: The gradient g, in the shapes of ``params``.
+            correction: The objective's correction r, in the shapes of ``params``, or None.
+        """
+        gradient = corrected(gradient, correction, self.training.clip)
+        if self.training.weight_decay:
+            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)
+        if self.training.momentum:
+            if self.velocity is None:
+                self.velocity = [g.clone() for g in gradient]
+            else:
+                torch._foreach_mul_(self.velocity, self.training.momentum)
+                torch._foreach_add_(self.velocity, gradient)
+            gradient = self.velocity
+        torch._foreach_add_(params, gradient, alpha=-self.lr)
+
+    def state(self) -> list[Tensor] | None:
+        """Return the velocity; None before the first step, or without momentum."""
+        return self.velocity
+
+
+def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None) -> Tensors:
+    """Return clip(g + r) for a gradient g and a correction r, without changing tensors in place.
+
+    Gradients must not change in place, because autograd may return the same tensor as the gradient of two parameters.
+    """
+    if correction is not None:
+        gradient = torch._foreach_add(gradient, correction)
+    return gradient if clip is None else clipped(gradient, clip)
+
+
+def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
+    """Return a gradient that is scaled down so that its norm over all tensors is at most ``limit``."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
+    shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
+    return list(torch._foreach_mul(gradient, shrinkage))
 
 
 class TorchSteps:
