@@ -362,7 +362,7 @@ def _descend(
     for batch in batches:
         loss, gradient = of_batch(batch)
         correction = objective.correction(params, context) if setup.corrects else None
-        steps.step(trained, gradient, None if correction is None else list(map(correction.__getitem__, names)))
+        steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
         losses.append(loss)
         seen += batch.y.shape[0] * objective.gradients_per_step
     return losses, seen, steps.state() if training.optimizer_state == "keep" else None
