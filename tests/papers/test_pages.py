@@ -262,7 +262,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 HEADLINES = {
     "stratify": ["confirmed", "partly", "confirmed", "partly"],
-    "fedstas": ["inconclusive", "contradicted", "contradicted"],
+    "fedstas": ["contradicted", "contradicted", "contradicted"],
     "fedssar": ["inconclusive", "contradicted"],
     "rebafl": ["confirmed", "inconclusive", "confirmed"],
 }

@@ -50,7 +50,7 @@ class SpecError(FedstrataError):
 
 
 class DataError(FedstrataError):
-    """A data set that is missing, cannot be read or has wrong content."""
+    """A data set that is missing, unreadable or invalid."""
 
 
 class WireError(FedstrataError):

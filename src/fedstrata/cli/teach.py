@@ -135,7 +135,7 @@ def explanations(word: str) -> list[dict[str, Any]]:
             of a key (``constant``). Dotted paths are also accepted.
 
     Returns:
-        A dict for each meaning. For a key, the dict contains ``key``, its ``section``, its meaning ``about``, its
+        A dict for each meaning. For a key, the dict contains ``key``, its ``section``, ``about`` (its meaning), its
         accepted values ``takes`` and its ``default``. The entry ``kinds`` lists the classes in the section that have
         the key; it is empty if all classes have the key. For a section or a class, ``key`` is empty, and ``has`` lists
         its keys.

@@ -218,7 +218,7 @@ class Unfitted:
         normalize: See ``from_arrays``.
         train: Training samples. For a table, these are the cells as numbers, shape (N, K), float64, with NaN for
             missing values. Arrays have the form in which a ``Dataset`` stores them.
-        test: Test samples, in the form of ``train``.
+        test: Test samples, in the same form as ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
         targets: The training targets, if sites also send statistics of the targets. The targets are then the last

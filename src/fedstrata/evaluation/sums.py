@@ -121,7 +121,7 @@ def confusion_of(predictions: Predictions) -> Ints:
 
 
 def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
-    """Add up confidences and correct predictions for each client and bin of confidence.
+    """Add up confidences and correct predictions for each client and confidence bin.
 
     Bin k of E bins, counted from 1, contains the samples with a confidence in ((k − 1) / E, k / E].
 

@@ -135,8 +135,8 @@ class Privacy(Setting):
         message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
             variates, and the prototypes of ReBaFL.
         largest: Largest number of samples that a client in secure sums may have. A client with more samples does not
-            answer. Default: the number of samples of the largest client. Sites with their own data need a value,
-            because the server does not know their numbers of samples.
+            answer. Default: the number of samples of the largest client. If sites use their own data, set a
+            value, because the server does not know their numbers of samples.
         parties: Smallest number of clients in a secure sum.
     """
 
@@ -232,7 +232,7 @@ class Training(Setting):
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for the operations
             that it considers safe. Parameters and updates stay float32. Stratify and FedTAN always train in float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
-            The last bits of results depend on the device.
+            Results on different devices can differ in their last bits.
     """
 
     later_settings = ("accumulate", "optimizer", "optimizer_state", "warmup")

@@ -1,4 +1,4 @@
-"""Train a model's head on the server, on a small set with equally many samples of each class (ReBaFL §3.3)."""
+"""Train a model's head on the server, on a small set with the same number of samples of each class (ReBaFL §3.3)."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Recipe(Method):
 
         Returns:
             A mapping from a setting's name in the method to a pair. The pair contains the choice that uses the setting
-            (such as ``objective``), and the setting's name in this choice.
+            (such as ``objective``), and the name that the setting has there.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {

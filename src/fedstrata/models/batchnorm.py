@@ -1,4 +1,4 @@
-"""BatchNorm with the statistics of a batch that has samples at several clients (Stratify, section III-E).
+"""BatchNorm with the statistics of a whole batch, whose samples are at several clients (Stratify, section III-E).
 
 Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
 forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂

@@ -302,11 +302,14 @@ def _margin(case: _Case) -> Judgement:
         return Judgement(case.claim, "not tested", f"{margins} points", command, measure)
     low, high = interval
     verdict: Verdict = "contradicted"
-    if any(low <= margin <= high for margin in published):
+    if inside := any(low <= margin <= high for margin in published):
         verdict = "inconclusive" if low <= 0 <= high else "confirmed"
     ours = f"Our mean margin is {difference_text(difference)} points"
-    one_more = f"the 95 % prediction interval for one more pair of runs is [{signed(low)}, {signed(high)}]"
-    return Judgement(case.claim, verdict, f"{margins} points. {ours}, and {one_more}", command, measure)
+    one_more = f"the 95 % prediction interval for one more pair of runs, [{signed(low)}, {signed(high)}], "
+    one_more += "contains the paper's margin" if inside else "does not contain the paper's margin"
+    text = f"{margins} points. {ours}, and {one_more}"
+    decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
+    return Judgement(case.claim, verdict, text, command, measure, decisive)
 
 
 def _gains(case: _Case) -> Judgement:

@@ -48,7 +48,7 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
 class ClientAccountant(RunAccountant):
     """An accountant that computes the ε of a client from the number of rounds in which the client could take part.
 
-    Without sampling, k rounds with the noise z are one Gaussian mechanism with the noise z / √k. The ε of this
+    Without sampling, k rounds with noise z are equivalent to one Gaussian mechanism with noise z / √k. The ε of this
     mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, ε is computed from the distribution of
     the privacy loss (Koskela et al. 2020), and is never too small.
 

@@ -251,7 +251,7 @@ class Match:
     """A request that may be answered.
 
     Args:
-        client: The client that is asked.
+        client: The client to which the request is addressed.
         request: The request as it arrived.
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.

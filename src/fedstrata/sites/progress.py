@@ -250,7 +250,7 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return the progress of a run (with a line about each site), or of one site's work in a run, as lines of text.
+    """Return lines of text about the progress of a run (one line for each site), or of one site's work in a run.
 
     Args:
         table: The progress, as the server or the site wrote it.

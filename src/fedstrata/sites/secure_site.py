@@ -142,7 +142,7 @@ class KeptSite(Site):
     def mask(
         self, begin: Begin, question: bytes, vector: Words, enough: bool, *, continues: bool = False
     ) -> MaskedVector:
-        """Return this site's masked vector, after the question is on the disk.
+        """Store the server's question on disk, and then return this site's masked vector.
 
         Raises:
             RefusedError: A check failed.
@@ -196,7 +196,7 @@ def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
     """Process a message which says that the server has unmasked a sum. The server may send this message several times.
 
     Args:
-        member: The site's part in secure sums.
+        member: The object that takes part in secure sums for this site.
         ack: The acknowledgement.
         store: The states of the site's clients.
         client: The site's client.
@@ -224,7 +224,7 @@ def about(message: object, member: Member) -> dict[str, Any]:
 
     Args:
         message: The request that the site answered, or the message about an unmasked sum.
-        member: The site's part in secure sums.
+        member: The object that takes part in secure sums for this site.
     """
     if isinstance(message, Masked) and isinstance(message.begin, Begin):
         return {"exchange": message.begin.exchange, "roster": message.begin.roster.hex()}

@@ -27,8 +27,8 @@ class Sums:
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    For the terms of a sum, the server waits for a shorter time than for a site's whole answer. A site that hangs
-    therefore does not delay the answers of all other sites.
+    The server waits less time for the terms of a sum than for a site's whole answer. A site that hangs therefore does
+    not delay the answers of all other sites.
 
     Args:
         patience: The number of seconds that a site has for its whole answer.

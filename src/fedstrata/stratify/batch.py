@@ -77,7 +77,7 @@ class BatchMode:
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return this mode for every round, and the range (0, 1), because all samples are used."""
+        """Return batch mode for every round, and the range (0, 1), which is the whole label schedule."""
         return self, ALL
 
     def scale(self, training: Training) -> float:

@@ -66,7 +66,7 @@ class Holders:
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """Return f_l, the number of samples of each label l that are trained in an epoch (Stratify §III-A).
+    """Return f_l, the number of samples of each label l that are used in an epoch (Stratify §III-A).
 
     Args:
         totals: The number of samples of each label, shape (P,).

@@ -82,7 +82,7 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    In this formula, g_i is the gradient for sample i, and C is the largest norm of a gradient after clipping. The noise
+    In this formula, g_i is the gradient for sample i, and C is the limit on the norm of each gradient. The noise
     is z times standard normal numbers ξ, and b is the expected number of samples in a step.
 
     Args:

@@ -30,7 +30,7 @@ class Targets:
 
     Args:
         train: The targets of the training samples, shape (N, …).
-        test: The targets of the test samples, in the form of ``train``.
+        test: The targets of the test samples, in the same form as ``train``.
         names: The name of each output of the model, such as the name of a class; empty if outputs have no names.
         outputs: The number of outputs of the model for a sample, a token or a pixel.
     """

@@ -14,7 +14,7 @@ def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowe
     """Wrap each request with a model into an ``Encoded`` request, in a list of allowed requests.
 
     Args:
-        allowed: The requests without encoding, as methods and samplers declare them.
+        allowed: The allowed requests before encoding, as methods and samplers declare them.
         communication: The codecs.
     """
     if communication.plain:

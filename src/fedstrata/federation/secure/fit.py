@@ -205,7 +205,7 @@ class Sums:
     Args:
         summands: The numbers that were summed.
         clients: Number of clients.
-        total: The weighted sum. Each weight is divided by its largest value.
+        total: The weighted sum. Each weight is divided by the largest value that it can take.
     """
 
     summands: Summands
