@@ -128,7 +128,9 @@ def _label_variance() -> Made:
     return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]
 
 
-@_reading("neyman-zero", "As an example, we take ten strata with ten clients each, orthogonal updates and ten draws. Then,")
+@_reading(
+    "neyman-zero", "As an example, we take ten strata with ten clients each, orthogonal updates and ten draws. Then,"
+)
 def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
