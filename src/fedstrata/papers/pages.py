@@ -44,8 +44,8 @@ grey differences are not significant. A thick line is the 95 % interval of one c
 wider than its thick lines, because all thin intervals of a claim hold together with 95 % confidence. *#C=1* means one
 class per client."""
 DOWNLOADS = (
-    f"The page [All claims]({CLAIMS}) also explains [how we judge]({CLAIMS}#how-we-judge). You can download the [claims]({CLAIMS_CSV}) "
-    f"and the [figures]({TABLES_CSV}) as CSV."
+    f"The page [All claims]({CLAIMS}) also explains [how we judge]({CLAIMS}#how-we-judge). "
+    f"You can download the [claims]({CLAIMS_CSV}) and the [figures]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
