@@ -262,8 +262,8 @@ def _less_variance() -> Made:
     variances = weight_variances()
     text = (
         f"{variances['strata']:.2e} with strata. Without strata, it is {variances['returning']:.2e} if clients are "
-        f"drawn with replacement (the paper's Eq. 10), and {variances['plain']:.2e} if they are drawn without replacement "
-        "(FedAvg)"
+        f"drawn with replacement (the paper's Eq. 10), and {variances['plain']:.2e} if they are drawn without "
+        "replacement (FedAvg)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 
