@@ -127,9 +127,11 @@ def test_a_claim_is_confirmed_wrongly_in_at_most_five_percent():
 @pytest.mark.parametrize(
     ("published", "steps", "verdict"),
     [
-        # 1.2 ± 4.3027 · 0.34641 · √(4/3): from −0.52 to 2.92, which contains 0.
-        ([2.9], WEAK, "inconclusive"),
+        # Prediction: 1.2 ± 4.3027 · 0.34641 · √(4/3): from −0.52 to 2.92. Mean: 1.2 ± 0.86, which leaves out 0.
+        ([2.9], WEAK, "confirmed"),
         ([3.0], WEAK, "contradicted"),
+        # Prediction: from −34.7 to 37.3, and the mean is 1.3 ± 25.5.
+        ([2.9], (-6.0, 12.0, -2.0), "inconclusive"),
         ([3.0, -0.5], WEAK, "inconclusive"),  # two readings of one number
         # 1.1667 ± 4.3027 · 0.28868 · √(4/3) = from −0.268 to 2.601; ten points more: from 9.73 to 12.60.
         ([12.5], [step + 10 for step in CLEAR], "confirmed"),
@@ -399,7 +401,10 @@ def ideal(claim: Claim) -> dict[str, dict]:
         curve = [90.0] * rounds if best else [float(10 + 10 * (i % 2)) for i in range(rounds - 1)] + [30.0]
         reached = curve[-1]
         if claim.kind == "margin" and best:
-            reached = 30.0 + claim.about["published"][0]
+            # Two readings of a number hold if the differences spread so far that another one could be either.
+            ends = claim.about["published"]
+            steps = np.linspace(min(ends), max(ends), len(table.seeds))
+            reached = 30.0 + float(steps[list(table.seeds).index(cell.seed)])
         if claim.kind == "gains" and cell.column != claim.about["columns"][0]:
             reached = 30.0
         figures = dict.fromkeys(("final", "last10", "best", "mean"), reached)

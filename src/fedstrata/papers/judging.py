@@ -218,11 +218,15 @@ class _Case:
             )
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
-    def accuracies(self, texts: tuple[str, str], places: Sequence[tuple[Place, Place]]) -> Judgement:
-        """Judge accuracies by the table's metric. Add the verdict by another metric if the verdicts are different."""
+    def by_metrics(self, judge: Callable[[str], Judgement]) -> Judgement:
+        """Judge accuracies by the table's metric. Add the verdict by another metric if the verdicts are different.
+
+        Args:
+            judge: A function that takes a key of ``METRICS``, and judges the claim by this metric.
+        """
         metric = self.table.metric
         other_metric = "last10" if metric == "final" else "final"
-        judgement, other = (self.judged(texts, places, each) for each in (metric, other_metric))
+        judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
         more = f"With the {METRICS[other_metric]} instead of the {METRICS[metric]}, the verdict would be "
@@ -272,7 +276,7 @@ def _counted(differences: Sequence[Difference], wanted: Order, within: float) ->
 def _above(case: _Case) -> Judgement:
     """Judge whether a row is above the other rows in all columns, or at most ``within`` points below them."""
     texts = f"{case.instead}, the accuracy changes by", f"We compare the accuracies of {case.both}."
-    return case.accuracies(texts, case.places())
+    return case.by_metrics(lambda metric: case.judged(texts, case.places(), metric))
 
 
 def _near(case: _Case) -> Judgement:
@@ -284,44 +288,53 @@ def _near(case: _Case) -> Judgement:
         f"Compared with `{reference}`, the accuracy of `{row}` changes by",
         f"We compare the accuracy of `{row}` with its accuracy with `{reference}`.",
     )
-    return case.accuracies(texts, places)
+    return case.by_metrics(lambda metric: case.judged(texts, places, metric))
 
 
 def _margin(case: _Case) -> Judgement:
     """Judge whether a published margin between two rows lies in our 95 % prediction interval for one more pair of runs.
 
     A paper may leave open what its number means, so ``published`` can contain several margins. If all of them lie
-    outside the interval, the claim is contradicted. Otherwise it is confirmed, unless the interval contains 0.
+    outside the interval, the claim is contradicted. If all of them lie inside, and the interval of our mean margin does
+    not contain 0, the claim is confirmed.
     """
     ((mine, theirs),) = case.places()
-    sides = (over_seeds(case.cells, *place, case.table.metric) for place in (mine, theirs))
-    difference, published = compared(*sides), [float(margin) for margin in case.about["published"]]
+    published = [float(margin) for margin in case.about["published"]]
     margins = " or ".join(map(signed, published))
     measure, command = f"The paper's margin of `{mine[0]}` over `{theirs[0]}` is", f"fedstrata reproduce {case.name}"
-    if (interval := predicted_margin(difference)) is None:
-        return Judgement(case.claim, "not tested", f"{margins} points", command, measure)
-    low, high = interval
-    verdict: Verdict = "contradicted"
-    if inside := any(low <= margin <= high for margin in published):
-        verdict = "inconclusive" if low <= 0 <= high else "confirmed"
-    ours = f"Our mean margin is {difference_text(difference)} points"
-    one_more = f"the 95 % prediction interval for one more pair of runs, [{signed(low)}, {signed(high)}], "
-    one_more += "contains the paper's margin" if inside else "does not contain the paper's margin"
-    text = f"{margins} points. {ours}, and {one_more}"
-    decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
-    return Judgement(case.claim, verdict, text, command, measure, decisive)
+
+    def judge(metric: str) -> Judgement:
+        difference = compared(*(over_seeds(case.cells, *place, metric) for place in (mine, theirs)))
+        if (interval := predicted_margin(difference)) is None:
+            return Judgement(case.claim, "not tested", f"{margins} points", command, measure)
+        low, high = interval
+        inside = [low <= margin <= high for margin in published]
+        verdict: Verdict = "inconclusive" if any(inside) else "contradicted"
+        if all(inside) and difference.order() in ("above", "below"):
+            verdict = "confirmed"
+        one_more = f"the 95 % prediction interval for one more pair of runs, [{signed(low)}, {signed(high)}], "
+        one_more += "contains the paper's margin" if any(inside) else "does not contain the paper's margin"
+        text = f"{margins} points. Our mean margin is {difference_text(difference)} points, and {one_more}"
+        decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
+        return Judgement(case.claim, verdict, text, command, measure, decisive)
+
+    return case.by_metrics(judge)
 
 
 def _gains(case: _Case) -> Judgement:
     """Judge whether a row gains more accuracy over another row in the first of two columns than in the second."""
     more, less = case.columns
-    gains = []
-    for column in (more, less):
-        mine, theirs = (over_seeds(case.cells, row, column, case.table.metric) for row in (case.row, *case.others))
-        gains.append({seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()})
-    difference = compared(*gains)
     text = f"The gain of `{case.row}` over {case.other} with `{more}`, minus the gain with `{less}`, is"
-    return case.judgement((text, text), [Comparison(more, less, difference, difference)])
+
+    def judge(metric: str) -> Judgement:
+        gains = []
+        for column in (more, less):
+            mine, theirs = (over_seeds(case.cells, row, column, metric) for row in (case.row, *case.others))
+            gains.append({seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()})
+        difference = compared(*gains)
+        return case.judgement((text, text), [Comparison(more, less, difference, difference)])
+
+    return case.by_metrics(judge)
 
 
 MEASURES = {"train_loss": "training loss of the last 10 rounds", "diversity": "mean diversity Λ of the local models"}
