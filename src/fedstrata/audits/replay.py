@@ -86,8 +86,8 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = "cannot be repeated, because other clients sent prototypes than in the run. Use the same data and the "
-        problem += "same version of fedstrata as in the run."
+        problem = "cannot be repeated, because other clients sent prototypes than in the run. Use the same data and "
+        problem += "the same version of fedstrata as in the run."
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} {problem}")
     return sent
 

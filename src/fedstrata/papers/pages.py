@@ -44,8 +44,8 @@ grey differences are not significant. A thick line is the 95 % interval of one c
 wider than its thick lines, because all thin intervals of a claim hold together with 95 % confidence. *#C=1* means one
 class per client."""
 DOWNLOADS = (
-    f"The page [All claims]({CLAIMS}) also explains [how we judge]({CLAIMS}#how-we-judge). You can download the [claims]({CLAIMS_CSV}) "
-    f"and the [figures]({TABLES_CSV}) as CSV."
+    f"The page [All claims]({CLAIMS}) also explains [how we judge]({CLAIMS}#how-we-judge). "
+    f"You can download the [claims]({CLAIMS_CSV}) and the [figures]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
@@ -325,7 +325,9 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
     """Return the page of a paper: its claims, its tables, and how our experiments differ from its experiments."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
-    counts = f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."
+    counts = (
+        f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."
+    )
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
     shown = [each for each in of_paper if each.decisive or each.verdict not in UNTESTED]
     computed = [each for each in shown if each.claim.kind == "reading"]

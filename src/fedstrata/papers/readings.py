@@ -128,7 +128,9 @@ def _label_variance() -> Made:
     return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]
 
 
-@_reading("neyman-zero", "As an example, we take ten strata with ten clients each, orthogonal updates and ten draws. Then,")
+@_reading(
+    "neyman-zero", "As an example, we take ten strata with ten clients each, orthogonal updates and ten draws. Then,"
+)
 def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
@@ -259,9 +261,9 @@ def _weight_variance() -> Made:
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
-        f"{variances['strata']:.2e} with strata. Without strata, it is {variances['returning']:.2e} if clients are drawn "
-        f"with replacement (the paper's Eq. 10), and {variances['plain']:.2e} if they are drawn without replacement "
-        "(FedAvg)"
+        f"{variances['strata']:.2e} with strata. Without strata, it is {variances['returning']:.2e} if clients are "
+        f"drawn with replacement (the paper's Eq. 10), and {variances['plain']:.2e} if they are drawn without "
+        "replacement (FedAvg)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 

@@ -66,7 +66,7 @@ class JobSpec:
         clients: The number of clients.
         sites: The name of each client's site in a deployment. If ``sites`` is empty, clients are divided among the
             connected sites.
-        own_data: Whether sites have their own data. If not, the spec's partition divides the spec's data set among them.
+        own_data: Whether sites have their own data. If not, the spec's partition divides the spec's data set.
         patience: The number of seconds within which a site must answer.
         direct: Whether a model that clients train in turn goes from site to site instead of through the server.
         least: The smallest number of sites that must answer.

@@ -387,7 +387,7 @@ def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.B
 
 
 def _member(site_server: SiteServer, begin: wire.Begin, job: str, config: FederationConfig) -> Member:
-    """Return the object that takes part in secure sums for a site. The module with the protocol needs the extra ``secure``."""
+    """Return the object that takes part in secure sums for a site. Its module needs the extra ``secure``."""
     from fedstrata.sites.secure_site import ANSWERED, member_of
 
     if site_server.credentials is None:
