@@ -161,7 +161,10 @@ def add_sweep(commands: Commands) -> None:
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
     help = "find the best settings by grid or search, on validation samples"
-    more = "The best settings have the best value of evaluation.primary on validation samples (evaluation.validation)."
+    more = (
+        "The best settings have the best value of evaluation.primary on validation samples (evaluation.validation). "
+        "The exit code is 3 if at least one run broke down; see 'fedstrata run --help'."
+    )
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)

@@ -107,7 +107,8 @@ def add_compare(commands: Commands) -> None:
     help = "compare methods over several seeds, and write a table and a report"
     more = (
         "To continue an interrupted comparison, repeat the command with the same --out DIR. Each run then continues "
-        "from its last checkpoint (evaluation.checkpoint_every)."
+        "from its last checkpoint (evaluation.checkpoint_every). The exit code is 3 if at least one run broke down; "
+        "see 'fedstrata run --help'."
     )
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
     parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
