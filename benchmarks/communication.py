@@ -8,7 +8,7 @@ A cell is a combination of a method and a codec. ``run`` skips the cells that ar
 it can be stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page and
 the file ``compression-targets.csv`` beside the page. ``speed`` measures the time of the codecs.
 
-MNIST: each class is divided among 100 clients by Dirichlet(0.01), and the model is an MLP with layers 784-200-10.
+MNIST: each class is divided among 100 clients by Dirichlet(0.01), and the model is an MLP with layers 784-200-100-10.
 Baselines invite 10 clients per round. Stratify has batches of 400 samples. ``stratify, dense`` has short rounds of
 4,000 samples, so that the curve also has points at few bytes. Fashion-MNIST: 20 clients of two classes each, half of
 them away in every round.

@@ -482,6 +482,8 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines = [
         "# ReBaFL's experiments",
         "",
+        "Earlier runs; the page [ReBaFL](../../docs/results/rebafl.md) has the current figures.",
+        "",
         "Written by `benchmarks/rebafl_tables.py`. Top-1 test accuracy in percent, mean ± standard deviation over",
         "seeds where there are several. *Stability* is the standard deviation over a run's last 20 rounds, Λ the mean",
         "squared distance of a client's model from the clients' mean (Eq. 24), averaged over the rounds. An unfinished",
