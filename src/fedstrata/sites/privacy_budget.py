@@ -45,14 +45,17 @@ class Spending:
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """Return the divergence of each job, for each of ``ORDERS``.
+        """Return the largest divergence over all clients of each job, for each of ``ORDERS``.
 
-        The divergences of all clients are added up, because they may have the same samples: a site with a new kit can
-        be another client of the same job.
+        In a job, clients have different samples, so only the largest divergence counts. This divergence is bounded for
+        each order.
         """
+        clients: dict[tuple[str, ClientId], NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
+        for (job, client, noise, rate), count in self.steps.items():
+            clients[job, client] += count * divergences(noise, rate)
         jobs: dict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
-        for (job, _, noise, rate), count in self.steps.items():
-            jobs[job] += count * divergences(noise, rate)
+        for (job, _), divergence in clients.items():
+            jobs[job] = np.maximum(jobs[job], divergence)
         return jobs
 
     def total(self) -> NDArray[np.float64]:
@@ -162,11 +165,16 @@ class PrivacyBudget:
         return float(epsilon)
 
     def _epsilon_of_job(self, spending: Spending, job: str) -> float:
-        """Return the ε of a job by privacy loss distributions."""
-        library = dp_accounting()
-        accountant = library.pld.PLDAccountant()
-        for (name, _, noise, rate), count in spending.steps.items():
+        """Return the largest ε of the clients of a job, by privacy loss distributions."""
+        library, clients = dp_accounting(), defaultdict[ClientId, list[Any]](list)
+        for (name, client, noise, rate), count in spending.steps.items():
             if name == job:
                 step = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
-                accountant.compose(library.SelfComposedDpEvent(step, count))
-        return float(accountant.get_epsilon(self._delta))
+                clients[client].append(library.SelfComposedDpEvent(step, count))
+        epsilons = []
+        for events in clients.values():
+            accountant = library.pld.PLDAccountant()
+            for event in events:
+                accountant.compose(event)
+            epsilons.append(float(accountant.get_epsilon(self._delta)))
+        return max(epsilons)
