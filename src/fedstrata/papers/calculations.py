@@ -235,13 +235,16 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
     return [round(float(use), 2) for use in (held - unused) / held]
 
 
-def transfers(spec: Experiment, chunk_sizes: Sequence[int], **options: Any) -> list[float]:
+def transfers(
+    spec: Experiment, chunk_sizes: Sequence[int], *, weighted: bool = False, retain: float = 0.5
+) -> list[float]:
     """Return the transfers of the model per sample in an epoch of Stratify's single-sample mode, without training.
 
     Args:
         spec: An experiment with Stratify.
         chunk_sizes: The chunk sizes to compare.
-        options: Arguments of ``Roster`` and ``Route``: ``weighted`` and ``retain``.
+        weighted: Whether clients are drawn in proportion to their numbers of samples of a label.
+        retain: The fraction of the clients with a label that are considered for the label.
 
     Returns:
         The number of transfers per sample for each chunk size.
@@ -257,8 +260,8 @@ def transfers(spec: Experiment, chunk_sizes: Sequence[int], **options: Any) -> l
     result = []
     for chunk_size in chunk_sizes:
         wanted = schedule(counts.sum(axis=0), federation.rng("schedule"))
-        roster = Roster(federation, holders, weighted=options.get("weighted", False))
-        route = Route(roster, wanted, chunk_size=chunk_size, retain=options.get("retain", 0.5))
+        roster = Roster(federation, holders, weighted=weighted)
+        route = Route(roster, wanted, chunk_size=chunk_size, retain=retain)
         result.append(_walk(route, counts.copy()) / len(wanted))
     return result
 
