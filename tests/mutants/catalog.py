@@ -234,9 +234,7 @@ MUTANTS = [
     factors("sums instead of means", "row / numbers.weight.largest}", "row}"),
     factors("a vector of one client", "self.ring.decode(words, 1)", "self.ring.decode(words * 2, 1)"),
     compression("a second sum over fewer clients", "second.ring, continues=True", "second.ring", CODECS),
-    masked(
-        "an error without rounding", "remember_sent(client, before, inner, form.sent(words, reply))", "pass", CODECS
-    ),
+    masked("an error without rounding", "second.remember(client, form.sent(words, second.reply))", "pass", CODECS),
     opening("a lost site between two sums", "elif self._only not in (None, self.contributors):", "elif False:"),
     site("another set than before", "same = current.only in (None, sorted(present))", "same = True"),
     site("a vote of any sum", "members, only=only), None", "members, only=only), self._last_vote"),

@@ -7,8 +7,7 @@ encodes the update in its reply, and stores the encoding error.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -120,6 +119,44 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     """Return the client's term of the second sum, and the reply that it computed for the first sum."""
+    second = second_term(client, request)
+    second.remember(client, second.payload)
+    return second.reply
+
+
+@dataclass(frozen=True)
+class SecondTerm:
+    """A client's answer to the request for the second sum, before the client stores its encoding error.
+
+    Args:
+        pending: What the client stored when it answered the request for the first sum.
+        frame: The factors P.
+        payload: The client's term of the second sum.
+        reply: The reply to the server.
+    """
+
+    pending: Pending
+    frame: Payload
+    payload: Payload
+    reply: EncodedReply
+
+    def remember(self, client: Client, sent: Payload) -> None:
+        """Make the client's new state valid, with the encoding error of the change that the server decodes.
+
+        Args:
+            client: The client.
+            sent: The client's term as the server receives it. In a secure sum, it is rounded.
+        """
+        codec, pending = client.context.communication.up, self.pending
+        assert isinstance(codec, PowerSGD)
+        client.state = dict(pending.state)
+        if pending.reply.has_update():
+            decoded = codec.decode(with_frame(sent, self.frame), pending.change)
+            _remember(client, pending.round, pending.change, decoded)
+
+
+def second_term(client: Client, request: Coefficients) -> SecondTerm:
+    """Compute the client's answer to the request for the second sum, without a change of the client's state."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
         problem = f"did not answer the first of the two requests of exchange {request.exchange}"
@@ -128,30 +165,8 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
     payload = codec.coefficients(change, frame)
-    client.state = dict(pending.state)
-    _remember_second(client, pending, codec, with_frame(payload, frame))
-    return EncodedReply(pending.reply, pack(payload, codec.forms_of_coefficients(change)))
-
-
-def remember_sent(client: Client, before: Mapping[str, Tree], request: Coefficients, sent: Payload) -> None:
-    """Store the encoding error of an update in a secure sum, which also rounds the second factor.
-
-    Args:
-        client: The client, with its state after its answer to the request.
-        before: The client's state before its answer.
-        request: The request for the second sum.
-        sent: The client's term of the second sum, after rounding.
-    """
-    pending, codec = before[PENDING], client.context.communication.up
-    assert isinstance(pending, Pending)
-    assert isinstance(codec, PowerSGD)
-    frame = unpack(request.frame, codec.forms_of_frame(pending.change))
-    _remember_second(client, pending, codec, with_frame(sent, frame))
-
-
-def _remember_second(client: Client, pending: Pending, codec: PowerSGD, payload: Payload) -> None:
-    if pending.reply.has_update():
-        _remember(client, pending.round, pending.change, codec.decode(payload, pending.change))
+    packed = pack(payload, codec.forms_of_coefficients(change))
+    return SecondTerm(pending, frame, payload, EncodedReply(pending.reply, packed))
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:

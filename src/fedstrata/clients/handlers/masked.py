@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.records import Message
 from fedstrata.clients.client import Client, ClientContext
-from fedstrata.clients.handlers.encoded import remember_sent
+from fedstrata.clients.handlers.encoded import second_term
 from fedstrata.clients.handling import handles
-from fedstrata.federation.communication.messages import Coefficients, EncodedReply
+from fedstrata.federation.communication.messages import Coefficients
 from fedstrata.federation.secure.factors import SecondForm, with_codec
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.federation.secure.requests import Dealt, Masked, MaskedReply, SiteStep, Step, StepReply, reply_of
@@ -31,14 +31,16 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     form = client.context.cached(forms).get(type(inner))
     if form is None:
         raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
-    reply = client.context.handlers.alone[type(inner)](client, inner)
-    words = form.encode(inner, reply, client.number)
-    if form.ring.noise:
-        words = form.ring.add_noise(words, client.rng("noise share", request.round))
     if continues := isinstance(form, SecondForm):
         assert isinstance(inner, Coefficients)
-        assert isinstance(reply, EncodedReply)
-        remember_sent(client, before, inner, form.sent(words, reply))
+        second = second_term(client, inner)
+        words = form.encode(inner, second.reply, client.number)
+        second.remember(client, form.sent(words, second.reply))
+    else:
+        reply = client.context.handlers.alone[type(inner)](client, inner)
+        words = form.encode(inner, reply, client.number)
+    if form.ring.noise:
+        words = form.ring.add_noise(words, client.rng("noise share", request.round))
     site = client.context.member
     if not isinstance(request.begin, Begin):
         if site is not None:

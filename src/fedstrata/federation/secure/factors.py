@@ -111,10 +111,10 @@ class SecondForm(ModelForm):
 
         If the client's weight is 0, return the factors of the reply.
         """
-        term = self._term(reply)
-        weight = self._update.weight.of(term.reply)
+        assert reply.reply is not None
+        weight = self._update.weight.of(reply.reply)
         if not weight:
-            return term.payload
+            return unpack(reply.payload, self._forms)
         summed = self.payload(self.ring.decode(words, 1))
         return {
             name: {part: (tensor / weight).float() for part, tensor in parts.items()} for name, parts in summed.items()
