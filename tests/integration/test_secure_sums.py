@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from secure_methods import METHOD_CASES, NEEDS_REPLIES
 from task_cases import CASES as TASKS
 from task_cases import prepared_of
 
@@ -22,7 +23,6 @@ from fedstrata.base import records
 from fedstrata.base.errors import SpecError
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.secure.requests import MaskedReply
-from fedstrata.methods.base import METHODS
 from fedstrata.sites.disclosure import declaration_of
 
 pytest.importorskip("cryptography")
@@ -127,33 +127,6 @@ def test_results_differ_from_plain_sums_by_rounding(case: str) -> None:
         assert one.get("epsilon") == other.get("epsilon")
         assert other["bytes_up"] > one["bytes_up"]
 
-
-NEEDS_REPLIES = {
-    "fedsts": "groups clients by their gradients",
-    "fedstas": "groups clients by their gradients",
-    "fedssar": "groups clients by their models",
-    "clustered": "groups clients by their numbers of samples or updates",
-    "power-of-choice": "compares the losses of individual clients",
-    "fedentopt": "asks each client for its label counts",
-    "fedgs": "asks each client for its label counts",
-    "sfl": "sends the model from client to client",
-    "fedtan": "adds up statistics between clients in the middle of a step",
-    "ccvr": "asks each client for the moments of its features",
-    **dict.fromkeys(("fedau", "mifa", "fedawe", "fedvarp"), "stores values of individual clients"),
-}
-"""The methods that need individual replies, and the reason in the error."""
-
-METHOD_SETTINGS: dict[str, dict[str, Any]] = {
-    "fedsampling": {"method": {"name": "fedsampling", "samples": 500, "reuse": False}},
-    "fedavg-ft": {"partition": {"name": "classes", "clients": 8, "per_client": 3, "size": 60}},
-}
-"""Sections with which a method has secure sums for eight clients."""
-
-
-METHOD_CASES = {
-    name: METHOD_SETTINGS.get(name, {"method": name}) for name in METHODS if name not in (*NEEDS_REPLIES, "stratify")
-}
-"""The sections of the spec of each method that needs only the sums of a round."""
 
 FEW = ("scaffold", "rebafl", "fedsampling")
 """Methods in quick tests: their clients have states, send messages, or answer two requests."""

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("cryptography")
 
+from secure_methods import METHOD_CASES
 from secure_sites import Deployment, Malicious, peers, spec, without
 from secure_world import authority
 from site_engine import make_site_engine
@@ -70,9 +71,24 @@ def test_a_run_over_sites_has_the_model_of_a_simulation(sites: int, tmp_path: Pa
             assert one[name] == other[name]
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddyn", "rebafl", "fednova", "fedexp", "fedrep"])
+FEW = ("scaffold", "feddyn", "rebafl", "fednova", "fedexp", "fedrep")
+"""Methods in quick tests: their clients have states or send messages, or the server needs other sums."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in FEW else pytest.param(name, marks=pytest.mark.long)
+        for name in METHOD_CASES
+        if name not in ("fedavg", "fedsampling")
+    ],
+)
 def test_other_methods_over_sites_have_the_model_of_a_simulation(method: str, tmp_path: Path) -> None:
-    made = spec(4, method=method, training={"momentum": 0.0, "optimizer_state": "reset"})
+    sections: dict[str, Any] = {"method": method, "training": {"momentum": 0.0, "optimizer_state": "reset"}}
+    if method == "fedavg-ft":  # the server fine-tunes on samples of its own
+        sections["method"] = {"name": method, "per_class": 5}
+        sections["partition"] = {"name": "classes", "clients": 4, "per_client": 3, "size": 45}
+    made = spec(4, **sections)
     assert same(Deployment(made, tmp_path).run(), fs.run(made))
 
 

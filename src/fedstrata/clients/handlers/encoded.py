@@ -129,7 +129,7 @@ class SecondTerm:
     """A client's answer to the request for the second sum, before the client stores its encoding error.
 
     Args:
-        pending: What the client stored when it answered the request for the first sum.
+        pending: The data that the client stored when it answered the request for the first sum.
         frame: The factors P.
         payload: The client's term of the second sum.
         reply: The reply to the server.
