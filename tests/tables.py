@@ -83,7 +83,7 @@ CONFORMANCE = """\
 # Conformance of engines
 
 This page shows that all engines handle the same requests in the same way, and can train any model. An *engine* decides
-where clients run. `python tests/tables.py` runs the tests and writes this page.
+where clients run. `python tests/tables.py` runs the tests, and writes this page.
 
 ## The same cases on each engine
 
@@ -92,12 +92,12 @@ where clients run. `python tests/tables.py` runs the tests and writes this page.
 | local | this process |
 | workers | worker processes of this machine |
 | ray | actors of a Ray cluster |
-| sites | sites of NVFlare in one process; messages are bytes, as in a deployment |
+| sites | sites of NVFlare in one process; messages are bytes |
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | sites of NVFlare, whose messages to each other pass through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. Only real sites can hang or die without ending
-the test, and only messages to real sites can be damaged on their way. The table gives the fault in brackets.
+If a row does not name an engine, the case cannot happen on this engine. For example, only real sites can hang. The
+table gives the fault in brackets.
 
 :::{dropdown} All cases
 """
@@ -118,8 +118,8 @@ for a test that passed:
 | R | Ray gives the same bytes as the local engine |
 | N | real processes of NVFlare give the same bytes as the local engine |
 
-Letters in brackets mean that the method refuses the model before the first round; the reason is below the table.
-The tests R and N use one method of each kind. The tests F and A leave out models with random numbers or buffers.
+If a letter is in brackets, the method refuses the model before the first round. The tests R and N use one method of
+each kind. The tests F and A leave out models with random numbers or buffers.
 
 :::{dropdown} All models and methods
 """
