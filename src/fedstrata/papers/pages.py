@@ -40,18 +40,15 @@ ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
 The figure shows differences in accuracy. Blue differences are as claimed, orange differences are the opposite, and
-grey differences are not significant. A thick line is the 95 % interval of one comparison. The thin lines of a claim are
-wider than its thick lines, because all thin intervals of a claim hold together with 95 % confidence. *#C=1* means one
-class per client."""
+grey differences are not significant. A thick line is the 95 % interval of one comparison. All thin intervals of a claim
+hold together with 95 % confidence. *#C=1* means one class per client."""
 DOWNLOADS = (
-    f"The page [All claims]({CLAIMS}) also explains [how we judge]({CLAIMS}#how-we-judge). "
-    f"You can download the [claims]({CLAIMS_CSV}) and the [figures]({TABLES_CSV}) as CSV."
+    f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
+    f"Download the [claims]({CLAIMS_CSV}) and the [figures]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
 Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. The intervals in the tables are not corrected for several comparisons, and do not decide verdicts. The
-intervals of claims can be corrected and therefore wider, so they can contain 0 even if the interval in the table does
-not. Rows with fewer than {MIN_SEEDS} seeds are not shown.
+baseline. The intervals are not corrected for several comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
 """
 
 
@@ -337,8 +334,6 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
             "",
             "## Computed without training",
             "",
-            "We computed these results from the papers' formulas and algorithms.",
-            "",
             *_claims(computed),
         ]
     tables_shown, waiting = [], []
@@ -356,8 +351,8 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
     lines += ["", differences.strip()]
     if waiting:
-        where = f"The results of unfinished tables are only in [{TABLES_CSV}]({TABLES_CSV})"
-        lines += ["", f"{where}. Unfinished tables, with their missing runs: {', '.join(waiting)}."]
+        where = f"[{TABLES_CSV}]({TABLES_CSV})"
+        lines += ["", f"Unfinished tables (with their missing runs) are only in {where}: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 

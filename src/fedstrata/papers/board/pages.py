@@ -24,8 +24,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the summary."""
 QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
 INTERVALS = (
-    "Intervals of differences are not corrected for the number of methods. P-values are corrected by Holm's method. An "
-    "interval can therefore exclude 0 although p is at least 0.05. Only p decides which differences are significant."
+    "Only the p-values decide which differences are significant, because they are corrected by Holm's method. The "
+    "intervals of differences are not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
 """How to read the intervals and the p-values of the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -119,7 +119,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
         return "This page will rank the methods. No method has finished all seeds yet."
     hours = sum(outcome.hours for each in shown for outcome in each.outcomes.values())
     return (
-        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page has "
+        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page compares "
         f"{complete} tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired "
         f"seeds per method. All runs together took {duration(hours)} on one core.\n\n{INTERVALS}"
     )
@@ -256,16 +256,16 @@ def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
 
 
 def _entries(protocol: Protocol) -> dict[str, Any]:
-    """Return the numbers of entries and columns of the protocol, and a list of the compositions with their parts."""
-    methods, lines = [*METHODS], []
+    """Return the numbers of entries and columns of the protocol, and a table of the compositions with their parts."""
+    methods, rows = [*METHODS], []
     for name, method in protocol.compositions.items():
         parts = [f"{choice.replace('_', ' ')} `{method[choice]}`" for choice in CHOICES if choice in method]
-        lines.append(f"- `{name}`: {', '.join(parts)}")
+        rows.append([f"`{name}`", ", ".join(parts)])
     return {
-        "entries": len(methods) + len(lines),
+        "entries": len(methods) + len(rows),
         "methods": len(methods),
-        "combined": len(lines),
-        "compositions": "\n".join(lines),
+        "combined": len(rows),
+        "compositions": markdown_table(["composition", "parts"], rows, left=2).rstrip(),
         "columns": len(protocol.partitions) * len(protocol.availabilities),
         "more": len(protocol.more),
     }
