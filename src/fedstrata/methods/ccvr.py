@@ -44,9 +44,8 @@ class CCVR(Recipe, HeadTuning):
 
     Args:
         per_class: Number of virtual features of each class.
-        every: Number of rounds between two calibrations. Other rounds are evaluated without calibration. Default: the
-            server calibrates only after the last round.
-        steps: Number of gradient steps per calibration. Each step uses all virtual features.
+        every: Number of rounds between two calibrations. Default: the server calibrates only after the last round.
+        steps: Number of gradient steps per calibration.
         lr: Learning rate with which the server calibrates the head.
     """
 

@@ -121,8 +121,7 @@ class Restricted(Calibrated):
     Local training then changes the head's parameters for these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg. With 0, the
-            head's parameters for these classes do not change.
+        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -142,8 +141,8 @@ class LogitMargins(CountsIdle, Calibrated):
 
     Args:
         tau: Factor τ of the margin. With 0, logits are unchanged.
-        missing: Treatment of classes that the client lacks. ``excluded`` leaves these classes out of the softmax.
-            ``one`` gives these classes the margin τ, as if the client had one sample of each.
+        missing: Treatment of classes that the client lacks. ``excluded``: not in the softmax. ``one``: as if the client
+            had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0

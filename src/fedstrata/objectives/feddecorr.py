@@ -45,7 +45,7 @@ class Decorrelated(Objective):
     the diagonal of K. The authors' code divides variances by B − 1 instead of the batch size B.
 
     Args:
-        beta: Weight β of the decorrelation term. With 0, training is as in FedAvg.
+        beta: Weight β of the decorrelation term.
     """
 
     tasks: ClassVar[frozenset[str] | None] = None

@@ -19,8 +19,8 @@ class PersonalLayers(CrossEntropy):
     communication.
 
     Args:
-        layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. With an empty
-            list, all layers are averaged, as in FedAvg. Default: the head.
+        layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. Default: the
+            head.
     """
 
     layers: tuple[str, ...] | None = None
@@ -53,8 +53,8 @@ class HeadThenBody(BodyOnly):
     its trained head, and sends back the head that it received.
 
     Args:
-        head_epochs: Number of epochs for which the client trains its head. The spec's section ``training`` sets the
-            number of epochs for the body.
+        head_epochs: Number of epochs for which the client trains its head. The section ``training`` sets the epochs of
+            the body.
     """
 
     head_epochs: PositiveInt = 10
@@ -84,7 +84,7 @@ class TowardsGlobal(Objective):
 
 
 class PersonalModel(CrossEntropy):
-    """Cross-entropy for the global model; each client also trains a personal model, which stays near the global model.
+    """Cross-entropy for the global model; each client also trains a personal model near the global model.
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
     model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global

@@ -37,8 +37,7 @@ class SharpnessAware(Objective):
     prefers flat minima of the client's loss. A client computes two gradients per step.
 
     Args:
-        rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
-            is as in FedAvg.
+        rho: Distance ρ between the parameters w and the point at which gradients are computed.
     """
 
     rho: NonNegativeFloat = 0.05
@@ -66,8 +65,7 @@ class GloballySharpnessAware(Objective):
     all clients, which use a single number of the movement for all entries of a tensor.
 
     Args:
-        rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
-            is as in FedAvg.
+        rho: Distance ρ between the parameters w and the point at which gradients are computed.
     """
 
     rho: NonNegativeFloat = 0.05

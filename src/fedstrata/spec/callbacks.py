@@ -71,10 +71,9 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: Metric that decides which round is best: ``accuracy``, ``loss`` or another metric in
-            ``evaluation.metrics``. Default: ``evaluation.primary``.
-        mode: Whether the largest (``max``) or the smallest (``min``) value of the metric is the best. Default: depends
-            on the metric.
+        metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
+            Default: ``evaluation.primary``.
+        mode: Whether the largest (``max``) or smallest (``min``) value is the best. Default: depends on the metric.
     """
 
     metric: str | None = None
@@ -110,7 +109,7 @@ class _Best(Callback):
 
 
 class EarlyStopping(_Best):
-    """Stops a run that no longer improves, and makes the model of the best round the final model.
+    """Stops a run that no longer improves; the model of the best round becomes the final model.
 
     The callback uses the validation samples (``evaluation.validation``), never the test set. Even if the run is not
     stopped early, the model of the best round becomes the final model.

@@ -283,11 +283,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Trackers, which are programs that show a run. You may change the trackers when you resume a run.
+    """Programs that show a run. You may change these settings when you resume a run.
 
     Args:
-        tensorboard: Settings of TensorBoard, or ``true`` for the default settings.
-        mlflow: Settings of MLflow, or ``true`` for the default settings.
+        tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
+        mlflow: Settings of MLflow, or ``true`` for the defaults.
     """
 
     tensorboard: Annotated[

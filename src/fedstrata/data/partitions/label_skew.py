@@ -64,8 +64,7 @@ class Groups(Partition):
     5 classes per client.
 
     Args:
-        groups: The groups, each with a number of clients and a number of classes per client. The partition has as many
-            clients as all groups together.
+        groups: Groups, each with a number of clients and a number of classes per client.
         size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
             are used.
     """
@@ -120,7 +119,7 @@ class Domains(Partition):
 
     Args:
         per_client: Number of domains of each client. Default: 1.
-        alpha: Concentration α of Dirichlet draws that divide the samples of each domain among the clients. Set either
+        alpha: Concentration α of Dirichlet draws that divide each domain's samples among the clients. Set either
             ``alpha`` or ``per_client``.
     """
 

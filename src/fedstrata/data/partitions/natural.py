@@ -24,8 +24,7 @@ class Natural(Partition):
 
     Args:
         clients: Number of clients to draw at random. Default: all.
-        min_size: Minimum number of samples per client. Clients with fewer samples than this minimum are left out, with
-            a warning.
+        min_size: Minimum number of samples per client. Smaller clients are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -78,8 +77,8 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Another partition, which first divides the samples among its own clients.
-        only: Index (from 0) of a client in the partition ``of``; only this client's samples are used. Default: the
-            samples of all clients in the partition ``of`` are used.
+        only: Index (from 0) of the only client in the partition ``of`` whose samples are used. Default: the samples of
+            all its clients.
     """
 
     clients: Literal[1] = 1

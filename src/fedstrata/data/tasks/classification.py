@@ -22,8 +22,8 @@ class Classification(Task):
     """The prediction of one class per sample. The loss is the cross-entropy.
 
     Args:
-        class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled so that
-            their mean is 1. Default: 1 for each class.
+        class_weights: Weight of each class in the loss, in the order of the classes, scaled to the mean 1. Default: 1
+            for each class.
         label_smoothing: Fraction of the target probability that is spread evenly over all classes.
     """
 

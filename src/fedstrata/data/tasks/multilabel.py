@@ -23,8 +23,7 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Name of a label that divides samples into two strata: samples without and with this label. Default: no
-            strata.
+        stratum: Label that divides samples into two strata: without and with this label. Default: no strata.
     """
 
     default_metrics = ("micro-f1", "macro-f1")
