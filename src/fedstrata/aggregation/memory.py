@@ -37,7 +37,7 @@ class Remembering(Aggregator):
 
 
 class Intervals(Remembering):
-    """Weights in proportion to the mean number of rounds between two replies of a client (FedAU).
+    """Weights in proportion to a client's mean number of rounds between replies (FedAU).
 
     With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
     that client k replies in a round. With the update Δ_k of client k, the sum (1/N) Σ_k ω_k Δ_k is then an estimate of
@@ -168,7 +168,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models; an update counts once for each round since the client's last reply (FedAWE).
+    """The mean of the clients' models; updates after absences count several times (FedAWE).
 
     The new model is the mean of x_k + (t − τ_k) Δ_k over the replies. Client k last replied in round τ_k, and x_k is
     the global model after round τ_k. Before the client's first reply, x_k is the initial model, and τ_k = 0. In round

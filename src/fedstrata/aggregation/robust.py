@@ -113,7 +113,7 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The coordinate-wise mean of the updates, without the f smallest and f largest values (Yin et al. 2018).
+    """The coordinate-wise mean without the f smallest and f largest values (Yin et al. 2018).
 
     Args:
         attackers: Number f of replies per round that may come from attackers.
@@ -183,7 +183,7 @@ class Krum(RobustAggregator):
 
 
 class MultiKrum(Krum):
-    """The mean of the updates with the smallest scores of Krum (Blanchard et al. 2017).
+    """The mean of the updates with the smallest scores of Krum.
 
     Args:
         attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
@@ -243,8 +243,7 @@ class CentredClipping(RobustAggregator):
     global model. In the paper, a round starts with the result of the previous round.
 
     Args:
-        radius: Largest distance τ between an update and the result of the previous step. Larger distances are shortened
-            to τ.
+        radius: Largest distance τ between an update and the result of the previous step.
         steps: Number of clipping steps per round.
     """
 

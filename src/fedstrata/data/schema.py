@@ -46,16 +46,16 @@ class Column(Setting):
     """A feature column.
 
     Args:
-        type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default: the type that other keys
-            imply, such as ``categories``. Otherwise, simulations guess the type from the cells, and real sites use
+        type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default, other keys such as
+            ``categories`` imply the type. Otherwise, simulations guess the type from the cells, and real sites use
             ``number``.
         unit: Unit of the numbers in messages, such as ``mm``.
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: all categories in the table.
         missing: Texts that mark missing values, in addition to the schema's ``missing``.
-        impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
-            ``most-frequent``: statistics of the training rows. ``constant``: the key ``value``. ``separate-category``:
-            a category for missing values. Default: a missing value is an error.
+        impute: Replacement of missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
+            ``most-frequent`` value of the training rows; the key ``value`` (``constant``); or a category of their own
+            (``separate-category``). Default: a missing value is an error.
         step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
             two rules.
         value: Replacement of missing values if ``impute`` is ``constant``.
@@ -208,13 +208,13 @@ class Schema(Setting):
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, the keys of ``columns``.
-        columns: Type, or table of settings, of each feature column and of a numeric label. For other columns,
-            simulations guess the type from the cells. Real sites need every feature in this table.
+        columns: Type or settings of each feature column, and of a numeric label. For other columns, simulations guess
+            the type from the cells. Real sites need every feature in this table.
         classes: All labels, in the order of the model's outputs. Default: the sorted labels of the table.
         missing: Texts that mark missing values, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, a column
-            that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+        test: Fraction of each client's rows that is held out for testing, stratified by class, or a column that marks
+            rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character between the cells of a CSV file.
     """
 

@@ -64,11 +64,10 @@ with warnings.catch_warnings():
                 standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
                 integers, as token models require.
             limit: Number of training samples, drawn at random from each class in proportion to its size. Default: all.
-            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
+            client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
             schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). With ``shape``,
-                normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
-                ``classes``.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Normalisation then
+                uses only the samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
             classes: Number C of classes in an array file, whose labels must be 0 … C−1.
             range: Smallest and largest allowed values of an array file.
             shift: Number to subtract from each channel or feature. Default: depends on ``normalize``.

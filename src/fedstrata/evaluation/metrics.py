@@ -237,11 +237,11 @@ class Accuracy(_OfCounts):
 
 
 class BalancedAccuracy(_OfCounts):
-    """Mean recall of the classes that have samples (scikit-learn's ``balanced_accuracy_score``)."""
+    """Mean recall of the classes with samples (scikit-learn's ``balanced_accuracy_score``)."""
 
 
 class MacroF1(_OfCounts):
-    """Mean F1 over the classes that have samples or were predicted (scikit-learn's macro ``f1_score``)."""
+    """Mean F1 of the classes with samples or predictions (scikit-learn's macro ``f1_score``)."""
 
     @override
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -329,7 +329,7 @@ class AUROC(_ByClient):
     contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in the histogram of each class's scores. Real sites send histograms instead of scores.
+        bins: Number of bins in the histogram of each class's scores, which real sites send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400

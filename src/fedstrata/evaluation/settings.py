@@ -18,7 +18,7 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """Settings of evaluations and of checkpoints.
+    """Metrics, held-out samples and checkpoints.
 
     When you resume a run, you may change all settings except ``validation``, ``client_test``, ``test_clients`` and
     ``weight_diversity``.
@@ -32,15 +32,15 @@ class Evaluation(Setting):
         targets: Target accuracies in (0, 1]. The summary gives the first round that reached each target. For other
             metrics, use a table such as ``{ macro-f1 = [0.5] }``.
         validation: Fraction of the training samples that is held out to choose the best round and to stop early. The
-            samples are drawn from each class or, with the partition ``natural``, from each client.
-        client_test: Fraction of each client's samples that is held out as the client's own test samples, stratified by
-            label. Real sites with separate test samples ignore this setting.
+            samples are drawn per class or, with the partition ``natural``, per client.
+        client_test: Fraction of each client's samples that is held out for its own tests, stratified by label. Real
+            sites with separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on their samples.
-        fine_tune: Number of epochs for which each client fine-tunes the global model. This personal model is evaluated
-            on the client's own test samples. With 0, only the client's own state, such as BatchNorm statistics, makes
-            the model personal.
+        fine_tune: Number of epochs for which each client fine-tunes the global model, before the client tests the model
+            on its own test samples. With 0, only the client's own state, such as BatchNorm statistics, makes the model
+            personal.
         unheard: Number n of evaluations. A client is *unheard* if the server has not used its replies since the first
-            of the last n evaluations. Results of unheard clients are also reported separately.
+            of the last n evaluations. Unheard clients get separate results.
         checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
         per_class: Whether to record the accuracy and other per-class metrics of every class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,

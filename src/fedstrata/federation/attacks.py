@@ -133,7 +133,7 @@ class Attack(Setting):
 
 
 class LabelFlip(Attack):
-    """Attackers replace each label c of C classes by C − 1 − c, and otherwise follow the method."""
+    """Attackers replace label c of C classes by C − 1 − c, and otherwise follow the method."""
 
     alters_replies = False
 

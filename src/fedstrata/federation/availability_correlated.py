@@ -21,8 +21,8 @@ class Correlated(Availability):
     Args:
         mean: Mean probability of being online, before each probability is limited to [``least``, 1].
         least: Smallest probability that a client is online in a round.
-        pattern: Pattern over the rounds. ``independent``: a new draw in each round. ``markov`` and ``cyclic``: as in
-            the availability models with these names.
+        pattern: Pattern over the rounds: ``independent`` draws, or as in the availability models ``markov`` and
+            ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
@@ -61,7 +61,7 @@ class Correlated(Availability):
 
 
 class LabelCorrelated(Correlated):
-    """Clients with some labels are online more often than clients with other labels (FedAU, arXiv:2306.03401).
+    """Clients with some labels are online more often than other clients (FedAU).
 
     Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client with the fraction q_c of
     its samples in each class c is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``

@@ -17,9 +17,9 @@ class Trace(Availability):
     """Each client is online in the rounds that a file lists.
 
     Args:
-        file: Path of a CSV file, relative to the spec or the working directory, with the columns ``client,first,last``.
-            The client is online from round ``first`` (counted from 1) to round ``last``. A client may have several
-            lines. A client without a line is never online.
+        file: Path of a CSV file, relative to the spec or the working directory. Each line ``client,first,last`` says
+            that a client is online from round ``first`` (counted from 1) to round ``last``. A client without a line is
+            never online.
         round_seconds: Seconds between the starts of two rounds. If set, ``first`` and ``last`` are seconds since the
             start of round 1.
     """

@@ -45,7 +45,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
 
 class DPSGD(Setting):
-    """Differential privacy of individual samples in local training: DP-SGD (Abadi et al. 2016).
+    """Differential privacy of individual samples: DP-SGD (Abadi et al. 2016).
 
     In each step, a client draws each of its samples with the same probability. The client scales down gradients that
     are longer than ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
@@ -80,10 +80,12 @@ class ClientDP(Setting):
     are neighbours if one client sends zeros with noise, instead of its updates, in one of the runs. The choice of
     clients does not lower ε, because the server knows which clients take part.
 
+    If a sum needs t of n clients, ``colluding`` is at most t − 2 and at most 2t − n − 1.
+
     In both cases, the sum is divided by the expected number of clients per round.
 
     Args:
-        clip: Largest L2 norm C of a client's update, over all parameters that clients train.
+        clip: Largest L2 norm C of a client's update.
         noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
             from the clients has at least this standard deviation.
         delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / N for N clients.
@@ -108,28 +110,27 @@ class ClientDP(Setting):
 
 
 class Privacy(Setting):
-    """Secure sums, the minimum number of samples for each value that a client sends, and differential privacy.
+    """Protection of the clients' data.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
     labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
     spec.
 
     Args:
-        min_samples: Minimum number of samples for each value that a client sends, such as an update, a prototype or the
-            mean of a column.
+        min_samples: Minimum number of samples for each value that a client sends, such as an update or a column's mean.
         below: Behaviour of a client with too few samples in a batch of Stratify. ``hold-back``: the client adds these
             samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client does not
             answer until the epoch ends.
-        dp: Clipping and noise in local training, for differential privacy of each sample. Default: none.
-        clients: Clipping and noise, for differential privacy of each client. Real sites support only noise from the
+        dp: Clipping and noise for differential privacy of each sample. Default: none.
+        clients: Clipping and noise for differential privacy of each client. Real sites support only noise from the
             clients. Default: none.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
             clients of a round, which needs the extra ``secure``. Some methods do not support secure sums, or only in
             simulations.
         simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
             down the run.
-        range: Largest absolute value of an element of an update in a secure sum. A larger update is scaled down, and
-            counted in the metric ``scaled``.
+        range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
+            scaled down, and counted in the metric ``scaled``.
         buffer_range: Largest absolute change of one of BatchNorm's statistics in a secure sum.
         message_range: Largest absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
             and ReBaFL's prototypes.
@@ -203,9 +204,9 @@ class Training(Setting):
             samples, but needs memory only for ``batch_size`` samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
             SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
-        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: an
-            empty state. ``keep``: the state after the client's latest round. With ``adamw``, each client then stores
-            twice as many numbers as the model has.
+        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: empty.
+            ``keep``: the state after the client's latest round. With ``adamw``, each client then stores twice as many
+            numbers as the model has.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
         weight_decay: Factor of the weight decay, which ``sgd`` adds to the gradient and ``adamw`` applies separately.
@@ -215,11 +216,10 @@ class Training(Setting):
             multiplied by k / (W + 1).
         clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
-            client keeps its own statistics, and evaluations of the global model use the statistics of the test batches.
+            client keeps its own statistics, and evaluations of the global model use statistics of the test batches.
             Stratify, SFL and FedTAN require ``average``.
-        execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
-            which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
-            slower.
+        execution: How engines compute sums. ``fused``: an engine may sum over several clients in one pass.
+            ``per-client``: results are exactly equal in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
         workers: Number of processes that train clients on this machine. The number does not change results. Default:
             one per core if this is faster, otherwise one.

@@ -22,8 +22,8 @@ class FedSSAR(Recipe):
 
     Args:
         alpha: Strength of the proximal term, α.
-        aggregation: Weights of the clients' models. ``horvitz-thompson``: unbiased weights. Default: weights in
-            proportion to sample counts, as in the paper, which are biased.
+        aggregation: Weights of the clients' models. ``horvitz-thompson``: unbiased weights. Default: the paper's biased
+            weights, in proportion to sample counts.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"

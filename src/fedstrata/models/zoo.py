@@ -100,7 +100,7 @@ class CNN(ModelSpec):
 
 
 class CNN64(ModelSpec):
-    """FedSSAR's network for CIFAR: two 5x5 convolutions (64 channels) and two hidden layers (394 and 192 units)."""
+    """FedSSAR's network for CIFAR: two 5x5 convolutions and two hidden layers."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""

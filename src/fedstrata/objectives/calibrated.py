@@ -116,7 +116,7 @@ class Calibrated(PerSample):
 
 
 class Restricted(Calibrated):
-    """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
+    """Restricted softmax: logits of classes that the client lacks are multiplied by α.
 
     Local training then changes the head's parameters for these classes less.
 
@@ -132,7 +132,7 @@ class Restricted(Calibrated):
 
 
 class LogitMargins(CountsIdle, Calibrated):
-    """Cross-entropy of FedLC's calibrated logits, in which rarer classes have a larger margin (Eq. 4).
+    """Cross-entropy of calibrated logits, in which rarer classes have a larger margin.
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
     In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore

@@ -13,7 +13,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class PersonalLayers(CrossEntropy):
-    """Cross-entropy for models with personal layers, which clients keep; the server averages all other layers.
+    """Cross-entropy; each client keeps its personal layers, and the server averages all other layers.
 
     For the personal layers, clients send back the values that they received. The bytes of these values count as
     communication.

@@ -76,11 +76,11 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """Unbiased sampling that draws each client of a round from another group of similar clients.
+    """Unbiased sampling that draws each client from another group of similar clients.
 
     Args:
-        algorithm: How clients are grouped. ``1``: by number of samples. ``2``: by the direction of their last updates,
-            with Ward's method.
+        algorithm: How clients are grouped: by number of samples (``1``), or by the direction of their last updates,
+            with Ward's method (``2``).
         coordinates: Number of stored values per client, after a random projection. With 0, all values are stored.
     """
 

@@ -44,8 +44,8 @@ class Entropy(ClientSampler):
     labels.
 
     Args:
-        buffer: Fraction of all clients in the buffer, which contains the most recently invited clients. The next round
-            does not invite these clients.
+        buffer: Fraction of all clients in the buffer of most recently invited clients. The next round does not invite
+            these clients.
     """
 
     tells_sizes = True

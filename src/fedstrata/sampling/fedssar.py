@@ -49,11 +49,10 @@ class FedSSARSampler(ClientSampler):
     rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Smallest number of clients around a core point of a cluster, including this point (``min_samples``
-            of OPTICS).
+        min_samples: Smallest number of clients around a core point, including this point (``min_samples`` of OPTICS).
         xi: Relative decrease of the reachability distance at which a cluster begins (``xi`` of OPTICS).
-        features: Features by which clients are compared: model ``parameters``, as in the paper, or ``updates``, which
-            can be compared across rounds.
+        features: Features of a client: its model ``parameters``, as in the paper, or its ``updates``, which can be
+            compared across rounds.
         coordinates: Number of stored values per client, after a random projection. With 0, all values are stored.
         optics_max: Largest number of clients that OPTICS clusters. Each additional client joins the nearest cluster.
     """

@@ -106,20 +106,19 @@ class Stratified(ClientSampler):
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or the ``participants`` of
             the round. Default: ``all`` for up to 1,000 clients.
         gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in one
-            pass over its data. ``updates``: a client's last update, divided by the learning rate and the number of
-            steps. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+            pass over its data. ``updates``: a client's last update, divided by learning rate and number of steps.
+            Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Features by which clients are compared. ``restored``: the compressed gradient, as in the paper.
             ``centroids``: only the d' different values, as in FedSTaS's code (requires ``gradients = "asked"``).
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once from its stratum.
-        draws: How clients are drawn without replacement. ``sequential``: in proportion to the norms of their gradients,
-            as in the paper. ``systematic``: with known probabilities, also in proportion to the norms (Madow 1949).
-        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
-            times its spread. A stratum may then get zero draws, which biases the result. ``neyman-random``: ``neyman``
-            with unbiased random rounding. ``neyman-at-least-one``: ``neyman`` with at least one draw per stratum.
-            ``proportional``: in proportion to the stratum's size, with at least one draw. Default: ``neyman-random``
-            with replacement or systematic draws. With sequential draws, the default is ``neyman`` if ``refresh`` is
-            ``all``, otherwise ``neyman-at-least-one``.
+        draws: How clients are drawn without replacement, in proportion to the norms of their gradients. ``sequential``:
+            as in the paper. ``systematic``: with known probabilities (Madow 1949).
+        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to size times spread, so
+            that a stratum may get zero draws. ``neyman-random``: with unbiased random rounding.
+            ``neyman-at-least-one``: with at least one draw. ``proportional``: in proportion to size, with at least one
+            draw. Default: ``neyman-random`` with replacement or systematic draws. For sequential draws, the default is
+            ``neyman`` with ``refresh = "all"``, otherwise ``neyman-at-least-one``.
     """
 
     needs_replies = "groups clients by their gradients"

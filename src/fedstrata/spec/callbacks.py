@@ -109,7 +109,7 @@ class _Best(Callback):
 
 
 class EarlyStopping(_Best):
-    """Stops a run that no longer improves; the model of the best round becomes the final model.
+    """Stops a run that no longer improves, and returns to the model of the best round.
 
     The callback uses the validation samples (``evaluation.validation``), never the test set. Even if the run is not
     stopped early, the model of the best round becomes the final model.

@@ -240,8 +240,10 @@ def _item(row: Row) -> str:
     return f"- `{key}`{f' ({brackets})' if brackets else ''}: {_plain(text)}"
 
 
-SHOWN = re.compile(r"^(integer|number)(?! or)( from)? ?|^(true/false|text|list of (numbers|integers|tables))$")
-"""A pattern of types that a default shows."""
+SHOWN = re.compile(
+    r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|text|list of (numbers|integers|tables)( > 0)?)$"
+)
+"""A pattern of types that a default shows; numbers are positive unless the page says otherwise."""
 
 
 def _toml(default: str) -> str:

@@ -91,7 +91,7 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Writes event files for TensorBoard: all numbers of each round, the settings, and the spec as text.
+    """Writes event files for TensorBoard, with all numbers of each round, the settings and the spec.
 
     Needs the extra ``tracking``.
 
@@ -147,7 +147,7 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """Logs a run in MLflow: numbers of each round as metrics, settings as parameters, and files as artifacts.
+    """Logs numbers of each round, settings and files of a run in MLflow.
 
     Needs the extra ``tracking``.
 
@@ -155,7 +155,7 @@ class MLflow(Tracker):
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: the run's method, data and seed.
-        tags: Additional tags of the run, as a table from names to values.
+        tags: Additional tags of the run.
         artifacts: Whether to upload the files of the run folder, except checkpoints, when the run ends.
     """
 

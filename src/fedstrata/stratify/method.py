@@ -63,11 +63,11 @@ class Stratify(Method):
         schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: at most ``cap``
             samples. ``uniform``: the mean number of samples per label.
         label_weights: Whether a sample's loss is weighted by its label's share of all samples, divided by the label's
-            share of the epoch; only in batch mode. The paper does not have these weights.
+            share of the epoch. The paper does not have these weights. Only in batch mode.
         cap: Largest number of samples of a label in an epoch, with ``schedule = "capped"``. Default: the median over
             the labels.
-        selection: How a client with samples of a label is drawn. ``uniform``: with equal probability. ``weighted``: in
-            proportion to its number of samples of the label.
+        selection: How a client is drawn for a label: ``uniform`` among the clients with the label, or ``weighted`` by
+            their numbers of samples of the label.
         batch_size: Number of samples in a batch, over all clients. A larger batch means fewer exchanges and steps.
             Default: ``training.batch_size``.
         lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``.

@@ -17,7 +17,7 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client (#C = k); each class is divided equally among the clients of the class.
+    """Label skew with k classes per client (#C = k); each class is divided equally among its clients.
 
     Stratify (section V) and many other papers use this division. The classes of a client are random. Each class has
     equally many clients (±1), and at least one client.
@@ -113,7 +113,7 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client (#D = d); the samples of a domain are divided equally among its clients.
+    """Feature skew with d domains per client (#D = d); each domain is divided equally among its clients.
 
     Stratify (section V) uses this division.
 

@@ -35,12 +35,12 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Label skew by Dirichlet draws: with a smaller α, most samples of a client belong to fewer classes.
+    """Label skew by Dirichlet draws: with a smaller α, a client has fewer classes.
 
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; with 1e6, the partition is
             nearly IID.
-        balance: Dirichlet draws. ``class``: one draw per class divides its samples among the clients, so clients differ
+        balance: Dirichlet draws. ``class``: one draw per class divides the class among the clients, so clients differ
             in size. Clients below ``min_size`` get samples from the largest client. ``client``: one draw per client
             gives its class probabilities, and all clients have the same size (±1).
         prior: Parameters of the draws with ``balance = "client"``. ``shares``: α times the class's fraction of all
