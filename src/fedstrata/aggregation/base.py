@@ -224,7 +224,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights in proportion to the number of samples that each client uses in the round (FedAvg).
+    """Weights in proportion to each client's number of samples in the round (FedAvg).
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
     draw has the same weight instead.
@@ -260,7 +260,7 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """The mean model of each stratum, averaged over strata in proportion to their sizes (FedSTS, FedSTaS).
+    """The mean of each stratum's mean model, weighted by stratum sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply are left

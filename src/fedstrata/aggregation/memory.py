@@ -113,7 +113,7 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of all clients' last updates, corrected by the new updates of the round (FedVARP).
+    """The mean of all clients' last updates, corrected by the round's new updates (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which

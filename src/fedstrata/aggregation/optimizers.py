@@ -29,7 +29,7 @@ class ServerOptimizer(Setting):
     Args:
         optimizer: Optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi`` (FedYogi) or
             ``adagrad`` (FedAdagrad).
-        lr: Learning rate of the server. Default: 1 for ``sgd``, and 0.01 for the other optimisers.
+        lr: Learning rate of the server. Default: 1 for ``sgd``, 0.01 for the other optimisers.
         schedule: Schedule of ``lr``: ``inverse`` or ``cosine``, as in ``training.schedule``. Default: constant.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.

@@ -209,7 +209,7 @@ class MultiKrum(Krum):
 
 
 class GeometricMedian(RobustAggregator):
-    """An approximate point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
+    """An approximation of the geometric median of the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
     update‖). The algorithm starts with v = 0, which is the unchanged global model.

@@ -52,8 +52,7 @@ class CropFlip(Augmentation):
 
     Args:
         padding: Number of pixels that are added on each side of an image.
-        flip: Whether images are mirrored at random. Use false if mirroring changes the meaning of an image, such as a
-            digit.
+        flip: Whether images are mirrored at random. Use false if mirroring changes an image's meaning.
     """
 
     padding: NonNegativeInt = 4

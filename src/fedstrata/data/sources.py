@@ -65,7 +65,7 @@ with warnings.catch_warnings():
                 integers, as token models require.
             limit: Number of training samples, drawn at random from each class in proportion to its size. Default: all.
             client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
-            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
+            schema: Columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). Normalisation then
                 uses only the samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
             classes: Number C of classes in an array file, whose labels must be 0 … C−1.
@@ -73,8 +73,7 @@ with warnings.catch_warnings():
             shift: Number to subtract from each channel or feature. Default: depends on ``normalize``.
             scale: Factor that multiplies each channel or feature after the subtraction of ``shift``. Set both ``shift``
                 and ``scale``, or neither.
-            augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
-                ``"module:function"``.
+            augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
             custom: Description of arrays from a Python program. fedstrata sets this key itself.
         """
 

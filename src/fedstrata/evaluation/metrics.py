@@ -322,7 +322,7 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: of the second of two classes, otherwise the mean over all classes.
+    """Area under the ROC curve of the second of two classes, otherwise the mean over all classes.
 
     The curve of a class separates samples of this class from all other samples. The mean leaves out classes that have
     no samples or all samples. With the histograms that real sites send, the value is approximate, and the record also

@@ -24,27 +24,25 @@ class Evaluation(Setting):
     ``weight_diversity``.
 
     Args:
-        every: Number of rounds between evaluations. With 0, only the model of the last round is evaluated.
+        every: Number of rounds between evaluations. With 0, only the last round is evaluated.
         batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
         primary: Metric that selects the best round and the best settings: ``accuracy``, ``loss`` or a metric in
             ``metrics``.
         targets: Target accuracies in (0, 1]. The summary gives the first round that reached each target. For other
             metrics, use a table such as ``{ macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples that is held out to choose the best round and to stop early. The
-            samples are drawn per class or, with the partition ``natural``, per client.
+        validation: Fraction of the training samples that is held out to choose the best round and to stop early.
         client_test: Fraction of each client's samples that is held out for its own tests, stratified by label. Real
             sites with separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on their samples.
-        fine_tune: Number of epochs for which each client fine-tunes the global model, before the client tests the model
-            on its own test samples. With 0, only the client's own state, such as BatchNorm statistics, makes the model
-            personal.
+        fine_tune: Number of epochs for which each client fine-tunes the global model before its own test. With 0, only
+            the client's own state, such as BatchNorm statistics, makes the model personal.
         unheard: Number n of evaluations. A client is *unheard* if the server has not used its replies since the first
             of the last n evaluations. Unheard clients get separate results.
         checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
         per_class: Whether to record the accuracy and other per-class metrics of every class.
-        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
-            Eq. 24). SFL and Stratify never record Λ.
+        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean. SFL and
+            Stratify never record Λ.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

@@ -88,7 +88,7 @@ class LabelCorrelated(Correlated):
 
 
 class SizeCorrelated(Correlated):
-    """Each client's probability of being online depends on its number of samples.
+    """A client's probability of being online depends on its number of samples.
 
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 class Markov(Availability):
-    """Each client is alternately online and offline for random numbers of rounds (a Markov chain).
+    """Each client is alternately online and offline for random numbers of rounds.
 
     In each round, including the first, a client is online with probability ``online_rounds / (online_rounds +
     offline_rounds)``.
@@ -36,7 +36,7 @@ class Markov(Availability):
 
 
 class Cyclic(Availability):
-    """Each client is online for a fixed fraction of each period; its periods begin at a random round.
+    """Each client is online for a fixed fraction of each period; periods begin at random rounds.
 
     Args:
         p: Fraction of a period in which a client is online; at least one round.

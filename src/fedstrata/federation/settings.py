@@ -94,10 +94,9 @@ class ClientDP(Setting):
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
             clients does not lower ε. Default: no limit.
         noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
-            ``sites`` needs ``privacy.sums = "secure"``. A sum then needs at least ⌊2n/3⌋ + 1 of the n clients of a
-            round, and at least ``privacy.parties``.
-        colluding: Number of clients in a sum that may tell the server the noise that they added. Each client then adds
-            more noise. With 0, ε does not protect against other clients, because each client knows its own noise.
+            ``sites`` needs ``privacy.sums = "secure"``.
+        colluding: Number of clients that may tell the server the noise that they added. Each client then adds more
+            noise. With 0, ε does not protect against other clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -119,8 +118,7 @@ class Privacy(Setting):
     Args:
         min_samples: Minimum number of samples for each value that a client sends, such as an update or a column's mean.
         below: Behaviour of a client with too few samples in a batch of Stratify. ``hold-back``: the client adds these
-            samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client does not
-            answer until the epoch ends.
+            samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch ends.
         dp: Clipping and noise for differential privacy of each sample. Default: none.
         clients: Clipping and noise for differential privacy of each client. Real sites support only noise from the
             clients. Default: none.
@@ -130,12 +128,12 @@ class Privacy(Setting):
         simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
             down the run.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
-            scaled down, and counted in the metric ``scaled``.
+            scaled down.
         buffer_range: Largest absolute change of one of BatchNorm's statistics in a secure sum.
         message_range: Largest absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
             and ReBaFL's prototypes.
-        largest: Largest number of samples of a client in secure sums. A client with more samples does not answer.
-            Default: the size of the largest client. If sites use their own data, set a value.
+        largest: Largest number of samples of a client in secure sums; larger clients do not answer. Default: the size
+            of the largest client. If sites use their own data, set a value.
         parties: Smallest number of clients in a secure sum.
     """
 
@@ -201,12 +199,11 @@ class Training(Setting):
         batch_size: Number of samples in a mini-batch. A client with fewer samples uses all its samples in each
             mini-batch.
         accumulate: Number of mini-batches per step. A step uses the mean gradient over ``batch_size`` × ``accumulate``
-            samples, but needs memory only for ``batch_size`` samples.
+            samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
-            SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
-        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: empty.
-            ``keep``: the state after the client's latest round. With ``adamw``, each client then stores twice as many
-            numbers as the model has.
+        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
+            or the state after the client's latest round (``keep``). With ``adamw``, each client then stores twice as
+            many numbers as the model has.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
         weight_decay: Factor of the weight decay, which ``sgd`` adds to the gradient and ``adamw`` applies separately.
@@ -217,12 +214,11 @@ class Training(Setting):
         clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
             client keeps its own statistics, and evaluations of the global model use statistics of the test batches.
-            Stratify, SFL and FedTAN require ``average``.
         execution: How engines compute sums. ``fused``: an engine may sum over several clients in one pass.
             ``per-client``: results are exactly equal in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
-        workers: Number of processes that train clients on this machine. The number does not change results. Default:
-            one per core if this is faster, otherwise one.
+        workers: Number of processes that train clients on this machine; results do not change. Default: one per core if
+            this is faster, otherwise one.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.
             Parameters and updates stay float32. Stratify and FedTAN always train in float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).

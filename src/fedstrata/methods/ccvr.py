@@ -46,7 +46,7 @@ class CCVR(Recipe, HeadTuning):
         per_class: Number of virtual features of each class.
         every: Number of rounds between two calibrations. Default: the server calibrates only after the last round.
         steps: Number of gradient steps per calibration.
-        lr: Learning rate with which the server calibrates the head.
+        lr: Learning rate of the calibration.
     """
 
     paper = "Luo et al. 2021, No Fear of Heterogeneity: Classifier Calibration for FL with Non-IID Data (NeurIPS)"

@@ -47,7 +47,7 @@ class PersonalLayers(CrossEntropy):
 
 
 class HeadThenBody(BodyOnly):
-    """Cross-entropy; each client first trains its own head, and then the body, which the server averages.
+    """Cross-entropy; each client trains first its own head, then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
     its trained head, and sends back the head that it received.

@@ -61,8 +61,7 @@ class Rebalanced(CountsIdle):
     the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the prior: from 0 (the class's share of the client's samples, as in balanced softmax) to
-            1 (uniform).
+        epsilon: Smoothing ε of the prior: from 0 (the class's share of the client's samples) to 1 (uniform).
         mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
         transfer: Factor λ in augmented features: another class's prototype plus λ times a sample's deviation from its
             own class's prototype.

@@ -31,7 +31,7 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 
 
 class SharpnessAware(Objective):
-    """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the gradient at w on the same batch.
+    """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the batch's gradient at w.
 
     The norm includes all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
     prefers flat minima of the client's loss. A client computes two gradients per step.

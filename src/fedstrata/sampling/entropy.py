@@ -33,7 +33,7 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Chooses clients one by one, so that the entropy of the chosen clients' labels is as large as possible.
+    """Chooses clients one by one, so that the entropy of their labels is as large as possible.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
     have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are

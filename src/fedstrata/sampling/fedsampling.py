@@ -30,7 +30,7 @@ from fedstrata.sampling.messages import SizeReport
 
 
 class Everyone(ClientSampler):
-    """Invites all available clients in every round and ignores ``training.clients_per_round``."""
+    """Invites all available clients in every round."""
 
     needs_replies = ""
 
@@ -56,7 +56,7 @@ class Everyone(ClientSampler):
 
 
 class FedSamplingData(DataSampler):
-    """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
+    """As ``fedstas``, but a round uses ``samples`` samples on average.
 
     The probability is the setting ``samples``, divided by the server's estimate of the participants' total number of
     samples.

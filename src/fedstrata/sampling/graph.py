@@ -40,7 +40,7 @@ class GraphState:
 
 
 class Graph(ClientSampler):
-    """Chooses clients with different labels that were rarely chosen before.
+    """Chooses clients that were rarely chosen before and that have different labels.
 
     The m clients of the set S maximise α d(S) − Var(v + s).
 

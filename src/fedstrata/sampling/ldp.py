@@ -67,10 +67,10 @@ class FedSTaSData(DataSampler):
             ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the reported numbers of samples. A client spends
             ε in each round in which it takes part, or only once with ``reuse``. Default: clients report exact numbers.
-        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
-            Clients then use more samples than requested.
-        share: Fixed probability that a client uses a sample. With this setting, clients keep their numbers of samples
-            private, and ``fraction`` and ``bound`` have no effect.
+        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1,
+            so clients use more samples than requested.
+        share: Fixed probability that a client uses a sample. Clients then keep their numbers of samples private, and
+            ``fraction`` and ``bound`` have no effect.
         estimates: Estimate of the participants' total number of samples: of the current ``round``, as in the paper, or
             ``pooled`` over all rounds so far. Default: ``round``.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.

@@ -97,7 +97,7 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """Divides clients into strata (groups of clients with similar gradients); large and diverse strata get more draws.
+    """Divides clients into strata with similar gradients; large and diverse strata get more draws.
 
     Args:
         strata: Number of strata.
@@ -108,8 +108,8 @@ class Stratified(ClientSampler):
         gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in one
             pass over its data. ``updates``: a client's last update, divided by learning rate and number of steps.
             Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Features by which clients are compared. ``restored``: the compressed gradient, as in the paper.
-            ``centroids``: only the d' different values, as in FedSTaS's code (requires ``gradients = "asked"``).
+        compared: Features by which clients are compared: the compressed gradient (``restored``), as in the paper, or
+            only its d' different values (``centroids``), as in FedSTaS's code.
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once from its stratum.
         draws: How clients are drawn without replacement, in proportion to the norms of their gradients. ``sequential``:

@@ -71,8 +71,8 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
-            Default: ``evaluation.primary``.
+        metric: Metric that selects the best round: ``accuracy``, ``loss`` or one in ``evaluation.metrics``. Default:
+            ``evaluation.primary``.
         mode: Whether the largest (``max``) or smallest (``min``) value is the best. Default: depends on the metric.
     """
 
@@ -152,7 +152,7 @@ class EarlyStopping(_Best):
 
 
 class KeepBest(_Best):
-    """Stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
+    """Stores the best model so far as ``best.safetensors`` in the run folder.
 
     The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
     which makes test results too optimistic.

@@ -152,7 +152,10 @@ def write_pages(folder: Path) -> None:
 
 
 def markdown(page: str) -> str:
-    """Return a page's sections in Markdown. Each setting is described once, and repetitions are links."""
+    """Return a page's sections in Markdown.
+
+    Each setting is described once, and repetitions are links. The page's introduction describes its first section.
+    """
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
 
 
@@ -167,7 +170,7 @@ def _paragraphs(section: str) -> Iterator[str]:
             yield f"### `{name}`"
         elsewhere, links = _of_choices(cls), _links(cls)
         own = [row for row in specific(section, cls) if row[0] not in elsewhere]
-        if own or not links:
+        if (name or section not in PAGES) and (own or not links):
             yield _plain(summary(cls))
         if links:
             yield links

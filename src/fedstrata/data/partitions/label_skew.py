@@ -24,8 +24,7 @@ class Classes(Partition):
 
     Args:
         per_client: Number of classes of each client.
-        size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
-            are used.
+        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True
@@ -65,8 +64,7 @@ class Groups(Partition):
 
     Args:
         groups: Groups, each with a number of clients and a number of classes per client.
-        size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
-            are used.
+        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True

@@ -41,8 +41,8 @@ class Dirichlet(Partition):
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; with 1e6, the partition is
             nearly IID.
         balance: Dirichlet draws. ``class``: one draw per class divides the class among the clients, so clients differ
-            in size. Clients below ``min_size`` get samples from the largest client. ``client``: one draw per client
-            gives its class probabilities, and all clients have the same size (±1).
+            in size. ``client``: one draw per client gives its class probabilities, and all clients have the same size
+            (±1).
         prior: Parameters of the draws with ``balance = "client"``. ``shares``: α times the class's fraction of all
             samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -74,7 +74,7 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """Samples are sorted by label and cut into equal shards; each client gets the same number of shards.
+    """Samples are sorted by label and cut into equal shards; each client gets equally many shards.
 
     McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
     has samples of both classes. A client may therefore have a few samples of an additional class. Sizes differ by at

@@ -17,7 +17,7 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class MultiLabel(Task):
-    """The prediction of several labels per sample, such as all diseases in a picture.
+    """The prediction of several labels per sample, such as diseases in a picture.
 
     The loss is the mean binary cross-entropy over the labels. A label is predicted if its probability is above one
     half.
