@@ -24,7 +24,7 @@ class HeadTuning(Setting):
         per_class: Number of samples of each class on which the server trains the head.
         steps: Number of gradient steps per training of the head.
         lr: Learning rate with which the server trains the head.
-        momentum: Momentum of this training.
+        momentum: Momentum with which the server trains the head.
         weight_decay: Factor of the L2 penalty on the head.
     """
 

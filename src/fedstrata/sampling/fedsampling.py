@@ -56,7 +56,7 @@ class Everyone(ClientSampler):
 
 
 class FedSamplingData(DataSampler):
-    """As ``fedstas``, but a round uses ``samples`` samples on average.
+    """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
 
     The probability is the setting ``samples``, divided by the server's estimate of the participants' total number of
     samples.

@@ -71,8 +71,8 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: Metric that selects the best round: ``accuracy``, ``loss`` or one in ``evaluation.metrics``. Default:
-            ``evaluation.primary``.
+        metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
+            Default: ``evaluation.primary``.
         mode: Whether the largest (``max``) or smallest (``min``) value is the best. Default: depends on the metric.
     """
 

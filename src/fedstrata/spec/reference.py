@@ -237,8 +237,6 @@ def _item(row: Row) -> str:
         notes.append("required")
     elif default != NOT_SET:
         key, notes = f"{key} = {_toml(default)}", [SHOWN.sub("", note) for note in notes]
-    elif "default" not in text.lower():
-        notes.append("optional")
     brackets = "; ".join(note for note in notes if note)
     return f"- `{key}`{f' ({brackets})' if brackets else ''}: {_plain(text)}"
 
