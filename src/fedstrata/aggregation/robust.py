@@ -113,7 +113,7 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The coordinate-wise mean without the f smallest and f largest values (Yin et al. 2018).
+    """The coordinate-wise mean of the updates without the f smallest and f largest values (Yin et al. 2018).
 
     Args:
         attackers: Number f of replies per round that may come from attackers.

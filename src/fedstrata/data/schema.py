@@ -53,9 +53,9 @@ class Column(Setting):
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: all categories in the table.
         missing: Texts that mark missing values, in addition to the schema's ``missing``.
-        impute: Replacement of missing values: the ``mean``, the ``median`` (the lower of two middle values) or the
-            ``most-frequent`` value of the training rows; the key ``value`` (``constant``); or a category of their own
-            (``separate-category``). Default: a missing value is an error.
+        impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
+            ``most-frequent``: statistics of the training rows. ``constant``: the key ``value``. ``separate-category``:
+            an additional category. Default: a missing value is an error.
         step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
             two rules.
         value: Replacement of missing values if ``impute`` is ``constant``.
@@ -213,8 +213,8 @@ class Schema(Setting):
         classes: All labels, in the order of the model's outputs. Default: the sorted labels of the table.
         missing: Texts that mark missing values, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, stratified by class, or a column that marks
-            rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, a column
+            that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character between the cells of a CSV file.
     """
 

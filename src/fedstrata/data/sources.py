@@ -66,7 +66,7 @@ with warnings.catch_warnings():
             limit: Number of training samples, drawn at random from each class in proportion to its size. Default: all.
             client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
             schema: Columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). Normalisation then
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
                 uses only the samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
             classes: Number C of classes in an array file, whose labels must be 0 … C−1.
             range: Smallest and largest allowed values of an array file.

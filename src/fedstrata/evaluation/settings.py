@@ -32,13 +32,15 @@ class Evaluation(Setting):
         targets: Target accuracies in (0, 1]. The summary gives the first round that reached each target. For other
             metrics, use a table such as ``{ macro-f1 = [0.5] }``.
         validation: Fraction of the training samples that is held out to choose the best round and to stop early.
-        client_test: Fraction of each client's samples that is held out for its own tests, stratified by label. Real
-            sites with separate test samples ignore this setting.
-        test_clients: Fraction of the clients that never train. The model is also evaluated on their samples.
-        fine_tune: Number of epochs for which each client fine-tunes the global model before its own test. With 0, only
-            the client's own state, such as BatchNorm statistics, makes the model personal.
+        client_test: Fraction of each client's samples that is held out as its own test samples, stratified by label.
+            Real sites with separate test samples ignore this setting.
+        test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
+            clients.
+        fine_tune: Number of epochs for which each client fine-tunes the global model, before the model is evaluated on
+            the client's test samples. With 0, only the client's own state, such as BatchNorm statistics, makes the
+            model personal.
         unheard: Number n of evaluations. A client is *unheard* if the server has not used its replies since the first
-            of the last n evaluations. Unheard clients get separate results.
+            of the last n evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
         per_class: Whether to record the accuracy and other per-class metrics of every class.
         weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean. SFL and

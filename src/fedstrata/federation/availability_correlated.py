@@ -93,7 +93,7 @@ class SizeCorrelated(Correlated):
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Exponent e: for a client with n samples, the probability is proportional to n^e.
+        exponent: Exponent e: the probability that a client with n samples is online is proportional to n^e.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

@@ -65,7 +65,8 @@ class Rebalanced(CountsIdle):
         mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
         transfer: Factor λ in augmented features: another class's prototype plus λ times a sample's deviation from its
             own class's prototype.
-        relaxed: Whether the loss uses the prior of the classes. If false, both terms are plain cross-entropy.
+        relaxed: Whether the loss uses the prior of the classes. If false, both terms of the loss are plain
+            cross-entropy.
         keep_prototypes: Whether each client stores its most recently sent prototypes, which ``fedstrata audit
             prototypes`` needs.
         prototype_momentum: Weight β of a class's previous prototype in a moving average over rounds. With 0, only the

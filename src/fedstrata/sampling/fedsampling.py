@@ -67,7 +67,7 @@ class FedSamplingData(DataSampler):
             disclose how many samples they used. Default: clients report exact numbers.
         bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            errors average out, but T reports spend T ε.
+            errors average out, but T reports spend a privacy budget of T ε.
     """
 
     needs_replies = ""

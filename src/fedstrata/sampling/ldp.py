@@ -56,7 +56,7 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with a probability that reaches a requested total number of samples.
+    """Each participant uses each sample with the same probability, chosen to reach a requested total number.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
@@ -67,8 +67,8 @@ class FedSTaSData(DataSampler):
             ``fraction``.
         epsilon: Privacy parameter ε of local differential privacy for the reported numbers of samples. A client spends
             ε in each round in which it takes part, or only once with ``reuse``. Default: clients report exact numbers.
-        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1,
-            so clients use more samples than requested.
+        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
+            Clients then use more samples than requested.
         share: Fixed probability that a client uses a sample. Clients then keep their numbers of samples private, and
             ``fraction`` and ``bound`` have no effect.
         estimates: Estimate of the participants' total number of samples: of the current ``round``, as in the paper, or

@@ -154,7 +154,7 @@ class MLflow(Tracker):
     Args:
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
-        run: Name of the run in MLflow. Default: its method, data and seed.
+        run: Name of the run in MLflow. Default: the run's method, data and seed.
         tags: Additional tags of the run.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
