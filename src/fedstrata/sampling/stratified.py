@@ -104,7 +104,7 @@ class Stratified(ClientSampler):
         centres: Number d' of different values in a compressed gradient. With 0, gradients are not rounded.
         coordinates: Number of coordinates of a gradient after a random projection. With 0, gradients are not projected.
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or the ``participants`` of
-            the round. Default: ``all`` for up to 1,000 clients, otherwise ``participants``.
+            the round. Default: ``all`` for up to 1,000 clients, except with ``gradients = "updates"``.
         gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in one
             pass over its data. ``updates``: a client's last update, divided by learning rate and number of steps.
             Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
