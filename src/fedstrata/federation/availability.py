@@ -62,7 +62,7 @@ class Availability(Setting):
 
     Args:
         announced: Whether the server knows which clients are online, and invites only these clients.
-        deadline: Simulated seconds that the server waits for replies. Default: no deadline.
+        deadline: Simulated seconds that the server waits for replies.
         seconds_per_sample: Simulated seconds that a client of median speed needs per sample gradient.
         speed_spread: Standard deviation of the logarithm of the clients' speeds.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.

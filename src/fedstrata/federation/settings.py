@@ -58,7 +58,7 @@ class DPSGD(Setting):
         delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / n for a client with n samples.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. At real
             sites, the server learns the numbers of samples only in the first round. With secure sums, each real site
-            sets the budget in its policy instead. Default: no limit.
+            sets the budget in its policy instead.
     """
 
     clip: PositiveFloat
@@ -89,10 +89,9 @@ class ClientDP(Setting):
         noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
             from the clients has at least this standard deviation.
         delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / N for N clients.
-        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
-            no limit.
+        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget.
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
-            clients does not lower ε. Default: no limit.
+            clients does not lower ε.
         noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
             ``sites`` needs ``privacy.sums = "secure"``.
         colluding: Number of clients that may tell the server the noise that they added. Each client then adds more
@@ -119,9 +118,9 @@ class Privacy(Setting):
         min_samples: Minimum number of samples for each value that a client sends, such as an update or a column's mean.
         below: Behaviour of a client with too few samples in a batch of Stratify. ``hold-back``: the client adds these
             samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch ends.
-        dp: Clipping and noise for differential privacy of each sample. Default: none.
+        dp: Clipping and noise for differential privacy of each sample.
         clients: Clipping and noise for differential privacy of each client. Real sites support only noise from the
-            clients. Default: none.
+            clients.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
             clients of a round, which needs the extra ``secure``. Some methods do not support secure sums, or only in
             simulations.
@@ -196,8 +195,7 @@ class Training(Setting):
             fewer.
         local_epochs: Number of epochs per client and round. Default: 5.
         local_steps: Number of mini-batch steps per client and round. Set either ``local_steps`` or ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples uses all its samples in each
-            mini-batch.
+        batch_size: Number of samples in a mini-batch. Smaller clients use all their samples in each mini-batch.
         accumulate: Number of mini-batches per step. A step uses the mean gradient over ``batch_size`` × ``accumulate``
             samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
@@ -211,7 +209,7 @@ class Training(Setting):
             η to zero along half a cosine wave.
         warmup: Number W of initial rounds with a reduced learning rate. In the k-th of these rounds, the rate is
             multiplied by k / (W + 1).
-        clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
+        clip: Largest norm of a gradient. A longer gradient is scaled down to this norm.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
             client keeps its own statistics, and evaluations of the global model use statistics of the test batches.
         execution: How engines compute sums. ``fused``: an engine may sum over several clients in one pass.

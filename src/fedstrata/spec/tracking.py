@@ -155,7 +155,7 @@ class MLflow(Tracker):
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: the run's method, data and seed.
-        tags: Additional tags of the run.
+        tags: Additional tags of the run, as a table from names to values.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
 

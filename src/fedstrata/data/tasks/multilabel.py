@@ -23,7 +23,7 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Label that divides samples into two strata: without and with this label. Default: no strata.
+        stratum: Label that divides samples into two strata: without and with this label.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

@@ -268,7 +268,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Number of rounds after which a stored error is deleted. Default: never.
+        forget_after: Number of rounds after which a stored error is deleted.
         start: First round (counted from 1) in which updates are compressed.
     """
 
