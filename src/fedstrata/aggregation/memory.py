@@ -37,7 +37,7 @@ class Remembering(Aggregator):
 
 
 class Intervals(Remembering):
-    """Weights in proportion to the mean number of rounds between two replies of a client (FedAU).
+    """Weights in proportion to a client's mean number of rounds between replies (FedAU).
 
     With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
     that client k replies in a round. With the update Δ_k of client k, the sum (1/N) Σ_k ω_k Δ_k is then an estimate of
@@ -46,8 +46,8 @@ class Intervals(Remembering):
     ω_k is 1. A client that was not invited counts as absent.
 
     Args:
-        cutoff: Longest interval between two replies of a client, in rounds (K). A smaller value reduces the weights of
-            clients that reply rarely, but biases the result.
+        cutoff: Largest interval K between two replies of a client, in rounds. A smaller value lowers the weights of
+            clients that rarely reply, but adds bias.
     """
 
     cutoff: PositiveInt = 50
@@ -88,7 +88,7 @@ class LastUpdates(Remembering):
 
     Args:
         memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
-            client. An update is as large as the model.
+            client.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -113,7 +113,7 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of the last updates of all clients, corrected by the new updates of the round (FedVARP).
+    """The mean of all clients' last updates, corrected by the round's new updates (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
@@ -123,7 +123,7 @@ class VarianceReduced(LastUpdates):
 
     Args:
         memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
-            client. An update is as large as the model.
+            client.
     """
 
     @override
@@ -168,7 +168,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models; an update counts once for each round since the client's last reply (FedAWE).
+    """The mean of the clients' models; updates after absences count several times (FedAWE).
 
     The new model is the mean of x_k + (t − τ_k) Δ_k over the replies. Client k last replied in round τ_k, and x_k is
     the global model after round τ_k. Before the client's first reply, x_k is the initial model, and τ_k = 0. In round
@@ -184,10 +184,9 @@ class Echoes(Remembering):
     state, and each exchange has the same size.
 
     Args:
-        clip: Largest norm of the mean update, in which updates after absences are enlarged. A larger mean is scaled
-            down to this norm. The published algorithm does not have this limit.
-        memory_gb: Largest memory for the stored models, in GB. The server stores at most one model per client, and adds
-            at most one model per round.
+        clip: Largest norm of the mean update. A larger mean is scaled down to this norm. The published algorithm does
+            not have this limit.
+        memory_gb: Largest memory for the stored models, in GB. The server stores at most one model per client.
     """
 
     own_starts = True

@@ -19,7 +19,7 @@ BETAS = (0.9, 0.99)
 
 
 class ServerOptimizer(Setting):
-    """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
+    """SGD with momentum, or an adaptive optimiser (Reddi et al. 2021).
 
     The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step sets m ← β₁ m +
     (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v − (1
@@ -27,16 +27,14 @@ class ServerOptimizer(Setting):
     PyTorch's Adam.
 
     Args:
-        optimizer: Optimiser of the server. ``sgd``: SGD, which is FedAvgM if ``momentum`` is set. ``adam``: FedAdam.
-            ``yogi``: FedYogi. ``adagrad``: FedAdagrad.
-        lr: Learning rate η of the server. Default: 1 for ``sgd``, which leaves the update unchanged, and 0.01 for the
-            adaptive optimisers.
-        schedule: Schedule of the server's learning rate: ``inverse`` or ``cosine``, as in ``training.schedule``.
-            Default: a constant learning rate.
+        optimizer: Optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi`` (FedYogi) or
+            ``adagrad`` (FedAdagrad).
+        lr: Learning rate of the server. Default: 1 for ``sgd``, 0.01 for the other optimisers.
+        schedule: Schedule of ``lr``: ``inverse`` or ``cosine``, as in ``training.schedule``. Default: constant.
         momentum: Momentum of ``sgd``.
         betas: Coefficients β₁ and β₂ of ``adam`` and ``yogi``.
-        eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to √v. A larger value makes the steps less adaptive.
-        weight_decay: Factor λ of the L2 penalty: λ times the parameters is added to the gradient.
+        eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to √v.
+        weight_decay: Factor of the L2 penalty.
     """
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"

@@ -113,11 +113,10 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The mean of the updates in each coordinate, without the f smallest and the f largest values (Yin et al. 2018).
+    """The coordinate-wise mean of the updates without the f smallest and f largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies per round that may come from attackers. With 0, the result is the mean of the
-            updates.
+        attackers: Number f of replies per round that may come from attackers.
     """
 
     attackers: NonNegativeInt = 1
@@ -143,7 +142,7 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 
 
 class Krum(RobustAggregator):
-    """The update with the smallest distances to its nearest updates (Krum, Blanchard et al. 2017).
+    """The update with the smallest distances to its nearest updates (Blanchard et al. 2017).
 
     With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
     update with the smallest score is used, and all other updates are ignored.
@@ -184,11 +183,11 @@ class Krum(RobustAggregator):
 
 
 class MultiKrum(Krum):
-    """The mean of the updates with the smallest scores of Krum (Blanchard et al. 2017).
+    """The mean of the updates with the smallest scores of Krum.
 
     Args:
         attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
-        chosen: Number m of updates in the mean, at most n − f for n replies and f attackers. Default: n − f.
+        chosen: Number of updates in the mean. Maximum and default: n − f, for n replies and f attackers.
     """
 
     chosen: PositiveInt | None = None
@@ -210,14 +209,14 @@ class MultiKrum(Krum):
 
 
 class GeometricMedian(RobustAggregator):
-    """An approximation of the point with the smallest sum of distances to the updates (RFA, Pillutla et al. 2022).
+    """An approximation of the geometric median of the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
     update‖). The algorithm starts with v = 0, which is the unchanged global model.
 
     Args:
-        steps: Number of steps of the algorithm. More steps give a better approximation.
-        smoothing: Constant ν, which limits the weight of each update to 1 / ν.
+        steps: Number of steps of the approximation.
+        smoothing: Constant ν, which limits each update's weight to 1 / ν.
     """
 
     steps: PositiveInt = Field(default=3, le=1000)
@@ -237,15 +236,14 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of the updates after large updates are scaled down (centred clipping, Karimireddy et al. 2021).
+    """The mean of updates, with large updates scaled down (Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the unchanged
     global model. In the paper, a round starts with the result of the previous round.
 
     Args:
-        radius: Largest distance τ between an update and the result of the previous step. Longer distances are shortened
-            to τ.
+        radius: Largest distance τ between an update and the result of the previous step.
         steps: Number of clipping steps per round.
     """
 

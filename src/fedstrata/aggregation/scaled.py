@@ -108,7 +108,7 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 
 
 class Extrapolated(Mean):
-    """The mean update, multiplied by a factor that is larger if the clients' updates differ more (FedExP).
+    """The mean update, multiplied by a factor that is larger if the updates differ more (FedExP).
 
     The factor is η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))), where Δ̄ is the mean of the m updates Δ_k.
 
@@ -118,7 +118,7 @@ class Extrapolated(Mean):
     numbers of samples.
 
     Args:
-        eps: Constant ε, which limits the factor η. The authors' program uses 0.001 or 0.1.
+        eps: Constant ε, which limits the factor.
     """
 
     needs_replies = ""

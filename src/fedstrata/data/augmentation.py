@@ -46,15 +46,13 @@ class Augmentation(Setting):
 
 
 class CropFlip(Augmentation):
-    """A random crop of each padded image, mirrored from left to right with probability 1/2.
+    """A random crop of each padded image, which is mirrored with probability 1/2.
 
     The padding reflects the image at its edges.
 
     Args:
-        padding: Number of pixels that are added on each side of an image. The crop is shifted by at most this number of
-            pixels.
-        flip: Whether images are mirrored at random. Use false if mirroring changes the meaning of an image, such as a
-            digit.
+        padding: Number of pixels that are added on each side of an image.
+        flip: Whether images are mirrored at random. Use false if mirroring changes an image's meaning.
     """
 
     padding: NonNegativeInt = 4

@@ -46,21 +46,20 @@ class Column(Setting):
     """A feature column.
 
     Args:
-        type: ``number``, ``boolean`` or ``category``. Each value of a ``category`` column becomes a feature that is 0
-            or 1. Default: the type that other keys of this column imply, such as ``categories``. If no key implies a
-            type, simulations guess the type from the cells, and real sites use ``number``.
-        unit: Unit of the numbers, such as ``mm``. Only messages use the unit.
+        type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default, other keys such as
+            ``categories`` imply the type. Otherwise, simulations guess the type from the cells, and real sites use
+            ``number``.
+        unit: Unit of the numbers in messages, such as ``mm``.
         range: Smallest and largest allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Texts that mark missing values in this column, in addition to the schema's ``missing``.
-        impute: Replacement of missing values. ``mean``, ``median`` and ``most-frequent``: these statistics of the
-            training rows. If there are two middle values, the median is the lower value. If several values are equally
-            frequent, the smallest number or the first category is used. ``constant``: the value in the key ``value``.
-            ``separate-category``: missing values become a category of their own. Default: a missing value is an error.
+        missing: Texts that mark missing values, in addition to the schema's ``missing``.
+        impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
+            ``most-frequent``: statistics of the training rows. ``constant``: the key ``value``. ``separate-category``:
+            an additional category. Default: a missing value is an error.
         step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
-            two rules, because each site counts how often each rounded number occurs.
+            two rules.
         value: Replacement of missing values if ``impute`` is ``constant``.
-        indicator: Whether to add a feature that is 1 if the value of this column is missing.
+        indicator: Whether to add a feature that is 1 if the value is missing.
     """
 
     type: Literal["number", "category", "boolean"] | None = None
@@ -209,16 +208,13 @@ class Schema(Setting):
         label: Column with the label.
         client: Column with the client of each row, for the partition ``natural``.
         features: Feature columns. Default: all columns without another role; at real sites, the keys of ``columns``.
-        columns: A table that maps each feature column, and a numeric label, to a type or a table of settings. For
-            columns that are not in this table, fedstrata guesses the type from the cells. At real sites, the table must
-            contain every feature.
-        classes: All possible labels, in the order of the model's outputs. Default: the sorted labels of the table.
+        columns: Type or settings of each feature column, and of a numeric label. For other columns, simulations guess
+            the type from the cells. Real sites need every feature in this table.
+        classes: All labels, in the order of the model's outputs. Default: the sorted labels of the table.
         missing: Texts that mark missing values, in addition to empty cells.
         ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing. A client with two or more rows holds out at
-            least one row. If labels are classes, the held-out rows are stratified by label. Alternatively, ``test`` is
-            the name of a column that marks each row as ``test`` or ``train``, or as ``true`` (test) or ``false``
-            (train).
+        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, a column
+            that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character between the cells of a CSV file.
     """
 

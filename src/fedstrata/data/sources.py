@@ -60,25 +60,21 @@ with warnings.catch_warnings():
             name: Name or path of the data set. ``fedstrata datasets`` lists the names. A path is a ``.npz``, ``.csv``
                 or ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. ``"hub:owner/name"`` or
                 ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
-            normalize: Scaling of each channel or feature. ``standard``: to mean 0 and standard deviation 1 over the
-                training samples. ``unit``: to the range from 0 to 1 over the training samples. ``none``: only
-                conversion to float32. ``keep``: integers stay integers, as token models require.
-            limit: Number of training samples to use, drawn at random from each class in proportion to its size.
-                Default: all.
-            client: Column of a Hugging Face data set that contains the client of each sample, for the partition
-                ``natural``.
-            schema: Roles and types of the columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If ``shape`` is set,
-                normalisation uses only the samples that clients train on. Real sites with arrays need ``shape`` and
-                ``classes``.
-            classes: Number C of classes in an array file. The labels in the file must be 0 … C−1.
-            range: Smallest and largest values that an array file may contain.
-            shift: Number to subtract from each channel or feature. Default: computed according to ``normalize``.
-            scale: Factor by which to multiply each channel or feature after the subtraction of ``shift``. Set both
-                ``shift`` and ``scale``, or neither.
-            augment: Random change of the samples of each training batch: ``crop-flip`` for images, or your own
-                ``"module:function"``.
-            custom: Description of the arrays that a Python program passed to fedstrata. fedstrata sets this key itself.
+            normalize: Scaling of each channel or feature, computed from training samples. ``standard``: to mean 0 and
+                standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
+                integers, as token models require.
+            limit: Number of training samples, drawn at random from each class in proportion to its size. Default: all.
+            client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
+            schema: Columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
+                uses only the samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
+            classes: Number C of classes in an array file, whose labels must be 0 … C−1.
+            range: Smallest and largest allowed values of an array file.
+            shift: Number to subtract from each channel or feature. Default: depends on ``normalize``.
+            scale: Factor that multiplies each channel or feature after the subtraction of ``shift``. Set both ``shift``
+                and ``scale``, or neither.
+            augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
+            custom: Description of arrays from a Python program. fedstrata sets this key itself.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

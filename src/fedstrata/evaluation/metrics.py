@@ -229,7 +229,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Fraction of correctly classified samples; the accuracy of a single class is its recall."""
+    """Fraction of correctly classified samples; for a single class, the recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -237,11 +237,11 @@ class Accuracy(_OfCounts):
 
 
 class BalancedAccuracy(_OfCounts):
-    """Mean recall of the classes that have samples (scikit-learn's ``balanced_accuracy_score``)."""
+    """Mean recall of the classes with samples (scikit-learn's ``balanced_accuracy_score``)."""
 
 
 class MacroF1(_OfCounts):
-    """Mean F1 over the classes that have samples or were predicted (scikit-learn's macro ``f1_score``)."""
+    """Mean F1 of the classes with samples or predictions (scikit-learn's macro ``f1_score``)."""
 
     @override
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -249,7 +249,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 computed from counts that are added up over all classes or labels (scikit-learn's micro ``f1_score``)."""
+    """F1 of the counts of all classes or labels together (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -257,7 +257,7 @@ class MicroF1(_OfCounts):
 
 
 class MeanIoU(_OfCounts):
-    """Mean intersection over union (IoU) of true and predicted pixels, averaged over classes.
+    """Mean intersection over union (IoU) of true and predicted pixels over the classes.
 
     The mean leaves out classes that have no pixels and were not predicted.
     """
@@ -312,7 +312,7 @@ class MAE(_OfErrors):
 
 
 class R2(_OfErrors):
-    """Coefficient of determination R² (scikit-learn's ``r2_score``); undefined if all targets are equal."""
+    """Coefficient of determination R² (scikit-learn's ``r2_score``)."""
 
     higher_is_better = True
 
@@ -322,15 +322,14 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: of the second class if there are two classes, otherwise the mean over all classes.
+    """Area under the ROC curve of the second of two classes, otherwise the mean over all classes.
 
     The curve of a class separates samples of this class from all other samples. The mean leaves out classes that have
     no samples or all samples. With the histograms that real sites send, the value is approximate, and the record also
     contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in the histogram of each class's scores. Real sites send these histograms instead of
-            scores.
+        bins: Number of bins in the histogram of each class's scores, which real sites send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -407,7 +406,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats; a uniform prediction over k tokens has the perplexity k."""
+    """Exponential of the mean cross-entropy in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -429,7 +428,7 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: the mean difference between confidence and accuracy (Guo et al. 2017).
+    """Expected calibration error: the mean difference between confidence and accuracy.
 
     Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
     error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,
@@ -484,7 +483,7 @@ class _OfRows(Metric):
 
 
 class MeanAveragePrecision(_OfRows):
-    """Mean average precision over the labels, for tasks with several labels per sample.
+    """Mean average precision over the labels.
 
     Labels without samples are left out. The metric cannot be computed from the sums that real sites send, because it
     needs all predictions.

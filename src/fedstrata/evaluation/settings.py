@@ -18,36 +18,33 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """Settings of evaluations and of checkpoints.
+    """Metrics, held-out samples and checkpoints.
 
     When you resume a run, you may change all settings except ``validation``, ``client_test``, ``test_clients`` and
     ``weight_diversity``.
 
     Args:
-        every: Number of rounds between evaluations. With 0, only the model of the last round is evaluated.
+        every: Number of rounds between evaluations. With 0, only the last round is evaluated.
         batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
         primary: Metric that selects the best round and the best settings: ``accuracy``, ``loss`` or a metric in
-            ``metrics``. Tables and figures show this metric first.
-        targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
-            target. To set targets of other metrics, use a table with a list of values for each metric, such as ``{
-            macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples that is held out to choose the best round and to stop early. The
-            samples are drawn from each class before the partition. With the partition ``natural``, the samples are
-            drawn from each client.
-        client_test: Fraction of each client's samples (at least one sample) that is held out as the client's own test
-            samples, stratified by label. Real sites with separate test samples ignore this setting.
+            ``metrics``.
+        targets: Target accuracies in (0, 1]. The summary gives the first round that reached each target. For other
+            metrics, use a table such as ``{ macro-f1 = [0.5] }``.
+        validation: Fraction of the training samples that is held out to choose the best round and to stop early.
+        client_test: Fraction of each client's samples that is held out as its own test samples, stratified by label.
+            Real sites with separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
             clients.
-        fine_tune: Number of epochs for which each client fine-tunes the global model. The resulting personal model is
-            evaluated on the client's own test samples. With 0, the personal model is the global model with the client's
-            own state, such as its BatchNorm statistics.
-        unheard: Number n of evaluations. A client counts as *unheard* if the server has not used a reply of this client
-            since the first of the last n evaluations. Results of unheard clients are also reported separately.
+        fine_tune: Number of epochs for which each client fine-tunes the global model, before the model is evaluated on
+            the client's test samples. With 0, only the client's own state, such as BatchNorm statistics, makes the
+            model personal.
+        unheard: Number n of evaluations. A client is *unheard* if the server has not used its replies since the first
+            of the last n evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
-        per_class: Whether to record the accuracy and all other per-class metrics of every class.
-        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean (ReBaFL,
-            Eq. 24). SFL and Stratify never record Λ.
+        per_class: Whether to record the accuracy and other per-class metrics of every class.
+        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean. SFL and
+            Stratify never record Λ.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

@@ -28,8 +28,7 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of the clients that attack in every round; the number of attackers is rounded. The seed decides
-            which clients attack. Default: 0.2.
+        share: Fraction of the clients that attack in every round. The seed decides which clients attack. Default: 0.2.
         clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
     """
 
@@ -134,7 +133,7 @@ class Attack(Setting):
 
 
 class LabelFlip(Attack):
-    """Attackers replace each label c of C classes by C − 1 − c, and otherwise follow the method."""
+    """Attackers replace label c of C classes by C − 1 − c, and otherwise follow the method."""
 
     alters_replies = False
 
@@ -151,7 +150,7 @@ class SignFlip(Attack):
     """Attackers send their update with the opposite sign.
 
     Args:
-        scale: Factor by which the update is multiplied after the change of sign.
+        scale: Factor by which the opposite update is multiplied.
     """
 
     scale: PositiveFloat = 1.0
@@ -165,7 +164,7 @@ class Gaussian(Attack):
     """Attackers send random numbers instead of an update.
 
     Args:
-        deviation: Standard deviation of the random numbers, whose mean is 0.
+        deviation: Standard deviation of the random numbers.
     """
 
     deviation: PositiveFloat = 1.0
@@ -177,13 +176,13 @@ class Gaussian(Attack):
 
 
 class LittleIsEnough(Attack):
-    """Attackers hide their updates among the honest updates: ALIE, "a little is enough" (Baruch et al. 2019).
+    """Attackers hide their updates among honest updates (ALIE, Baruch et al. 2019).
 
     In each coordinate, an attacker sends the mean of the round's honest updates plus z standard deviations of these
     updates.
 
     Args:
-        deviations: Number z of standard deviations that are added to the mean honest update.
+        deviations: Number z of standard deviations that attackers add to the mean honest update.
     """
 
     deviations: PositiveFloat = 1.5
@@ -196,11 +195,10 @@ class LittleIsEnough(Attack):
 
 
 class InnerProduct(Attack):
-    """Attackers send the negative of the mean honest update: inner-product manipulation, IPM (Xie et al. 2019).
+    """Attackers send the negative mean honest update (inner-product manipulation, Xie et al. 2019).
 
     Args:
-        scale: Factor ε by which the mean honest update is multiplied. A small factor is harder to detect; a large
-            factor can reverse the sign of an averaged update.
+        scale: Factor ε by which the mean honest update is multiplied. A small factor is harder to detect.
     """
 
     scale: PositiveFloat = 2.0

@@ -61,10 +61,10 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online. If true, the server invites only these clients.
-        deadline: Simulated seconds that the server waits for replies in a round. Default: no deadline.
-        seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds, which stay the same in all rounds.
+        announced: Whether the server knows which clients are online, and invites only these clients.
+        deadline: Simulated seconds that the server waits for replies.
+        seconds_per_sample: Simulated seconds that a client of median speed needs per sample gradient.
+        speed_spread: Standard deviation of the logarithm of the clients' speeds.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
         latency: Additional simulated seconds per message, in each direction.
@@ -152,7 +152,7 @@ class Always(Availability):
 
 
 class Bernoulli(Availability):
-    """Each client is online with probability ``p``, independently in each round (ReBaFL §5.2).
+    """Each client is online with probability ``p``, independently in each round.
 
     Args:
         p: Probability that a client is online in a round.
@@ -170,7 +170,7 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client is online or offline for whole periods of rounds, with one random draw per period (ReBaFL §5.5.3).
+    """Each client is online or offline for whole periods of rounds (ReBaFL §5.5.3).
 
     Args:
         p: Probability that a client is online in a period.
@@ -198,11 +198,10 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with consecutive ids; each group has its own probability that a client is online (ReBaFL).
+    """Groups of clients with different probabilities of being online (ReBaFL).
 
     Args:
-        groups: The groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
-            0.2}]``.
+        groups: Groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)

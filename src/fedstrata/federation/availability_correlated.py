@@ -19,11 +19,10 @@ class Correlated(Availability):
     """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
-        mean: Mean of all clients' probabilities of being online in a round, before each probability is limited to the
-            range from ``least`` to 1.
-        least: Lower limit of each client's probability of being online in a round.
-        pattern: How a client's availability changes over the rounds. ``independent``: a new draw in each round.
-            ``markov`` and ``cyclic``: as in the availability models with these names.
+        mean: Mean probability of being online, before each probability is limited to [``least``, 1].
+        least: Smallest probability that a client is online in a round.
+        pattern: Pattern over the rounds: ``independent`` draws, or as in the availability models ``markov`` and
+            ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline; only for ``markov``.
         period: Length of a period, in rounds; only for ``cyclic``.
     """
@@ -62,15 +61,15 @@ class Correlated(Availability):
 
 
 class LabelCorrelated(Correlated):
-    """Clients with some labels are online more often than clients with other labels (FedAU, arXiv:2306.03401).
+    """Clients with some labels are online more often than other clients (FedAU).
 
     Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client with the fraction q_c of
     its samples in each class c is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``
     if labels are balanced.
 
     Args:
-        concentration: Concentration of the Dirichlet distribution from which the weights of the labels are drawn. With
-            a smaller value, the weight is concentrated on fewer labels.
+        concentration: Concentration of the Dirichlet distribution of the labels' weights. With a smaller value, fewer
+            labels have large weights.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
@@ -89,12 +88,12 @@ class LabelCorrelated(Correlated):
 
 
 class SizeCorrelated(Correlated):
-    """Each client's probability of being online depends on its number of samples.
+    """A client's probability of being online depends on its number of samples.
 
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Exponent e. The probability that a client with n samples is online is proportional to n^e.
+        exponent: Exponent e: the probability that a client with n samples is online is proportional to n^e.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

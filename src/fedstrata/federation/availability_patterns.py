@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 class Markov(Availability):
-    """Each client is alternately online and offline for random numbers of rounds (a Markov chain with two states).
+    """Each client is alternately online and offline for random numbers of rounds.
 
     In each round, including the first, a client is online with probability ``online_rounds / (online_rounds +
     offline_rounds)``.
@@ -36,11 +36,10 @@ class Markov(Availability):
 
 
 class Cyclic(Availability):
-    """Each client is online for a fixed fraction of each period; each client's periods begin at a random round.
+    """Each client is online for a fixed fraction of each period; periods begin at random rounds.
 
     Args:
-        p: Fraction of a period in which a client is online. The resulting number of rounds is rounded, and is at least
-            1.
+        p: Fraction of a period in which a client is online; at least one round.
         period: Length of a period, in rounds.
     """
 
@@ -53,14 +52,13 @@ class Cyclic(Availability):
 
 
 class Diurnal(Availability):
-    """The probability that a client is online varies over a day, as a sine wave between two probabilities.
+    """The probability of being online varies over a day, as a sine wave.
 
     Args:
-        lowest: Smallest probability of being online within a day.
-        highest: Largest probability of being online within a day.
+        lowest: Smallest probability of being online.
+        highest: Largest probability of being online.
         period: Length of a day, in rounds.
-        spread: Spread of the clients' random time zones, as a fraction of a day. With 0, all clients have the same time
-            zone.
+        spread: Spread of the clients' random time zones, as a fraction of a day.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)

@@ -17,11 +17,11 @@ class Trace(Availability):
     """Each client is online in the rounds that a file lists.
 
     Args:
-        file: Path of a CSV file, relative to the spec or the working directory. The file's columns are
-            ``client,first,last``: the client is online from round ``first`` (counted from 1) to round ``last``. A
-            client may have several lines in the file. A client without a line is never online.
+        file: Path of a CSV file, relative to the spec or the working directory. Each line ``client,first,last`` says
+            that a client is online from round ``first`` (counted from 1) to round ``last``. A client without a line is
+            never online.
         round_seconds: Seconds between the starts of two rounds. If set, ``first`` and ``last`` are seconds since the
-            start of round 1. A client is online in a round if it is online when the round starts.
+            start of round 1.
     """
 
     file: str

@@ -80,13 +80,13 @@ class SGD(LocalOptimizer):
 
 
 class AdamW(LocalOptimizer):
-    """AdamW (Loshchilov and Hutter 2019), whose weight decay is not part of the gradient.
+    """AdamW (Loshchilov and Hutter 2019).
 
     The steps are the same as in ``torch.optim.AdamW``. The setting ``training.momentum`` is refused.
 
     Args:
-        betas: Decay rates β₁ and β₂ of the running means of the gradient and of the squared gradient.
-        eps: Small number that is added to the denominator of each step, to avoid a division by zero.
+        betas: Decay rates β₁ and β₂ of the running means of the gradient and its square.
+        eps: Small number that is added to the denominator of each step.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

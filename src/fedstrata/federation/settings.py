@@ -45,7 +45,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
 
 class DPSGD(Setting):
-    """Differential privacy of individual samples in local training: DP-SGD (Abadi et al. 2016).
+    """Differential privacy of individual samples: DP-SGD (Abadi et al. 2016).
 
     In each step, a client draws each of its samples with the same probability. The client scales down gradients that
     are longer than ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
@@ -57,8 +57,8 @@ class DPSGD(Setting):
         noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
         delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / n for a client with n samples.
         budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. At real
-            sites, the server learns the numbers of samples only in the first round. With secure sums, the server does
-            not learn these numbers, and each real site sets the budget in its policy. Default: no limit.
+            sites, the server learns the numbers of samples only in the first round. With secure sums, each real site
+            sets the budget in its policy instead.
     """
 
     clip: PositiveFloat
@@ -68,7 +68,7 @@ class DPSGD(Setting):
 
 
 class ClientDP(Setting):
-    """Differential privacy of whole clients, with noise that the server or the clients add.
+    """Differential privacy of whole clients.
 
     With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
     the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of the
@@ -80,23 +80,22 @@ class ClientDP(Setting):
     are neighbours if one client sends zeros with noise, instead of its updates, in one of the runs. The choice of
     clients does not lower ε, because the server knows which clients take part.
 
+    If a sum needs t of n clients, ``colluding`` is at most t − 2 and at most 2t − n − 1.
+
     In both cases, the sum is divided by the expected number of clients per round.
 
     Args:
-        clip: Largest L2 norm C of a client's update, over all parameters that clients train.
+        clip: Largest L2 norm C of a client's update.
         noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
             from the clients has at least this standard deviation.
         delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / N for N clients.
-        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. Default:
-            no limit.
+        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget.
         participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
-            clients does not lower ε. Default: no limit.
+            clients does not lower ε.
         noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
-            ``sites`` needs ``privacy.sums = "secure"``. A sum then needs t of the n clients of a round, where t is the
-            larger of ⌊2n/3⌋ + 1 and ``privacy.parties``.
-        colluding: Number of clients in a sum that may tell the server the noise that they added, at most t − 2 and at
-            most 2t − n − 1. Each client then adds more noise. With 0, ε does not protect against other
-            clients, because each client knows its own noise.
+            ``sites`` needs ``privacy.sums = "secure"``.
+        colluding: Number of clients that may tell the server the noise that they added. Each client then adds more
+            noise. With 0, ε does not protect against other clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -109,34 +108,31 @@ class ClientDP(Setting):
 
 
 class Privacy(Setting):
-    """Secure sums, the minimum number of samples for each value that a client sends, and differential privacy.
+    """Protection of the clients' data.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
     labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
     spec.
 
     Args:
-        min_samples: Minimum number of samples for each value that a client sends, such as an update, a prototype or the
-            mean of a column. A run in which no client has enough samples is refused.
-        below: Behaviour of a client that has too few samples in a batch of Stratify. ``hold-back``: the client adds
-            these samples to its next batch or, at the end of an epoch, to its previous batch. ``refuse``: the client
-            does not answer until the epoch ends.
-        dp: Clipping and noise in local training, for differential privacy of each sample. Default: none.
-        clients: Clipping and noise, for differential privacy of each client. Real sites support only noise from the
-            clients. Default: none.
+        min_samples: Minimum number of samples for each value that a client sends, such as an update or a column's mean.
+        below: Behaviour of a client with too few samples in a batch of Stratify. ``hold-back``: the client adds these
+            samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch ends.
+        dp: Clipping and noise for differential privacy of each sample.
+        clients: Clipping and noise for differential privacy of each client. Real sites support only noise from the
+            clients.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
-            clients of a round (Bonawitz et al. 2017). Methods that use the replies of individual clients do not have
-            secure sums. Some other methods have secure sums only in simulations. Secure sums need the extra ``secure``.
-        simulate_masks: Whether clients of a simulation really mask their updates. Without masks, the results are the
-            same, and the run is faster.
+            clients of a round, which needs the extra ``secure``. Some methods do not support secure sums, or only in
+            simulations.
+        simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
+            down the run.
         range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
-            scaled down, and the metric ``scaled`` counts such updates.
+            scaled down.
         buffer_range: Largest absolute change of one of BatchNorm's statistics in a secure sum.
-        message_range: Largest absolute value of other numbers in a secure sum: the changes of SCAFFOLD's control
-            variates, and the prototypes of ReBaFL.
-        largest: Largest number of samples that a client in secure sums may have. A client with more samples does not
-            answer. Default: the number of samples of the largest client. If sites use their own data, set a
-            value, because the server does not know their numbers of samples.
+        message_range: Largest absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
+            and ReBaFL's prototypes.
+        largest: Largest number of samples of a client in secure sums; larger clients do not answer. Default: the size
+            of the largest client. If sites use their own data, set a value.
         parties: Smallest number of clients in a secure sum.
     """
 
@@ -194,43 +190,35 @@ class Training(Setting):
     """Rounds, local training and hardware.
 
     Args:
-        rounds: Number of rounds. You may increase the number of rounds when you resume a run.
+        rounds: Number of rounds. You may increase this number when you resume a run.
         clients_per_round: Number of clients that the server invites per round. Default: 10, or all clients if there are
             fewer.
-        local_epochs: Number of epochs for which a client trains per round. Default: 5.
-        local_steps: Number of mini-batch steps that a client takes per round. Set either ``local_steps`` or
-            ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. A client with fewer samples than ``batch_size`` uses all its
-            samples in each mini-batch.
-        accumulate: Number of mini-batches per step of a client. A step uses the mean gradient over ``batch_size`` ×
-            ``accumulate`` samples, but needs only the memory for ``batch_size`` samples.
+        local_epochs: Number of epochs per client and round. Default: 5.
+        local_steps: Number of mini-batch steps per client and round. Set either ``local_steps`` or ``local_epochs``.
+        batch_size: Number of samples in a mini-batch. Smaller clients use all their samples in each mini-batch.
+        accumulate: Number of mini-batches per step. A step uses the mean gradient over ``batch_size`` × ``accumulate``
+            samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
-            SCAFFOLD, FedDyn, FedTAN and Stratify require ``sgd``.
-        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round. ``reset``: an
-            empty state. ``keep``: the state after the latest round in which the client trained. With ``adamw``, each
-            client then stores twice as many numbers as the model has. Fine-tuning for evaluation always starts with an
-            empty state.
+        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
+            or the state after the client's latest round (``keep``). With ``adamw``, each client then stores twice as
+            many numbers as the model has.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' SGD.
-        weight_decay: Factor of the weight decay. ``sgd`` adds the decay to the gradient; ``adamw`` applies the decay
-            separately.
-        schedule: Learning rate in round t, where t is 0 in the first round. ``constant``: η. ``inverse``: η / (1 + t).
-            ``cosine``: from η to zero along half a cosine wave.
-        warmup: Number W of initial rounds in which the learning rate rises. In the k-th of these rounds, the rate of
-            ``schedule`` is multiplied by k / (W + 1).
-        clip: Largest norm of a gradient. A longer gradient is scaled down to this norm. Default: no limit.
-        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
-            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
-            statistics of the test batches. Stratify, SFL and FedTAN require ``average``.
-        execution: How engines compute sums over clients. ``fused``: an engine may sum over several clients in one pass,
-            which is faster. ``per-client``: results are exactly equal in all engines, but Stratify is several times
-            slower.
-        threads: Number of threads that each PyTorch operation uses. A different number of threads may change the last
-            bits of results.
-        workers: Number of processes that train clients on this machine. The number does not change results. Default:
-            one process per core if this is faster, otherwise one process.
-        precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for the operations
-            that it considers safe. Parameters and updates stay float32. Stratify and FedTAN always train in float32.
+        weight_decay: Factor of the weight decay, which ``sgd`` adds to the gradient and ``adamw`` applies separately.
+        schedule: Learning rate in round t, counted from 0. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from
+            η to zero along half a cosine wave.
+        warmup: Number W of initial rounds with a reduced learning rate. In the k-th of these rounds, the rate is
+            multiplied by k / (W + 1).
+        clip: Largest norm of a gradient. A longer gradient is scaled down to this norm.
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
+            client keeps its own statistics, and evaluations of the global model use statistics of the test batches.
+        execution: How engines compute sums. ``fused``: an engine may sum over several clients in one pass.
+            ``per-client``: results are exactly equal in all engines, but Stratify is several times slower.
+        threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
+        workers: Number of processes that train clients on this machine; results do not change. Default: one per core if
+            this is faster, otherwise one.
+        precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.
+            Parameters and updates stay float32. Stratify and FedTAN always train in float32.
         device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
             Results on different devices can differ in their last bits.
     """

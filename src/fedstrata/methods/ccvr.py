@@ -44,10 +44,9 @@ class CCVR(Recipe, HeadTuning):
 
     Args:
         per_class: Number of virtual features of each class.
-        every: Number of rounds between two calibrations. Other rounds are evaluated without calibration. Default: the
-            server calibrates only after the last round.
-        steps: Number of gradient steps per calibration. Each step uses all virtual features.
-        lr: Learning rate with which the server calibrates the head.
+        every: Number of rounds between two calibrations. Default: the server calibrates only after the last round.
+        steps: Number of gradient steps per calibration.
+        lr: Learning rate of the calibration.
     """
 
     paper = "Luo et al. 2021, No Fear of Heterogeneity: Classifier Calibration for FL with Non-IID Data (NeurIPS)"

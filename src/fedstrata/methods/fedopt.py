@@ -21,7 +21,7 @@ class FedAvgM(Recipe):
 
     Args:
         beta: Momentum β of the server.
-        server_lr: Learning rate η of the server.
+        server_lr: Learning rate of the server.
     """
 
     paper = (
@@ -42,8 +42,8 @@ class FedAdagrad(Recipe):
     The aggregator's server optimiser (``ServerOptimizer``) defines the step.
 
     Args:
-        server_lr: Learning rate η of the server.
-        tau: Constant τ, which is added to √v. With a larger value, the steps are less adaptive.
+        server_lr: Learning rate of the server.
+        tau: Constant τ, which is added to √v.
     """
 
     paper = ADAPTIVE
@@ -60,9 +60,9 @@ class AdaptiveMoments(Recipe):
     """Base class of FedAdam and FedYogi, which differ in how v follows from Δ².
 
     Args:
-        server_lr: Learning rate η of the server.
+        server_lr: Learning rate of the server.
         betas: Coefficients β₁ and β₂.
-        tau: Constant τ, which is added to √v. With a larger value, the steps are less adaptive.
+        tau: Constant τ, which is added to √v.
     """
 
     paper = ADAPTIVE

@@ -22,9 +22,8 @@ class FedSSAR(Recipe):
 
     Args:
         alpha: Strength of the proximal term, α.
-        aggregation: Weights of the clients' models. ``horvitz-thompson``: unbiased weights 1 / (N π_k), where π_k is
-            the probability that client k is drawn. Default: the weights of the paper, which are in proportion to sample
-            counts and are biased.
+        aggregation: Weights of the clients' models. ``horvitz-thompson``: unbiased weights. Default: the paper's biased
+            weights, in proportion to sample counts.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"

@@ -22,10 +22,9 @@ class FedSTS(Recipe):
     gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: How models are averaged. ``paper`` averages first within each stratum and then over strata, and is
-            biased. ``horvitz-thompson`` uses unbiased weights and draws with replacement. ``inclusion`` uses systematic
-            draws without replacement. The unbiased weight of client k is then 1 / (N π_k), where π_k is the probability
-            that client k is drawn.
+        aggregation: How models are averaged. ``paper``: within each stratum, then over strata (biased).
+            ``horvitz-thompson``: with unbiased weights and draws with replacement. ``inclusion``: with unbiased weights
+            and systematic draws without replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

@@ -18,7 +18,7 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """FedAvg with common BatchNorm statistics, computed by all clients of a round together in the first local step.
+    """FedAvg with common BatchNorm statistics, which all clients of a round compute together in the first local step.
 
     In this step, every BatchNorm layer normalises with the mean and the variance that are averaged over the round's
     clients. In the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer

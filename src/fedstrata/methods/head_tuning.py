@@ -24,7 +24,7 @@ class HeadTuning(Setting):
         per_class: Number of samples of each class on which the server trains the head.
         steps: Number of gradient steps per training of the head.
         lr: Learning rate with which the server trains the head.
-        momentum: Momentum with which the server trains the head. Each training of the head starts with velocity 0.
+        momentum: Momentum with which the server trains the head.
         weight_decay: Factor of the L2 penalty on the head.
     """
 

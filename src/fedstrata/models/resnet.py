@@ -17,7 +17,7 @@ Norm = Literal["bn", "gn"]
 
 
 class ResNet9(ModelSpec):
-    """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
+    """The nine-layer network of DAWNBench (Page 2018).
 
     The first layers are convolutions with 64 and 128 channels, and a residual connection around two convolutions with
     128 channels. The next layers are convolutions with 256 and 512 channels, and a residual connection around two
@@ -26,8 +26,7 @@ class ResNet9(ModelSpec):
     channels and 10 classes, the network has 6,573,130 parameters.
 
     Args:
-        norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm, which uses no statistics over
-            samples.
+        norm: Normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
     """
 
     norm: Norm = "bn"
@@ -50,12 +49,12 @@ class ResNet9(ModelSpec):
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18 (He et al. 2016) with first layers for small images: one 3x3 convolution and no pooling.
+    """ResNet-18 (He et al. 2016) for small images: first a 3x3 convolution without pooling.
 
     With 3 input channels and 10 classes, the network has 11,173,962 parameters.
 
     Args:
-        norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
+        norm: Normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
     """
 
     norm: Norm = "bn"
@@ -67,12 +66,12 @@ class ResNet18(ModelSpec):
 
 
 class ResNet20(ModelSpec):
-    """ResNet-20 for CIFAR (He et al. 2016, section 4.2), with projection shortcuts ("option B").
+    """ResNet-20 for CIFAR (He et al. 2016), with projection shortcuts.
 
     With 3 input channels and 10 classes, the network has 272,474 parameters.
 
     Args:
-        norm: Type of the normalisation layers. ``bn``: BatchNorm. ``gn``: GroupNorm.
+        norm: Normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
     """
 
     norm: Norm = "bn"

@@ -45,7 +45,7 @@ class ModelSpec(Setting):
 
 
 class MLP(ModelSpec):
-    """Fully connected layers with ReLU, for flattened samples (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
+    """Fully connected layers with ReLU, for flattened samples (McMahan et al. 2017).
 
     Args:
         hidden: Width of each hidden layer; an empty list gives logistic regression.
@@ -82,13 +82,13 @@ class Tabular(ModelSpec):
 
 
 class CNN(ModelSpec):
-    """The LeNet-like network of ReBaFL (section 5.1): 5x5 convolutions with max-pooling, and a hidden layer.
+    """The network of ReBaFL: 5x5 convolutions with max-pooling, and a hidden layer.
 
     Convolutions are padded by 2, so that 8x8 images are large enough for three convolutions.
 
     Args:
-        channels: Number of channels of each convolution. ReBaFL adds a third convolution with 64 channels for CIFAR-10.
-        hidden: Width of the hidden layer. The outputs of this layer are the features.
+        channels: Number of channels of each convolution. For CIFAR-10, ReBaFL uses ``[16, 32, 64]``.
+        hidden: Width of the hidden layer, whose outputs are the features.
     """
 
     channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)
@@ -100,7 +100,7 @@ class CNN(ModelSpec):
 
 
 class CNN64(ModelSpec):
-    """FedSSAR's network for CIFAR: two 5x5 convolutions (64 channels) and two hidden layers (394 and 192 units)."""
+    """FedSSAR's network for CIFAR: two 5x5 convolutions and two hidden layers."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the module; see ``ModelSpec.build`` for the arguments."""
@@ -108,7 +108,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A PyTorch module that a Python program passed to fedstrata. Only fedstrata writes this section.
+    """A PyTorch module from a Python program. Only fedstrata writes this section.
 
     Args:
         custom: Description of the module. fedstrata sets this key itself.

@@ -312,7 +312,7 @@ class Objective(Setting):
 
 
 class CrossEntropy(Objective):
-    """The loss of the task, as in FedAvg; for classification, this is the cross-entropy."""
+    """The loss of the task, such as the cross-entropy for classification."""
 
     single_samples = True
 

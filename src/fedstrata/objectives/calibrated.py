@@ -116,13 +116,12 @@ class Calibrated(PerSample):
 
 
 class Restricted(Calibrated):
-    """FedRS's restricted softmax: logits of classes that the client lacks are multiplied by α (Eq. 5).
+    """Restricted softmax: logits of classes that the client lacks are multiplied by α.
 
     Local training then changes the head's parameters for these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg. With 0, the
-            head's parameters for these classes do not change.
+        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -133,7 +132,7 @@ class Restricted(Calibrated):
 
 
 class LogitMargins(CountsIdle, Calibrated):
-    """Cross-entropy of FedLC's calibrated logits, in which rarer classes have a larger margin (Eq. 4).
+    """Cross-entropy of calibrated logits, in which rarer classes have a larger margin.
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
     In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
@@ -142,8 +141,8 @@ class LogitMargins(CountsIdle, Calibrated):
 
     Args:
         tau: Factor τ of the margin. With 0, logits are unchanged.
-        missing: Treatment of classes that the client lacks. ``excluded`` leaves these classes out of the softmax.
-            ``one`` gives these classes the margin τ, as if the client had one sample of each.
+        missing: Treatment of classes that the client lacks. ``excluded``: not in the softmax. ``one``: as if the client
+            had one sample of each.
     """
 
     tau: NonNegativeFloat = 1.0

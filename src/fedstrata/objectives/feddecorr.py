@@ -37,7 +37,7 @@ def correlation(features: Tensor) -> Tensor:
 
 
 class Decorrelated(Objective):
-    """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of the d features in a batch.
+    """The task's loss plus (β / d²) ‖K‖²_F, where K is the correlation matrix of d features.
 
     The features are the head's input. The value ‖K‖²_F / d² is 1/d for uncorrelated features, and 1 for perfectly
     correlated features. The term keeps features from collapsing to a few dimensions. For a batch of one sample, the
@@ -45,7 +45,7 @@ class Decorrelated(Objective):
     the diagonal of K. The authors' code divides variances by B − 1 instead of the batch size B.
 
     Args:
-        beta: Weight β of the decorrelation term. With 0, training is as in FedAvg.
+        beta: Weight β of the decorrelation term.
     """
 
     tasks: ClassVar[frozenset[str] | None] = None

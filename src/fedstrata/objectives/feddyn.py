@@ -17,7 +17,7 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 
 
 class Dynamic(CrossEntropy):
-    """Cross-entropy plus FedDyn's dynamic regulariser, which has a linear and a quadratic term.
+    """Cross-entropy plus a linear and a quadratic regulariser.
 
     The loss is F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², where F_k is the cross-entropy and w_t is the global model. After
     training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server updates

@@ -23,7 +23,7 @@ class NotTrue(PerSample, Distilled):
     the size of the gradient similar for all τ.
 
     Args:
-        beta: Weight β of the distillation. With 0, training is as in FedAvg.
+        beta: Weight β of the distillation.
         temperature: Temperature τ of the softmaxes of both models.
     """
 

@@ -9,7 +9,7 @@ from fedstrata.objectives.base import Context, Objective
 
 
 class Proximal(Objective):
-    """The task's loss F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², where w_t is the global model.
+    """The task's loss plus the proximal term (μ/2) ‖w − w_t‖², where w_t is the global model.
 
     Args:
         mu: Strength μ of the proximal term.

@@ -13,14 +13,14 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class PersonalLayers(CrossEntropy):
-    """Cross-entropy for models with personal layers, which clients keep; the server averages all other layers.
+    """Cross-entropy; each client keeps its personal layers, and the server averages all other layers.
 
     For the personal layers, clients send back the values that they received. The bytes of these values count as
     communication.
 
     Args:
-        layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. With an empty
-            list, all layers are averaged, as in FedAvg. Default: the head.
+        layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. Default: the
+            head.
     """
 
     layers: tuple[str, ...] | None = None
@@ -47,14 +47,14 @@ class PersonalLayers(CrossEntropy):
 
 
 class HeadThenBody(BodyOnly):
-    """Cross-entropy; each client first trains its own head, and then the body, which the server averages.
+    """Cross-entropy; each client trains first its own head, then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
     its trained head, and sends back the head that it received.
 
     Args:
-        head_epochs: Number of epochs for which the client trains its head. The spec's section ``training`` sets the
-            number of epochs for the body.
+        head_epochs: Number of epochs for which the client trains its head. The section ``training`` sets the epochs of
+            the body.
     """
 
     head_epochs: PositiveInt = 10
@@ -84,7 +84,7 @@ class TowardsGlobal(Objective):
 
 
 class PersonalModel(CrossEntropy):
-    """Cross-entropy for the global model; each client also trains a personal model, which stays near the global model.
+    """Cross-entropy for the global model; each client also trains a personal model near the global model.
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
     model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global

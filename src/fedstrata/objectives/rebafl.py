@@ -46,7 +46,7 @@ from fedstrata.objectives.prototypes import (
 
 
 class Rebalanced(CountsIdle):
-    """ReBaFL's loss on samples, plus μ times the loss on augmented features, which train only the head.
+    """ReBaFL's loss on samples, plus μ times the loss of the head on augmented features.
 
     The loss is ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16), where h̃ are the augmented features and φ is the head. Both losses are
     cross-entropies of the logits z + log p̂. For samples, the prior is p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10).
@@ -61,18 +61,16 @@ class Rebalanced(CountsIdle):
     the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the prior. With 0, the prior of a class is the class's share of the client's samples
-            (balanced softmax). With 1, the prior is uniform (plain softmax).
+        epsilon: Smoothing ε of the prior: from 0 (the class's share of the client's samples) to 1 (uniform).
         mu: Weight μ of the augmented loss. The published code uses 0.5, with ``training.momentum = 0.5``.
-        transfer: Factor λ in augmented features, which are another class's prototype plus λ times a deviation: a
-            sample's features minus the prototype of its own class.
-        relaxed: Whether both terms of the loss use the prior of the classes. If false, both terms are plain
-            cross-entropy (an ablation of the paper).
-        keep_prototypes: Whether each client stores its most recently sent prototypes. ``fedstrata audit prototypes``
-            needs these prototypes.
-        prototype_momentum: Weight β of the previous prototype of a class in a moving average over rounds. The new
-            prototype is β × (previous prototype) + (1 − β) × (mean of the round's prototypes). With 0, only the
-            prototypes of the round count, as in the paper.
+        transfer: Factor λ in augmented features: another class's prototype plus λ times a sample's deviation from its
+            own class's prototype.
+        relaxed: Whether the loss uses the prior of the classes. If false, both terms of the loss are plain
+            cross-entropy.
+        keep_prototypes: Whether each client stores its most recently sent prototypes, which ``fedstrata audit
+            prototypes`` needs.
+        prototype_momentum: Weight β of a class's previous prototype in a moving average over rounds. With 0, only the
+            round's prototypes count, as in the paper.
     """
 
     later_settings = ("prototype_momentum",)

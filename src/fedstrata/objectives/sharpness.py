@@ -31,14 +31,13 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 
 
 class SharpnessAware(Objective):
-    """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the gradient at w on the same batch.
+    """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the batch's gradient at w.
 
     The norm includes all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
     prefers flat minima of the client's loss. A client computes two gradients per step.
 
     Args:
-        rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
-            is as in FedAvg.
+        rho: Distance ρ between the parameters w and the point at which gradients are computed.
     """
 
     rho: NonNegativeFloat = 0.05
@@ -54,7 +53,7 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss. Gradients are computed at a point that is shifted against the global model's last movement.
+    """The task's loss. Gradients are computed at a point shifted against the global model's last movement.
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t. The current global model is w_t.
     The client received w_old, an earlier global model, in the last round in which the server used its reply. The
@@ -66,8 +65,7 @@ class GloballySharpnessAware(Objective):
     all clients, which use a single number of the movement for all entries of a tensor.
 
     Args:
-        rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
-            is as in FedAvg.
+        rho: Distance ρ between the parameters w and the point at which gradients are computed.
     """
 
     rho: NonNegativeFloat = 0.05

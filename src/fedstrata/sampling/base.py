@@ -207,7 +207,7 @@ def with_replacement(
 
 
 class Uniform(ClientSampler):
-    """Draws the clients of a round at random, all with the same probability.
+    """Draws clients at random, with equal probability.
 
     Args:
         replacement: Whether a client may be drawn more than once per round.

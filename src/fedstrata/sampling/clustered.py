@@ -76,13 +76,12 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """Unbiased sampling that draws each client of a round from a different group of similar clients.
+    """Unbiased sampling that draws each client from another group of similar clients.
 
     Args:
-        algorithm: How clients are grouped. ``1``: by the clients' numbers of samples. ``2``: by the direction of the
-            clients' last updates, with Ward's method. Clients that have not taken part yet form a separate group.
-        coordinates: Number of stored values per client, after a random projection of the client's update. With 0, the
-            whole update is stored.
+        algorithm: How clients are grouped: by number of samples (``1``), or by the direction of their last updates,
+            with Ward's method (``2``).
+        coordinates: Number of stored values per client, after a random projection. With 0, all values are stored.
     """
 
     tells_sizes = True

@@ -33,7 +33,7 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Chooses clients one by one; each new client makes the entropy of the chosen clients' labels as large as possible.
+    """Chooses clients one by one, so that the entropy of their labels is as large as possible.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
     have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
@@ -44,9 +44,8 @@ class Entropy(ClientSampler):
     labels.
 
     Args:
-        buffer: Size of the buffer, as a fraction of all clients. The buffer contains the clients that were invited most
-            recently, and the next round does not invite these clients. If a round invites m of N clients, the buffer
-            has at most N − m clients.
+        buffer: Fraction of all clients in the buffer of most recently invited clients. The next round does not invite
+            these clients.
     """
 
     tells_sizes = True

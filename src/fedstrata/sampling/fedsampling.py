@@ -30,7 +30,7 @@ from fedstrata.sampling.messages import SizeReport
 
 
 class Everyone(ClientSampler):
-    """Invites all available clients in every round and ignores ``training.clients_per_round``."""
+    """Invites all available clients in every round."""
 
     needs_replies = ""
 
@@ -63,14 +63,11 @@ class FedSamplingData(DataSampler):
 
     Args:
         samples: Total number K of samples that the participants of a round use on average.
-        epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
-            smaller value means more noise. Clients still disclose how many samples they used. Default: clients report
-            exact numbers.
-        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
-            are reported as M − 1.
+        epsilon: Privacy parameter ε of local differential privacy for the reported numbers of samples. Clients still
+            disclose how many samples they used. Default: clients report exact numbers.
+        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            clients report in every round in which they take part. The errors then average out, but T reports spend a
-            privacy budget of T ε.
+            errors average out, but T reports spend a privacy budget of T ε.
     """
 
     needs_replies = ""

@@ -42,24 +42,19 @@ class FedSSARState:
 
 
 class FedSSARSampler(ClientSampler):
-    """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
+    """Clusters clients by their model parameters; each cluster gets draws in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
     did not answer are asked again in the next round. Afterwards, the stored parameters of a client change only in
     rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Smallest number of clients in the neighbourhood of a core point of a cluster, including the core
-            point (``min_samples`` of OPTICS).
+        min_samples: Smallest number of clients around a core point, including this point (``min_samples`` of OPTICS).
         xi: Relative decrease of the reachability distance at which a cluster begins (``xi`` of OPTICS).
-        features: Features by which clients are compared. ``parameters``: the parameters of the clients' models, as in
-            the paper. ``updates``: the clients' updates, which can be compared even if clients took part in different
-            rounds.
-        coordinates: Number of stored values per client, after a random projection of the client's parameters. With 0,
-            all parameters are stored.
-        optics_max: Largest number of clients that OPTICS clusters. The time for clustering grows with the square of
-            this number. If there are more clients, OPTICS clusters a random subset, and each other client joins the
-            nearest cluster.
+        features: Features of a client: its model ``parameters``, as in the paper, or its ``updates``, which can be
+            compared across rounds.
+        coordinates: Number of stored values per client, after a random projection. With 0, all values are stored.
+        optics_max: Largest number of clients that OPTICS clusters. Each additional client joins the nearest cluster.
     """
 
     needs_replies = "groups clients by their models"

@@ -40,7 +40,7 @@ class GraphState:
 
 
 class Graph(ClientSampler):
-    """Chooses clients that have different labels and that were chosen rarely before.
+    """Chooses clients that were rarely chosen before and that have different labels.
 
     The m clients of the set S maximise α d(S) − Var(v + s).
 
@@ -56,12 +56,12 @@ class Graph(ClientSampler):
     equally often.
 
     Args:
-        alpha: Weight α of the mean distance d(S) between the chosen clients. With 0, the sampler chooses the clients
-            that it has chosen least often.
+        alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler chooses the least often
+            chosen clients.
         epsilon: Similarity ε above which two clients are joined by an edge.
         sigma: Constant σ² in the length exp(−V² / σ²) of the edge between two clients with similarity V.
-        counted: Event that counts as a choice of a client. ``invited``: each invitation, as in the paper. ``returned``:
-            each reply that the server used. Clients that are often absent are then invited more often.
+        counted: Events that count as choices: ``invited`` counts invitations, as in the paper, and ``returned`` counts
+            replies that the server used.
     """
 
     tells_sizes = True

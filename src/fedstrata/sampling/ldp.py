@@ -56,25 +56,23 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with the same probability, chosen to reach a requested total number of samples.
+    """Each participant uses each sample with the same probability, chosen to reach a requested total number.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Fraction of the participants' samples that a round uses. The requested number is this fraction times
-            the participants' total number of samples, estimated over all rounds so far.
+        fraction: Fraction of the participants' samples that a round uses.
         samples: Total number n* of samples that the participants of a round use on average. Default: computed from
             ``fraction``.
-        epsilon: Privacy parameter ε of local differential privacy for the clients' reported numbers of samples. A
-            smaller value means more noise. A client spends the privacy budget ε in each round in which it takes part,
-            or only once with ``reuse``. Default: clients report exact numbers.
-        bound: Public upper bound M for the reported numbers of samples. Used only if ``epsilon`` is set. Numbers ≥ M
-            are reported as M − 1. Clients then use more samples than requested.
-        share: Fixed probability that a client uses a sample. If it is set, clients keep their numbers of samples
-            private, and ``fraction`` and ``bound`` have no effect.
-        estimates: Estimate of the participants' total number of samples. ``round``: the estimate of the current round,
-            as in the paper. ``pooled``: the mean of the estimates of all rounds so far. Default: ``round``.
+        epsilon: Privacy parameter ε of local differential privacy for the reported numbers of samples. A client spends
+            ε in each round in which it takes part, or only once with ``reuse``. Default: clients report exact numbers.
+        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
+            Clients then use more samples than requested.
+        share: Fixed probability that a client uses a sample. Clients then keep their numbers of samples private, and
+            ``fraction`` and ``bound`` have no effect.
+        estimates: Estimate of the participants' total number of samples: of the current ``round``, as in the paper, or
+            ``pooled`` over all rounds so far. Default: ``round``.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 

@@ -13,7 +13,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class Poisson(ClientSampler):
-    """Draws each client independently with probability ``training.clients_per_round`` / N, for N clients in total.
+    """Draws each of N clients independently with probability ``training.clients_per_round`` / N.
 
     The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, these draws lower ε.
     """

@@ -23,8 +23,8 @@ class PowerOfChoice(ClientSampler):
     all clients.
 
     Args:
-        candidates: Number d of candidates. With a larger value, the invited clients have larger losses. Default: twice
-            the number of clients per round, or all clients if there are fewer.
+        candidates: Number of candidates. Default: twice the number of clients per round, or all clients if there are
+            fewer.
     """
 
     tells_sizes = True

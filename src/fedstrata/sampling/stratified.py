@@ -97,38 +97,28 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """Divides clients into strata (groups of clients with similar gradients); large and diverse strata get more draws.
+    """Divides clients into strata with similar gradients; large and diverse strata get more draws.
 
     Args:
         strata: Number of strata.
-        centres: Number d' of different values in a compressed gradient. A larger value means less compression. With 0,
-            gradients are not rounded.
-        coordinates: Number of coordinates of each gradient after a random projection (probably K_desired in the paper).
-            With 0, gradients are not projected.
-        refresh: Clients that send a new compressed gradient in each round. ``all`` means all clients, as in the paper
-            (the default for at most 1,000 clients). ``participants`` means the clients that take part in the round.
-        gradients: Source of the gradients. ``asked``: each client computes the gradient of its loss at the global
-            model, in one pass over its data. With ``refresh = "participants"``, the server also asks clients that have
-            not sent a gradient yet, at most ``training.clients_per_round`` of them per round. ``updates``: a client's
-            gradient is its last update, divided by the learning rate and by the number of steps. Clients that have not
-            taken part yet form one stratum. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
-        compared: Features by which clients are compared. ``restored``: all numbers of a compressed gradient, as in the
-            paper. ``centroids``: only the d' different values of a compressed gradient, as in FedSTaS's code; requires
-            ``gradients = "asked"``.
-        start: Initial centres of k-means. ``random``: gradients of random clients, as in the paper. ``k-means++``
-            (default): gradients that lie far apart.
+        centres: Number d' of different values in a compressed gradient. With 0, gradients are not rounded.
+        coordinates: Number of coordinates of a gradient after a random projection. With 0, gradients are not projected.
+        refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or the ``participants`` of
+            the round. Default: ``all`` for up to 1,000 clients, except with ``gradients = "updates"``.
+        gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in one
+            pass over its data. ``updates``: a client's last update, divided by learning rate and number of steps.
+            Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        compared: Features by which clients are compared: the compressed gradient (``restored``), as in the paper, or
+            only its d' different values (``centroids``), as in FedSTaS's code.
+        start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once from its stratum.
-        draws: How clients are drawn if ``replacement`` is false. ``sequential``: one client after another, in
-            proportion to the norms of the clients' gradients, as in the paper. The probability that a client is drawn
-            is then unknown. ``systematic``: a client is drawn with a known probability, which is proportional to the
-            norm of its gradient, but at most 1 (Madow 1949).
-        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
-            times its spread, rounded by the largest-remainder method. A stratum may then get no draw, which biases the
-            result. ``neyman-random``: as ``neyman``, but rounded at random, which is unbiased. With m draws from H
-            strata, each stratum gets at least min(1, m / 2H) draws on average. ``neyman-at-least-one``: as ``neyman``,
-            but at least one draw per stratum. ``proportional``: in proportion to the stratum's size, but at least one
-            draw. Default: ``neyman-random`` with replacement or systematic draws. With sequential draws, the default is
-            ``neyman`` if ``refresh`` is ``all``, and otherwise ``neyman-at-least-one``.
+        draws: How clients are drawn without replacement, in proportion to the norms of their gradients. ``sequential``:
+            as in the paper. ``systematic``: with known probabilities (Madow 1949).
+        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to size times spread, so
+            that a stratum may get zero draws. ``neyman-random``: ``neyman`` with unbiased random rounding.
+            ``neyman-at-least-one``: ``neyman`` with at least one draw. ``proportional``: in proportion to size, with at
+            least one draw. Default: ``neyman-random`` with replacement or systematic draws. For sequential draws, the
+            default is ``neyman`` with ``refresh = "all"``, otherwise ``neyman-at-least-one``.
     """
 
     needs_replies = "groups clients by their gradients"

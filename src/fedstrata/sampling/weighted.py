@@ -15,15 +15,14 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws the clients of a round in proportion to their numbers of samples, which each client sends once.
+    """Draws clients in proportion to their numbers of samples, which each client sends once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The aggregate is then an unbiased estimate
     of the mean over all clients, weighted by size.
 
     Args:
         replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
-            sampling (Madow 1949). Clients with more than 1/m of all samples are then always drawn, where m is the
-            number of draws.
+            sampling (Madow 1949).
     """
 
     tells_sizes = True

@@ -71,10 +71,9 @@ class _Best(Callback):
     """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: Metric that decides which round is best: ``accuracy``, ``loss`` or another metric in
-            ``evaluation.metrics``. Default: ``evaluation.primary``.
-        mode: Whether the largest (``max``) or the smallest (``min``) value of the metric is the best. Default: depends
-            on the metric.
+        metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
+            Default: ``evaluation.primary``.
+        mode: Whether the largest (``max``) or smallest (``min``) value is the best. Default: depends on the metric.
     """
 
     metric: str | None = None
@@ -110,7 +109,7 @@ class _Best(Callback):
 
 
 class EarlyStopping(_Best):
-    """Stops a run that no longer improves, and makes the model of the best round the final model.
+    """Stops a run that no longer improves, and returns to the model of the best round.
 
     The callback uses the validation samples (``evaluation.validation``), never the test set. Even if the run is not
     stopped early, the model of the best round becomes the final model.
@@ -153,7 +152,7 @@ class EarlyStopping(_Best):
 
 
 class KeepBest(_Best):
-    """Stores the model with the best evaluation so far as ``best.safetensors`` in the run folder.
+    """Stores the best model so far as ``best.safetensors`` in the run folder.
 
     The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
     which makes test results too optimistic.

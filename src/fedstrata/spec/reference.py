@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -151,7 +152,10 @@ def write_pages(folder: Path) -> None:
 
 
 def markdown(page: str) -> str:
-    """Return a page's sections in Markdown. Each setting is described once, and repetitions are links."""
+    """Return a page's sections in Markdown.
+
+    Each setting is described once, and repetitions are links. The page's introduction describes its first section.
+    """
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
 
 
@@ -159,24 +163,24 @@ def _paragraphs(section: str) -> Iterator[str]:
     yield f"## `{section}`"
     if every := common(section):
         yield "Common settings" + (" of the methods that consist of four parts:" if section == "method" else ":")
-        yield _items(every)
+        yield "\n".join(map(_item, every))
     owners: dict[Row, str] = {}
     for name, cls in kinds(section):
         if name:
             yield f"### `{name}`"
         elsewhere, links = _of_choices(cls), _links(cls)
         own = [row for row in specific(section, cls) if row[0] not in elsewhere]
-        if own or not links:
+        if (name or section not in PAGES) and (own or not links):
             yield _plain(summary(cls))
         if links:
             yield links
-        described = [row for row in own if row in owners]
+        described, items = [row for row in own if row in owners], list[str]()
         for owner in dict.fromkeys(owners[row] for row in described):
             keys = [f"`{row[0]}`" for row in described if owners[row] == owner]
-            subject = f"The setting {keys[0]} is" if len(keys) == 1 else f"The settings {', '.join(keys)} are"
-            yield f"{subject} the same as in [`{owner}`](#{owner})."
-        if new := [row for row in own if row not in owners]:
-            yield _items(new)
+            items.append(f"- {', '.join(keys)}: as in [`{owner}`](#{owner}).")
+        new = [row for row in own if row not in owners]
+        if items := [*items, *map(_item, new)]:
+            yield "\n".join(items)
         owners |= dict.fromkeys(new, name)
 
 
@@ -202,7 +206,10 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 def _links(cls: type[Setting]) -> str:
     """Return a sentence with links to a method's choices, and with the names of their settings."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
-    choices = [key for key, (_, name) in belongs.items() if not name]
+    defaults = {key: default for key, _, default, _ in common("method")}
+    with_settings = {choice for choice, name in belongs.values() if name}
+    parts = [key for key, (_, name) in belongs.items() if not name]
+    choices = [key for key in parts if key in with_settings or getattr(recipe, key).name != defaults[key]]
     if recipe is None or not choices:
         return ""
     texts = []
@@ -215,23 +222,39 @@ def _links(cls: type[Setting]) -> str:
         ]
         texts.append(
             f"{choice.replace('_', ' ')} [`{part}`]({choice.replace('_', '-')}.md#{part})"
-            + (f" (setting{'s' * (len(settings) > 1)}: {', '.join(settings)})" if settings else "")
+            + (f" ({', '.join(settings)})" if settings else "")
         )
-    parts = [text for text in (", the ".join(texts[:-1]), texts[-1]) if text]
-    return f"Uses the {' and the '.join(parts)}."
+    listed = [text for text in (", the ".join(texts[:-1]), texts[-1]) if text]
+    return f"Uses the {' and the '.join(listed)}."
 
 
-def _items(rows: Iterable[Row]) -> str:
-    return "\n".join(
-        f"- `{key}` ({_accepts(accepted, default, text)}): {_plain(text)}" for key, accepted, default, text in rows
-    )
+def _item(row: Row) -> str:
+    """Describe a key in one line. The line does not repeat what the default or the description shows."""
+    key, accepted, default, text = row
+    listed = accepted.startswith("`") and all(name in _plain(text) for name in accepted.split(", "))
+    notes = [] if listed else [accepted]
+    if default == "":
+        notes.append("required")
+    elif default != NOT_SET:
+        key, notes = f"{key} = {_toml(default)}", [SHOWN.sub("", note) for note in notes]
+    brackets = "; ".join(note for note in notes if note)
+    return f"- `{key}`{f' ({brackets})' if brackets else ''}: {_plain(text)}"
 
 
-def _accepts(accepted: str, default: str, text: str) -> str:
-    """Describe a setting's accepted values and default; leave out names that its description already lists."""
-    names = accepted.startswith("`") and all(name in _plain(text) for name in accepted.split(", "))
-    status = {"": "required", NOT_SET: "optional"}.get(default, f"default `{default}`")
-    return status if names else f"{accepted}; {status}"
+SHOWN = re.compile(
+    r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|text|list of (numbers|integers|tables)( > 0)?)$"
+)
+"""A pattern of types that a default shows; numbers are positive unless the page says otherwise."""
+
+
+def _toml(default: str) -> str:
+    """Format a default as in a spec."""
+    value = default.replace("'", '"')
+    try:
+        json.loads(value)
+    except ValueError:
+        return f'"{default}"'
+    return re.sub(r'"(\w+)": ', r"\1 = ", value)
 
 
 def _descriptions(cls: type[Setting]) -> dict[str, str]:

@@ -91,7 +91,7 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Writes event files for TensorBoard: all numbers of each round, the settings, and the spec as text.
+    """Writes event files for TensorBoard, with all numbers of each round, the settings and the spec.
 
     Needs the extra ``tracking``.
 
@@ -147,7 +147,7 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """Logs a run in MLflow: numbers of each round as metrics, settings as parameters, and files as artifacts.
+    """Logs numbers of each round, settings and files of a run in MLflow.
 
     Needs the extra ``tracking``.
 
@@ -156,7 +156,7 @@ class MLflow(Tracker):
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: the run's method, data and seed.
         tags: Additional tags of the run, as a table from names to values.
-        artifacts: Whether to upload the files of the run folder, except checkpoints, when the run ends.
+        artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
 
     uri: str | None = None
@@ -283,11 +283,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Trackers, which are programs that show a run. You may change the trackers when you resume a run.
+    """Programs that show a run. You may change these settings when you resume a run.
 
     Args:
-        tensorboard: Settings of TensorBoard, or ``true`` for the default settings.
-        mlflow: Settings of MLflow, or ``true`` for the default settings.
+        tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
+        mlflow: Settings of MLflow, or ``true`` for the defaults.
     """
 
     tensorboard: Annotated[

@@ -58,36 +58,32 @@ class Stratify(Method):
 
     Args:
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
-            travels from client to client, with one step per sample. ``hybrid``: first ``batch`` on the samples that
-            exist from the start, and then ``single`` on new samples.
-        schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: all samples, but
-            at most ``cap`` per label. ``uniform``: for every label, the mean number of samples per label.
-        label_weights: Whether the loss of a sample is weighted by its label; only in batch mode. The weight is the
-            label's share of all samples, divided by its share of the samples in an epoch. If each sample of a label is
-            equally likely, the expected gradient of a batch is then the gradient of the mean loss over all samples. The
-            paper does not have these weights.
-        cap: Largest number of samples of a label in an epoch with ``schedule = "capped"``. Default: the median of the
-            labels' numbers of samples.
-        selection: How a client is drawn from the clients with samples of a label. ``uniform``: with equal probability.
-            ``weighted``: in proportion to how many samples of the label each client has.
-        batch_size: Number of samples in a batch, over all clients. A larger value means fewer exchanges, but also fewer
-            steps. Default: ``training.batch_size``.
-        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``.
-            The factor is 1 with ``none``, r with ``linear``, and √r with ``sqrt``.
+            travels from client to client, with one step per sample. ``hybrid``: first ``batch``, then ``single`` on new
+            samples.
+        schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: at most ``cap``
+            samples. ``uniform``: the mean number of samples per label.
+        label_weights: Whether a sample's loss is weighted by its label's share of all samples, divided by the label's
+            share of the epoch; only in batch mode.
+        cap: Largest number of samples of a label in an epoch, with ``schedule = "capped"``. Default: the median over
+            the labels.
+        selection: How a client is drawn for a label: ``uniform`` among the clients with the label, or ``weighted`` by
+            their numbers of samples of the label.
+        batch_size: Number of samples in a batch, over all clients. Default: ``training.batch_size``.
+        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
+            (``linear``) or √r (``sqrt``).
         local_steps: Number of steps per batch that each client takes on its own samples; only in batch mode. With 1, a
             batch equals one step of centralised SGD.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
-            ``training.lr``. Default: SGD with the momentum and the weight decay of ``training``.
-        chunk_size: Number of consecutive labels in a *chunk*; only in single-sample mode. For each chunk, the server
-            chooses clients that can train on as many labels of the chunk as possible. A larger value means fewer
+            ``training.lr``. Default: SGD with the momentum and weight decay of ``training``.
+        chunk_size: Number of consecutive labels in a *chunk*; only in single-sample mode. A larger value means fewer
             transfers of the model.
-        retain: Of all clients with samples of a label, the fraction that may train on this label within a chunk; only
-            in single-sample mode. A larger value means fewer transfers, but favours clients with many labels.
+        retain: Fraction of a label's clients that may train on the label within a chunk; only in single-sample mode. A
+            larger value means fewer transfers, but favours clients with many labels.
         pretraining: Number of initial rounds in batch mode; only in hybrid mode. Default: half of all rounds.
-        stream: Fraction of each client's samples that become available only during the rounds in single-sample mode;
-            only in hybrid mode.
-        masking: Form in which the server sees labels. ``none`` shows labels, ``prf`` shows keyed hashes of labels, and
-            ``ckks`` shows encrypted labels. With the same secret keys, all three values train the same model.
+        stream: Fraction of each client's samples that are available only after the rounds in batch mode; only in hybrid
+            mode.
+        masking: Form in which the server sees labels: unchanged (``none``), as keyed hashes (``prf``) or encrypted
+            (``ckks``).
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

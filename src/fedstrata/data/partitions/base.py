@@ -116,7 +116,7 @@ class Partition(Setting):
 
     Args:
         clients: Number of clients.
-        min_size: Minimum number of samples per client. With 0, a client may be empty.
+        min_size: Minimum number of samples per client.
     """
 
     clients: Clients = 100

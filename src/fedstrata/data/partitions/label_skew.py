@@ -17,15 +17,14 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client (#C = k); each class is divided equally among the clients of the class.
+    """Label skew with k classes per client (#C = k); each class is divided equally among its clients.
 
     Stratify (section V) and many other papers use this division. The classes of a client are random. Each class has
     equally many clients (±1), and at least one client.
 
     Args:
         per_client: Number of classes of each client.
-        size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
-            are used.
+        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True
@@ -64,10 +63,8 @@ class Groups(Partition):
     5 classes per client.
 
     Args:
-        groups: The groups, each with a number of clients and a number of classes per client. The partition has as many
-            clients as all groups together.
-        size: Number of samples of each client, divided equally (±1) among the client's classes. Default: all samples
-            are used.
+        groups: Groups, each with a number of clients and a number of classes per client.
+        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
     """
 
     by_label = True
@@ -114,13 +111,13 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client (#D = d); the samples of a domain are divided equally among its clients.
+    """Feature skew with d domains per client (#D = d); each domain is divided equally among its clients.
 
     Stratify (section V) uses this division.
 
     Args:
         per_client: Number of domains of each client. Default: 1.
-        alpha: Concentration α of Dirichlet draws that divide the samples of each domain among the clients. Set either
+        alpha: Concentration α of Dirichlet draws that divide each domain's samples among the clients. Set either
             ``alpha`` or ``per_client``.
     """
 

@@ -17,15 +17,14 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 
 
 class Natural(Partition):
-    """One client for each client id in the data, such as a hospital, writer or device.
+    """One client for each client id in the data, such as a hospital or device.
 
     The ids are ``client_train`` in arrays and ``.npz`` files, the column ``data.client`` in a hub data set, or
     ``data.schema.client`` in a table. Clients are numbered in the order of their ids.
 
     Args:
         clients: Number of clients to draw at random. Default: all.
-        min_size: Minimum number of samples per client. Clients with fewer samples than this minimum are left out, with
-            a warning.
+        min_size: Minimum number of samples per client. Smaller clients are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -70,7 +69,7 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client that holds samples of another partition, as a baseline for federated training.
+    """One client with samples of another partition, as a baseline for federated training.
 
     In centralised training, the single client has the samples of all clients of another partition. In local training,
     it has the samples of one of these clients.
@@ -78,8 +77,8 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Another partition, which first divides the samples among its own clients.
-        only: Index (from 0) of a client in the partition ``of``; only this client's samples are used. Default: the
-            samples of all clients in the partition ``of`` are used.
+        only: Index (from 0) of the only client in the partition ``of`` whose samples are used. Default: all clients'
+            samples.
     """
 
     clients: Literal[1] = 1

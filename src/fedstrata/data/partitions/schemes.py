@@ -25,7 +25,7 @@ Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class IID(Partition):
-    """The same number (±1) of random samples for each client (McMahan et al. 2017, section 3, "IID")."""
+    """The same number (±1) of random samples for each client (McMahan et al. 2017)."""
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """Divide the samples among the clients; see ``Partition.assign``."""
@@ -35,19 +35,16 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Label skew by Dirichlet draws: with a smaller α, most samples of a client belong to fewer classes.
+    """Label skew by Dirichlet draws: with a smaller α, a client has fewer classes.
 
     Args:
         alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; with 1e6, the partition is
             nearly IID.
-        balance: Number and meaning of the Dirichlet draws. ``class``: one draw per class divides the samples of the
-            class among the clients, so clients also differ in size (Yurochkin et al. 2019; Li et al. 2022). Clients
-            below ``min_size`` get samples from the largest client. ``client``: one draw per client gives the client's
-            class probabilities, and all clients have the same size (±1). When a class has no samples left, clients draw
-            from the other classes.
-        prior: Parameters of the Dirichlet draws with ``balance = "client"``. ``shares``: α times the class's fraction
-            of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the published code of FedSTaS. With ten
-            equally frequent classes, ``flat`` with α = 0.001 equals ``shares`` with α = 0.01.
+        balance: Dirichlet draws. ``class``: one draw per class divides the class among the clients, so clients differ
+            in size. ``client``: one draw per client gives its class probabilities, and all clients have the same size
+            (±1).
+        prior: Parameters of the draws with ``balance = "client"``. ``shares``: α times the class's fraction of all
+            samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
 
     by_label = True
@@ -77,7 +74,7 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """Samples are sorted by label and cut into shards of equal size (±1); each client gets the same number of shards.
+    """Samples are sorted by label and cut into equal shards; each client gets equally many shards.
 
     McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
     has samples of both classes. A client may therefore have a few samples of an additional class. Sizes differ by at
@@ -107,15 +104,14 @@ class Shards(Partition):
 
 
 class PowerLaw(Partition):
-    """Quantity skew without label skew: the number of samples of client k = 1, 2, … is proportional to k^(−exponent).
+    """Quantity skew: the number of samples of client k = 1, 2, … is proportional to k^(−exponent).
 
     Classes are not skewed, because each client's samples are drawn at random. Sizes are rounded with the
     largest-remainder method, and clients below ``min_size`` get samples from the largest clients. FedProx (Li et al.
     2020, section 5) also uses a power law, but does not state its parameters.
 
     Args:
-        exponent: Exponent of the power law. With 0, all clients have equally many samples; a larger exponent increases
-            the skew.
+        exponent: Exponent of the power law. With 0, all clients have equally many samples.
     """
 
     exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
@@ -136,12 +132,10 @@ class Given(Partition):
     The lists need not contain all samples. All seeds use the same lists.
 
     Args:
-        indices: One list per client with the indices of its samples in the training set. The number of lists is the
-            number of clients.
-        file: Path of a ``.npz`` file that contains the lists, relative to the spec or the working directory. The file
-            replaces the key ``indices``. The array ``indices`` in the file lists the samples, client after client. The
-            array ``offsets`` has N + 1 elements: the position in ``indices`` of each client's first sample, and the
-            length of ``indices``.
+        indices: One list per client, with the indices of its samples in the training set.
+        file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. The
+            file's array ``indices`` lists the samples, client after client. The array ``offsets`` has N + 1 elements:
+            the position of each client's first sample, and the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

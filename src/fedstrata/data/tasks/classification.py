@@ -19,11 +19,10 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class Classification(Task):
-    """The prediction of one class per sample. The loss is the cross-entropy.
+    """The prediction of one class per sample, with the cross-entropy as loss.
 
     Args:
-        class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled so that
-            their mean is 1. Default: 1 for each class.
+        class_weights: Weight of each class in the loss, in the order of the classes, scaled to the mean 1.
         label_smoothing: Fraction of the target probability that is spread evenly over all classes.
     """
 

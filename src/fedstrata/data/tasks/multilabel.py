@@ -17,14 +17,13 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class MultiLabel(Task):
-    """The prediction of several labels per sample, such as all diseases in a picture.
+    """The prediction of several labels per sample, such as diseases in a picture.
 
     The loss is the mean binary cross-entropy over the labels. A label is predicted if its probability is above one
     half.
 
     Args:
-        stratum: Name of a label that divides samples into two strata: samples without and with this label. Default: no
-            strata.
+        stratum: Label that divides samples into two strata: without and with this label.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

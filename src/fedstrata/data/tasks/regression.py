@@ -30,14 +30,14 @@ class Regression(Task):
     clients' training targets.
 
     Args:
-        loss: Loss of a standardised target, averaged over the targets. ``mse``: squared error. ``mae``: absolute error.
-            ``huber``: quadratic for errors up to 1, and linear for larger errors.
-        bins: Number of strata, for Stratify and for partitions by label. Each stratum is a range of values of the first
-            target, and all strata have equally many training samples. Default: no strata.
-        edges: Boundaries between neighbouring strata, in ascending order and in the unit of the target. Set either
-            ``edges`` or ``bins``.
+        loss: Loss of the standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic
+            for errors up to 1, then linear.
+        bins: Number of strata, for Stratify and partitions by label. Each stratum is a range of the first target with
+            equally many training samples.
+        edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
+            ``bins``.
         step: Unit to which targets are rounded down before ``bins`` are computed. Real sites need ``step`` for
-            ``bins``, because each site counts how often each rounded target occurs.
+            ``bins``.
         mean: Mean of each target. Default: computed from the training samples.
         deviation: Standard deviation of each target. Default: computed from the training samples.
     """

@@ -268,7 +268,7 @@ class WithMemory(Codec):
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Number of rounds after which a stored error is deleted. Default: never.
+        forget_after: Number of rounds after which a stored error is deleted.
         start: First round (counted from 1) in which updates are compressed.
     """
 
@@ -284,13 +284,13 @@ class WithMemory(Codec):
 
 
 class TopK(WithMemory):
-    """Top-k sparsification with error feedback: only the coordinates with the largest absolute values are sent.
+    """Top-k sparsification with error feedback: only the largest coordinates are sent.
 
     The largest coordinates are chosen over all tensors together. The server learns which coordinates a client has
     changed most.
 
     Args:
-        fraction: Fraction of the coordinates that is sent. At least one coordinate is sent.
+        fraction: Fraction of the coordinates that is sent.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
@@ -324,7 +324,7 @@ class TopK(WithMemory):
 
 
 class PowerSGD(WithMemory):
-    """A low-rank approximation of every matrix, with error feedback (Vogels et al. 2019).
+    """A low-rank approximation of each matrix, with error feedback (Vogels et al. 2019).
 
     Each tensor is treated as a matrix whose rows are the first dimension. With the matrices M_k of the clients, the sum
     Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back the sum P = Σ M_k Q with
@@ -336,8 +336,7 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors P and Q. With ``int8``, each tensor needs one additional byte for a
-            scale. Error feedback also corrects the rounding errors of the factors.
+        factors: Number format of the two factors of each matrix.
     """
 
     linear = True
@@ -535,7 +534,7 @@ class Communication(Setting):
     Args:
         up: Codec of the updates that clients send.
         down: Codec of the model that clients receive. With a codec, each client receives the encoded difference from
-            its latest version, or the whole model if the model takes fewer bytes.
+            its latest version.
     """
 
     up: AnyCodec = Uncompressed()
