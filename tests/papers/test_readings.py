@@ -131,8 +131,11 @@ def test_the_largest_eigenvalue_of_the_hessian_is_that_of_the_whole_matrix():
 
 
 def test_strata_of_equal_gradients_leave_no_variance_but_a_bias():
-    """Without noise, each stratum has one gradient, so that only Neyman's ties decide which strata are drawn."""
-    found = sampled_variance(noise=1e-4, scale=1.0, draws=50)
+    """Without noise, each stratum has one gradient, so that only Neyman's ties decide which strata are drawn.
+
+    With random starts, k-means can merge two groups, and the processor's rounding decides which.
+    """
+    found = sampled_variance(noise=1e-4, scale=1.0, draws=50, start="k-means++")
     assert found["ratio"] < 1e-3
 
 

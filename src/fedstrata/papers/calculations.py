@@ -24,7 +24,7 @@ from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.client_sizes import truth_probability
 from fedstrata.sampling.fedssar import shares
-from fedstrata.sampling.stratified import draw, stratify
+from fedstrata.sampling.stratified import Start, draw, stratify
 from fedstrata.spec.experiment import Experiment
 from fedstrata.stratify.messages import StepsReply
 from fedstrata.stratify.roster import Roster
@@ -86,17 +86,20 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
     return allocation.tolist(), _relative_error(of_strata, counts)
 
 
-def sampled_variance(noise: float, scale: float, places: int = 10, draws: int = 1000) -> dict[str, float]:
+def sampled_variance(
+    noise: float, scale: float, places: int = 10, draws: int = 1000, start: Start = "random"
+) -> dict[str, float]:
     """Compare the mean update of FedSTS's sampling with that of uniform sampling, for 100 clients in ten groups.
 
     The gradient of a client, shape (50,), is the mean of its group plus normal noise. We assume that updates equal
-    gradients. Strata come from k-means with random starts, as in the paper.
+    gradients.
 
     Args:
         noise: The standard deviation of the noise.
         scale: The standard deviation of the means of the groups.
         places: The number m of draws.
         draws: The number of simulated rounds.
+        start: The first centres of k-means, which makes the strata. In the paper, they are random.
 
     Returns:
         A dict. The key ``ratio`` is the variance of the mean update (the sum over the coordinates), divided by the
@@ -107,7 +110,7 @@ def sampled_variance(noise: float, scale: float, places: int = 10, draws: int = 
     means = scale * generator.standard_normal((10, 50)) + 0.3
     points = np.repeat(means, 10, axis=0) + noise * generator.standard_normal((100, 50))
     clients, single = np.arange(100), points.astype(np.float32)
-    strata = stratify(single, places, 0, 1, "random")
+    strata = stratify(single, places, 0, 1, start)
     sizes = np.bincount(strata)
     allocation = neyman(places, sizes, spread(single, strata, len(sizes)), least=0)
     ours, uniform = np.empty((draws, 50)), np.empty((draws, 50))
