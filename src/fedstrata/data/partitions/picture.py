@@ -23,7 +23,8 @@ BUBBLES = 100
 NAMED = 20
 """The largest number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The largest number of clients that a picture shows. If there are more, it shows an evenly spaced selection."""
+"""The largest number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
+selection."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light
@@ -122,7 +123,7 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         assignment: The partition.
         dataset: The data set that was divided.
         rows: The number of clients to show. Three more rows show minimum, mean and maximum over all clients.
-        every: Whether the terminal shows all columns even if it is narrow.
+        every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
         The table. For up to 12 labels, the table has a column per label. For more labels, it has two columns: the
