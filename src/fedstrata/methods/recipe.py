@@ -96,7 +96,7 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Build the samplers, objective and aggregator that differ from FedAvg's choices from the method's settings."""
+        """Build, from the settings, the samplers, objective and aggregator that differ from FedAvg's."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
@@ -173,7 +173,7 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True, except if the aggregator lets clients start from different models."""
+        """Return False if the aggregator lets clients start from different models, and True otherwise."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -199,7 +199,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private, or an empty set."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -312,7 +312,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters, which weight decay has changed, have their old values."""
+        """Return the new model, but with the old values of frozen parameters, which weight decay has changed."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
