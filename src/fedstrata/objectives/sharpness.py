@@ -45,7 +45,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step. The number is two."""
+        """The number of gradients that a client computes on its batch in a step: two, or one if ρ is 0."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
@@ -94,6 +94,9 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Store w_t. Return the message and state of another objective, if a subclass combines this class with it."""
+        """Store w_t in the client's state.
+
+        If a subclass combines this class with another objective, also return the other message and state.
+        """
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}
