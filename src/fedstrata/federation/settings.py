@@ -321,7 +321,10 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with ``epochs`` local epochs instead of local steps; unchanged settings for None."""
+        """Return the settings with ``epochs`` local epochs instead of local steps.
+
+        With None, return the settings unchanged.
+        """
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

@@ -3,8 +3,8 @@
 The first sum is Σ M_k Q over the clients' updates M_k, from which the server computes P. The second sum is Σ w_k M_kᵀ
 P, where w_k is the weight of client k.
 
-Both sums must have the same contributors. If only one sum contained client k, the server could compute Pᵀ M_k Q from
-the difference. A server that chooses P and Q could then read elements of the client's update.
+The two sums must contain the updates of the same clients. If only one sum contained client k, the server could compute
+Pᵀ M_k Q from the difference. A server that chooses P and Q could then read elements of the client's update.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _factor(name: str) -> str:
 
 
 def _entry(name: str, part: str) -> Any:
-    """Return a function that returns one tensor of a payload."""
+    """Return a function that takes a payload and returns one of its tensors."""
 
     def values(sent: Weights, term: Any) -> Params:
         payload: Mapping[str, Mapping[str, Tensor]] = term.payload if isinstance(term, _Term) else term

@@ -217,7 +217,7 @@ class Exchange:
         number: The index of the exchange in the roster.
         question: The hash of the question.
         length: Number of elements of each site's vector.
-        only: The sites that must all contribute; None if t of them are enough.
+        only: The sites that must all contribute; None if t sites are enough.
     """
 
     def __init__(

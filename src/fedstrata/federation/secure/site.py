@@ -60,7 +60,7 @@ class _Own:
 class _Joined:
     """A roster in which this site has dealt shares.
 
-    ``shares`` has a mapping per exchange, from the kind and the owner of a seed to this site's share of it.
+    For each exchange, ``shares`` maps the kind and the owner of a seed to this site's share of the seed.
     """
 
     roster: Roster
@@ -142,7 +142,8 @@ class Site:
         self._current: _Exchange | None = None
         self._last_vote: list[str] | None = None
         self.answered = set(answered)
-        """The hashes of the questions that the site has answered. Save them before a masked vector leaves the site."""
+        """The hashes of the questions that the site has answered. Save these hashes before a masked vector leaves the
+        site."""
 
     @property
     def name(self) -> str:
@@ -408,7 +409,7 @@ def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content
     """Add the shares of one owner's seeds to the shares of each exchange.
 
     Args:
-        shares: The shares of each exchange, to which the new ones are added.
+        shares: The shares of each exchange, to which the owner's shares are added.
         owner: The owner of the seeds.
         content: The content of a box: the shares of all exchanges.
 
