@@ -26,7 +26,8 @@ BASELINE = "fedavg"
 TUNED = "tuned"
 """The word in the keys of cells that run with the chosen settings, in place of the number of a trial."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
-"""Entries whose clients use personal models. Their settings are chosen by the accuracy of these models."""
+"""Entries whose clients use personal models. The settings of these entries are chosen by the accuracy of the personal
+models."""
 
 
 @dataclass(frozen=True)
