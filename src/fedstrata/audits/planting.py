@@ -136,10 +136,11 @@ class CanaryTap(UpdateTap):
 
 
 def audited(context: ClientContext, canaries: Canaries, client: ClientId, divide_noise: float) -> ClientContext:
-    """Return the context of the client with canaries: the sampling rate, the steps and the noise are those of the run.
+    """Return the context of the client with canaries.
 
-    Without ``privacy.dp``, a canary changes the update as much as a sample with a gradient of norm 1 changes the update
-    of a client without canaries.
+    The sampling rate, the steps and the noise are the same as in the run.
+
+    Without ``privacy.dp``, a canary changes the update as much as an ordinary sample with a gradient of norm 1 would.
 
     Args:
         context: The context of the run.
