@@ -44,11 +44,12 @@ class Model:
     module itself, and frozen parameters must be the same for all parties. Trainable parameters are float32.
 
     Args:
-        module: The module. Do not use it elsewhere afterwards, because the model changes it.
+        module: The module. Do not use the module elsewhere afterwards, because the model changes the module.
         head: The dotted name of the head, such as ``"classifier.2"``. The empty string stands for the module itself.
 
     Raises:
-        SpecError: The module has no trainable parameters, has some that are not float32, or has no head of this name.
+        SpecError: The module has no trainable parameters, has trainable parameters that are not float32, or has no head
+            of this name.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)
