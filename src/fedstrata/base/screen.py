@@ -1,7 +1,7 @@
 """Print tables in terminals, with bold headings, a rule below the headings, and unbroken names and numbers.
 
 If a terminal is too narrow for all columns, the least important columns are left out, and a line below the table says
-so.
+how many columns are missing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ScreenTable:
         return max((row[column].cell_len for row in self._cells if len(row) > 1), default=0)
 
     def _least(self, column: int) -> int:
-        """Return the smallest width of a column at which neither its cells nor the words of its heading are split."""
+        """Return the smallest width of a column at which its cells and the words of its heading are not split."""
         longest = self._longest(column)
         limit = WORDS if column in self.words else NAME if column < self.left else longest
         return max([min(longest, limit), *map(len, self.headings[column].split())])
