@@ -9,8 +9,8 @@ labels than rows sends several ciphertexts, called *sheets*. If C exceeds the nu
 ciphertexts, called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has one of these
 two codes.
 
-A client must learn only whether a difference d is zero. It is not enough to multiply d by a random number r, because
-the product r·d of real numbers still reveals the magnitude of d. The server therefore computes
+A client must learn only whether a difference d is zero. Multiplying d by a random number r is not enough, because the
+product r·d of real numbers still reveals the magnitude of d. The server therefore computes
 
     z = r·d + p·s + u
 
