@@ -68,7 +68,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
-    """Add the argument ``--json``, and with ``progress`` the argument ``--quiet``."""
+    """Add the argument ``--json``. If ``progress`` is true, also add the argument ``--quiet``."""
     if progress:
         parser.add_argument("--quiet", action="store_true", help="do not print the progress")
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
@@ -169,7 +169,10 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
-    """Call ``work`` and return its result. If it raises ``SpecError``, add the line of the spec file to the message."""
+    """Call ``work`` and return its result.
+
+    If ``work`` raises ``SpecError``, add the line of the spec file to the message.
+    """
     from fedstrata.spec.experiment import with_location
 
     try:
@@ -200,7 +203,7 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
     """Parse the seeds of ``--seeds``. Return None if the option was not given.
 
     Raises:
-        SpecError: The seeds are not whole numbers of at least 0, or a seed occurs twice.
+        SpecError: A seed is not a whole number of at least 0, or occurs twice.
     """
     if options.seeds is None:
         return None

@@ -107,7 +107,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 
 
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
-    """Describe a function by its docstring and by its settings, which are the arguments after the first ``given``."""
+    """Describe a function by its docstring and its settings (all arguments except the first ``given``)."""
     if not callable(function):
         raise SpecError(
             "name", f"is the name of a {type(function).__name__}. Give the name of a class or function.", name
