@@ -87,7 +87,7 @@ class Tracker(Callback):
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """End the display of a run; see ``on_close``. Any error except ``SpecError`` does not end the run."""
+        """End the display of a run; see ``on_close``. Any error except ``SpecError`` causes only a warning."""
 
 
 class TensorBoard(Tracker):
