@@ -306,7 +306,7 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Convert labels to numbers 0…C−1. Return the numbers of both splits, and the name of each number.
+    """Convert labels to numbers 0…C−1. Return the labels of both splits as numbers, and the name of each class.
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.

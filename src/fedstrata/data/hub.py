@@ -50,7 +50,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Return the arrays of a ``datasets.DatasetDict``.
 
     The training samples are the split ``train``. The test samples are the split ``test`` or, without such a split, a
-    validation split. Without both splits, a random fifth of each class of ``train`` becomes the test samples.
+    validation split. If these splits are missing, a random fifth of each class of ``train`` becomes the test samples.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.

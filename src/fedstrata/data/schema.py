@@ -492,7 +492,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
 
 def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: Task | None = None) -> Bools:
-    """Return which rows are test samples, shape (N,).
+    """Return whether each row is a test sample, shape (N,).
 
     Args:
         table: The rows.

@@ -104,7 +104,7 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
 
 
 def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
-    """Draw bubbles with areas proportional to the numbers of samples; the largest is ``widest`` points wide."""
+    """Draw bubbles with areas proportional to the numbers of samples. The largest bubble is ``widest`` points wide."""
     client, label = np.nonzero(table)
     amounts = table[client, label]
     largest = max(int(amounts.max(initial=1)), 1)
@@ -126,8 +126,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. For more labels, it has two columns: the
-        number of labels at a client, and the percentage of samples with the client's most frequent label.
+        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns:
+        the number of labels at a client, and the percentage of samples with the client's most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]
