@@ -88,7 +88,7 @@ class Recipe(Method):
     needs_replies = ""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from a setting's name in the method to its different name in the sampler, objective or aggregator."""
+    """A mapping from names of settings in the method to other names of these settings in the choices."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -189,7 +189,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if a sampler declares no requests."""
+        """Return the samplers' requests and ``training``; None if a sampler does not declare its requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -357,7 +357,7 @@ class Recipe(Method):
 
 
 def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
-    """Return the requests of clients that start at different models; clients with the same model share a request."""
+    """Return the requests to clients that start from different models. Clients with the same model share a request."""
     models = list({id(model): model for model in starts.values()}.values())
     place = {id(model): index for index, model in enumerate(models)}
     which = {client: place[id(model)] for client, model in starts.items()}
