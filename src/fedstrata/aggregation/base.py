@@ -341,7 +341,7 @@ def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) ->
     """Return the total size of the strata from which at least one client replied.
 
     If the numbers of draws are random (``stratum_chance``), strata without a draw count, too, because ``_chance``
-    corrects the weights for them.
+    compensates for these strata.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:
