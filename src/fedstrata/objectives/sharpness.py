@@ -62,8 +62,8 @@ class GloballySharpnessAware(Objective):
     per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters
     that the client trains.
 
-    This implementation follows the paper. In the authors' program, the server sends the global model's last movement to
-    all clients, which use a single number of the movement for all entries of a tensor.
+    This implementation follows the paper. In the authors' program, the server sends the last change of the global model
+    to all clients. The clients use a single number of this change for all entries of a tensor.
 
     Args:
         rho: Distance ρ between the current parameters w and the point at which gradients are computed. With 0, training
