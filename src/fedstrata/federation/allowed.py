@@ -139,8 +139,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``, except if samples of a too small batch can
-        move to a later batch.
+        No client may answer if the limit is below ``privacy.min_samples``, except if the samples of a batch with too
+        few samples can move to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

@@ -225,8 +225,8 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        An engine may compute the sum in one pass. Even then, the log counts the full size of each client's request and
-        reply.
+        An engine may compute the sum in one pass. The log nevertheless counts the full size of each client's request
+        and reply.
 
         Returns:
             The sum over the clients that answered; None if no client answered.

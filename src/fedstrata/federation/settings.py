@@ -186,7 +186,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client uses samples of a too small batch in another batch; see ``below``."""
+        """Whether a client with too few samples in a batch uses these samples in another batch; see ``below``."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 

@@ -158,7 +158,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
         up: The codec of the clients' updates.
 
     Raises:
-        SpecError: The updates have no secure sum with this codec.
+        SpecError: Secure sums of these updates are not possible with this codec.
     """
     if not isinstance(up, PowerSGD):
         return forms
@@ -168,7 +168,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of the only sum of updates in a form.
+    """Return the name and the description of the sum of updates in a form, which must be the only such sum.
 
     Raises:
         SpecError: The form has another sum that depends on the clients' models.

@@ -130,8 +130,8 @@ class Site:
         answered: Iterable[bytes] = (),
     ) -> None:
         if parties < protocol.FEWEST:
-            problem = f"must be at least {protocol.FEWEST}, because each site of a sum knows its own part."
-            raise SpecError("parties", f"{problem} Raise it.", parties)
+            problem = "because one of two sites could compute the other site's part. Use a larger number."
+            raise SpecError("parties", f"must be at least {protocol.FEWEST}, {problem}", parties)
         self.job, self.identity, self.trust = job, identity, trust
         self.parties, self.peers, self.confirm, self.exchanges = parties, peers, confirm, exchanges
         self._job_key, self._box_key = signing_key(), agreement_key()
