@@ -64,7 +64,7 @@ class ClientContext:
         prepared: A mapping from each function that ``cached`` called to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
-            server knows. Real sites need this for ``privacy.dp`` and ``privacy.clients``.
+            server knows. Real sites need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
         member: The real site as a party of secure sums; None if the run has no secure sums, or is a simulation.
     """
 
@@ -129,7 +129,8 @@ class Client:
     def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to an answer.
 
-        Handlers call this method before they read the samples. Exceptions are noisy size reports and masked labels.
+        Handlers call this method before they read the samples. Only noisy size reports and masked labels do not need
+        this check.
 
         If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to the answer.
 
