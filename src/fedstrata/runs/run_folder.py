@@ -50,8 +50,8 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""The reasons for missing replies that the columns ``clients_…`` count, each under the last part of the column's
-name."""
+"""A mapping from the last part of the name of each column ``clients_…`` to the reason for the missing replies that the
+column counts."""
 
 LONG = 100
 """The largest number of sample indices of a ``given`` partition in ``spec.toml``; longer lists are stored in a separate

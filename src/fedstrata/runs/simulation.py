@@ -270,7 +270,7 @@ class Simulation:
         return record
 
     def _known_labels(self) -> NDArray[np.int64] | None:
-        """Return the class of each training sample; None without classes, and if the clients keep their own data."""
+        """Return the class of each training sample; None without classes, or if the clients keep their own data."""
         data, config = self.prepared.data, self.prepared.config
         return data.strata if data.task.has_classes and config.sizes is not None else None
 
