@@ -194,7 +194,7 @@ class Evaluator:
         return values_of(self.settings.metrics, predictions)
 
     def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
-        """Compute the values of all metrics from sums; with ``both``, also the accuracy and the loss.
+        """Compute the values of all metrics from sums. If ``both`` is true, also compute the accuracy and the loss.
 
         For a metric whose value is approximate, ``LABEL_error`` is an upper bound of its error.
         """

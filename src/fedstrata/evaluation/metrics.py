@@ -326,9 +326,9 @@ class R2(_OfErrors):
 class AUROC(_ByClient):
     """Area under the ROC curve: of the second class if there are two classes, otherwise the mean over all classes.
 
-    The curve of a class separates samples of this class from all other samples. The mean leaves out classes that have
-    no samples or all samples. With the histograms that real sites send, the value is approximate, and the record also
-    contains an upper bound on its error.
+    The curve of a class separates samples of this class from all other samples. The mean leaves out a class if all
+    samples, or none of the samples, belong to this class. With the histograms that real sites send, the value is
+    approximate, and the record also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in the histogram of each class's scores. Real sites send these histograms instead of
