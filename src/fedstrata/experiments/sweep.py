@@ -210,7 +210,7 @@ def judge(
 
 
 def measure(primary: str) -> str:
-    """Return the column for the comparison of cells, which contains the primary metric on validation samples."""
+    """Return the name of the column by which cells are compared: the primary metric on validation samples."""
     return f"validation.{primary}"
 
 
