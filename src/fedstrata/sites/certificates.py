@@ -194,7 +194,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
 
     Args:
         authority: The folder with the root certificate and its private key.
-        path: The file of the old certificate, which is replaced. The private key of its owner is not needed.
+        path: The file of the old certificate, which is replaced. The owner's private key is not needed.
         days: Days for which the new certificate is valid.
         key: The public key of the new certificate. Default: the public key of the old certificate.
 

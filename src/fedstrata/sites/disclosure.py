@@ -49,7 +49,7 @@ class Declaration:
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain the minimum and the maximum, which are values of individual samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
-        targets: Whether the statistics also describe the labels, because the task needs this.
+        targets: Whether the statistics also describe the labels, because the task needs statistics of the labels.
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
             ``outside_epsilon``.
     """

@@ -323,7 +323,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Append new heads of the sites' ledgers to the file. Later, the heads can show that a site removed entries."""
+        """Append new heads of the sites' ledgers to the file. The heads can show later that a site removed entries."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

@@ -39,7 +39,7 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
         settings: The site's settings. If the settings name a data file, the site uses this file instead of the data
             that the spec names.
         clients: The number of clients.
-        own_data: Whether the job is about the sites' own data. If not, the job is about the data that the spec names.
+        own_data: True if the job is about the sites' own data; False if the job is about the data that the spec names.
 
     Raises:
         RuleError: The spec names data or files that are not in the site's catalog.

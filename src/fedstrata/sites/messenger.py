@@ -95,7 +95,7 @@ class Messenger:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer if its class is in ``kinds``. Otherwise, return a ``FedstrataError``."""
+        """Return a site's answer if its class is in ``kinds``. For any other answer, return a ``FedstrataError``."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 

@@ -79,7 +79,7 @@ def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) 
     """Every second, run the clean-ups that are due; every ``SWEEP`` seconds, free the memory of sent messages.
 
     For each sent message, however small, a buffer of one MiB stays in a cycle of references. Python's garbage collector
-    examines old objects only when a quarter of all objects are new. By then, these buffers use gigabytes.
+    examines old objects only when a quarter of all objects are new. Until then, these buffers would fill gigabytes.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
     """
@@ -202,7 +202,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 
     Args:
         fl_ctx: The context of an event at the server.
-        refuses: A function that returns True if a name is refused. NVFlare calls this function from now on.
+        refuses: A function that returns True if a name is refused. NVFlare calls this function for each name.
         refused_now: A function that returns True if a connected client is refused now. Only ``refuse_clients`` calls
             this function.
     """

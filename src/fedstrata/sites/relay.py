@@ -51,7 +51,7 @@ class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
     The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
-    relay is over. If a site fails, the run therefore loses only the hops after the model left the previous site.
+    relay is over. If a site fails, the run can therefore continue with the model that the previous site still stores.
 
     Args:
         messenger: Sends messages to the sites.

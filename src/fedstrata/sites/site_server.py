@@ -64,8 +64,8 @@ HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError, LateError),
 )
-"""Errors whose text the server and other sites may read. The text is about their own messages or the spec, or it names
-only a column and the requirement that its values violate."""
+"""Errors whose text the server and other sites may read. The text is about the reader's own messages or the spec, or
+names only a column and the requirement that the values violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Questions before the first round. If such a question fails, the failure is also written to the ledger, because it

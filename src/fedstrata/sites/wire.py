@@ -237,7 +237,7 @@ class Hop(Message):
         client: The id of the client.
         task: The request to the client.
         holder: The site that has the model; empty if the model is in this message.
-        base: The index of the hop that produced the holder's model.
+        base: The index of the hop after which the site ``holder`` has the model.
         weights: The model, if it is in this message.
         back: Whether the model returns to the server with the reply, instead of staying at the site.
         ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
