@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that an interval shows after a shift by ``margin``, or the reason for showing no order.
+        """Return the order that an interval shows after a shift by ``margin``, or the reason why no order is shown.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 
