@@ -141,7 +141,7 @@ class _Case:
         """The name of the other row or rows in the text of the evidence."""
         self.both = f"`{self.row}` and {self.other}"
         self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
-        """Phrases in the text of the evidence."""
+        """Two phrases about the compared rows, for the text of the evidence."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
@@ -280,7 +280,7 @@ def _above(case: _Case) -> Judgement:
 
 
 def _near(case: _Case) -> Judgement:
-    """Judge whether a row is at most ``within`` points below its own value in a reference column, in every column."""
+    """Judge whether, in every column, a row is at most ``within`` points below its value in a reference column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]

@@ -27,7 +27,7 @@ INTERVALS = (
     "Intervals of differences are not corrected for the number of methods. P-values are corrected by Holm's method. An "
     "interval can therefore exclude 0 although p is at least 0.05. Only p decides which differences are significant."
 )
-"""How to read the intervals and the p-values of the page."""
+"""An explanation of the intervals and the p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
 """The measures that the summary contains as fractions. The stored results of cells are percentages."""
 

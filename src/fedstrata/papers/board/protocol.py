@@ -88,8 +88,8 @@ class Protocol:
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of further columns to their settings. These columns run only if the user names
-            them.
+        more: A mapping from the names of further columns to their settings. Further columns run only if the user names
+            these columns.
         grid: A mapping from each method to the setting that is tuned and the values that are tried.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds of a run on one core. The key "" stands for all other

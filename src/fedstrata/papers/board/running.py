@@ -27,7 +27,7 @@ REFUSED = "refused"
 TRAFFIC = ("bytes_up", "bytes_down")
 """Columns of a run's metrics that add up to its bytes."""
 LATE = 0.2
-"""The last fraction of a run's rounds, in whose evaluations accuracies are averaged."""
+"""The last fraction of a run's rounds. Accuracies are means over the evaluations in these rounds."""
 
 
 def results_of(out: Path, column: Column) -> Results:
