@@ -30,8 +30,8 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 
 MARK = 1e6
-"""The first pixel of a canary as the model sees it, by which the loss finds canaries. The second pixel is the number of
-the canary's parameter, and the third pixel says whether the canary is in the data."""
+"""The value of a canary's first pixel in the model's input, by which the loss recognises canaries. The second pixel is
+the number of the canary's parameter, and the third pixel says whether the canary is in the data."""
 MOST = 2**24
 """The largest number of canaries: larger whole numbers are not exact in float32."""
 STRENGTH = 10.0

@@ -263,7 +263,7 @@ def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]
 
 
 def noise_instead(part: SentPart, generator: np.random.Generator) -> SentPart:
-    """Return a gradient of normal random numbers, each tensor as long as the gradient's tensor, as a control."""
+    """Return normal random numbers instead of a gradient, as a control. Each tensor keeps its norm."""
     drawn = {}
     for name, g in part.gradient.items():
         noise = torch.from_numpy(generator.standard_normal(tuple(g.shape), dtype=np.float32))
