@@ -225,8 +225,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
-    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without this call, the
-    other clients wait until their timeout.
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without the call of
+    ``abort``, the other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -295,7 +295,10 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended. The group breaks if other members wait for their tensors, now or later."""
+        """Record that members have ended.
+
+        The group breaks if other members wait for tensors of these members, now or later.
+        """
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()
