@@ -41,7 +41,7 @@ class ScreenTable:
         headings: The headings of the columns.
         rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
             rule. Cells of the type ``Text`` keep their style.
-        left: The number of columns with names, which are the first columns and are aligned to the left.
+        left: The number of columns with names. These columns come first, and are aligned to the left.
         words: The columns with words, which may wrap.
         order: The columns in the order of their importance, without columns that are shown only with ``every``.
             Default: all columns, from left to right. Names are always shown.
