@@ -111,7 +111,7 @@ class Aggregator(Setting):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. Without replies, both stay the same.
+        """Return the new global model and the new state. Without replies, the model and the state do not change.
 
         The method is called in every round, even if no client replied. The method must not change ``state`` in place.
 

@@ -167,7 +167,7 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """A registry of Python classes by their names. A class is imported when it is first used.
+    """A registry of Python classes by their names. A class is imported at its first use.
 
     Args:
         kind: The word for these classes in error messages, such as ``"method"``.

@@ -45,7 +45,7 @@ INLINE = 64 << 10
 AHEAD = 2
 """Largest number of unfinished calls of a worker.
 
-A worker gets its second call while it computes the first call, so that it does not wait between calls.
+A worker gets its second call while it computes the first call, so that the worker does not wait between calls.
 """
 
 MOST_AT_ONCE = 8

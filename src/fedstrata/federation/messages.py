@@ -351,7 +351,7 @@ class Fit(TrainingRequest):
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples that were used. If clients keep their sizes private,
-            the reply must not contain this number, because it would reveal the client's size.
+            the reply must not contain this number, because the number would reveal the client's size.
     """
 
     rule = RequestRule("the model after its local training")

@@ -24,7 +24,9 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, cut
 
 
 def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
-    """Return an HTML element that shows ``summary``. When a reader unfolds the element, it also shows ``lines``.
+    """Return an HTML element that shows ``summary``.
+
+    When a reader unfolds the element, the element also shows ``lines``.
 
     Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
 

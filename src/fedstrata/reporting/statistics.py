@@ -5,7 +5,7 @@ All intervals are Student's t intervals. A method counts as above another method
 intervals hold at the same time with 95 % confidence. The p-values are then corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 exactly if the interval excludes zero.
 
-SciPy is imported when it is first needed.
+SciPy is imported at its first use.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder, or None if the identity cannot be read.
 
     The identity is read from the newest checkpoint or, without a checkpoint, from ``run.json``. The file ``spec.toml``
-    is not used, because it may have been edited since the run began.
+    is not used, because a user may have edited this file since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)

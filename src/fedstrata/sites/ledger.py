@@ -249,7 +249,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
     """Read the heads that a server received from a site.
 
     Args:
-        path: The server's run folder, the administrator's copy of it, or the file of heads in this folder.
+        path: The server's run folder, the administrator's copy of this folder, or the file of heads in such a folder.
         site: The name of the site.
 
     Raises:

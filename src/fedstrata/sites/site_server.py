@@ -618,7 +618,7 @@ class SiteRun:
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
-        """Return as many of the remaining answers as fit into one message, but at least one."""
+        """Return the next of the remaining answers: at least one answer, and all answers that fit into one message."""
         size = count = 0
         for outcome in self._unsent:
             size += records.size(outcome)

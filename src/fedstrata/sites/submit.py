@@ -122,8 +122,8 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """For each site and for the server, how often the job was submitted again because of this party since the party
-        last worked."""
+        """A mapping from each party (a site or the server) to the number of times that the job was submitted again
+        because of this party. The number starts at 0 whenever the party works again."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None

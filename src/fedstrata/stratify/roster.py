@@ -16,7 +16,7 @@ from fedstrata.stratify.schedule import Holders
 
 
 class Roster:
-    """The clients that can be asked in an epoch, and which of them have unused samples of each label.
+    """The clients that can be asked in an epoch, and the clients with unused samples of each label.
 
     - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients with samples
       of this label.

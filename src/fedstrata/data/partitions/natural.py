@@ -73,7 +73,7 @@ class SingleClient(Partition):
     """One client that holds samples of another partition, as a baseline for federated training.
 
     In centralised training, the single client has the samples of all clients of another partition. In local training,
-    it has the samples of one of these clients.
+    the single client has the samples of one of these clients.
 
     Args:
         clients: Number of clients, which is always 1.
