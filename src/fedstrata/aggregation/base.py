@@ -2,7 +2,7 @@
 
 An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t). In this
 formula, w_t is the global model, and w_k is the trained model of client k. An ``Aggregator`` computes the weights a_k.
-A ``ServerOptimizer`` then applies the combined update, which it treats as a negative gradient.
+A ``ServerOptimizer`` then applies the combined update, and treats the update as a negative gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Aggregator(Setting):
     """Whether the averaging weights depend on the number of samples that each client used."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs each client's reply, as the end of a sentence; empty if ``summands`` are enough.
+    """The reason why the server needs each client's reply, as a verb phrase; empty if ``summands`` are enough.
 
     A class that overrides a method that reads replies must declare this attribute.
     """
@@ -110,7 +110,7 @@ class Aggregator(Setting):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. Without replies, both stay the same.
+        """Return the new global model and the new state. Without replies, the model and the state do not change.
 
         The method is called in every round, even if no client replied. The method must not change ``state`` in place.
 
@@ -201,7 +201,7 @@ def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Para
 
 
 def squared_norm(tensors: Params) -> float:
-    """Return the squared norm ‖v‖² of the vector v of all numbers in the tensors."""
+    """Return the squared norm ‖v‖², where the vector v contains all numbers in the tensors."""
     return sum(float(tensor.square().sum(dtype=torch.float64)) for tensor in tensors.values())
 
 
@@ -331,7 +331,7 @@ class HorvitzThompson(Aggregator):
 
 
 def _chance(selection: Selection) -> Floats:
-    """Return, for each of the H strata, the probability that it gets at least one draw, shape (H,)."""
+    """Return the probability that each of the H strata gets at least one draw, shape (H,)."""
     chance = selection.stratum_chance
     return np.ones(len(selection.stratum_sizes)) if chance is None else chance
 
@@ -340,7 +340,7 @@ def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) ->
     """Return the total size of the strata from which at least one client replied.
 
     If the numbers of draws are random (``stratum_chance``), strata without a draw count, too, because ``_chance``
-    corrects the weights for them.
+    compensates for these strata.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

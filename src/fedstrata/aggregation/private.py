@@ -39,8 +39,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
     """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
 
-    The divisor must be the expected number of clients, because the number of clients that answered depends on each
-    client.
+    The divisor must be the expected number of clients. The number of answers would depend on individual clients.
 
     Args:
         total: The sum of the clipped updates, shape (d,).

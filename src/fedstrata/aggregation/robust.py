@@ -194,7 +194,10 @@ class MultiKrum(Krum):
 
     @property
     def least_replies(self) -> int:
-        """The larger of 2 f + 3 and f + ``chosen``. If f replies are false, at least ``chosen`` replies are true."""
+        """The larger of 2 f + 3 and f + ``chosen``.
+
+        If f replies come from attackers, at least ``chosen`` replies are honest.
+        """
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
     def center(self, updates: Tensor) -> Tensor:

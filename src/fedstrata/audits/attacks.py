@@ -112,9 +112,9 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
     """Return a function that optimises an image x so that its feature f(x) is near a given feature h.
 
-    The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015). It
-    uses Adam over the logits of the pixels. The optimisation starts from the mean held-out image of the class. The
-    weight α is the value in ``PRIORS`` that reconstructs the held-out images best.
+    The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015). The
+    function uses Adam over the logits of the pixels. The optimisation starts from the mean held-out image of the class.
+    The weight α is the value in ``PRIORS`` that reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.

@@ -4,8 +4,8 @@ Each canary is in the data of a client with probability 1/2; see ``fedstrata.aud
 own code for sampling, clipping, noise and updates. The attacker sees what the server sees: the client's updates or,
 with ``privacy.sums = "secure"``, the sums of all updates. The attacker subtracts the part of each update that test
 samples predict. If a canary was in the data, its parameter falls. The attacker sorts the
-canaries by the changes of their parameters. It guesses "in the data" for the largest falls, and "not in the data" for
-the largest rises.
+canaries by the changes of their parameters. The attacker guesses "in the data" for the largest falls, and "not in the
+data" for the largest rises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CanaryAudit:
         guesses: The number of guesses of the best bound.
         right: The number of these guesses that are right.
         bound: The lower bound of ε.
-        most: The largest bound that an audit with so many canaries can give.
+        most: The largest bound that an audit with this number of canaries can give.
         confidence: The confidence of the bound.
         seed: The seed of the canaries.
     """
@@ -107,8 +107,8 @@ def audit_canaries(
         canaries: The number of canaries.
         client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence of the bound.
-        divide_noise: A number by which the noise is divided while ε is that of the run, as a control. With too little
-            noise, the bound should be above ε.
+        divide_noise: A number by which the noise is divided, as a control. The accountant's ε still refers to the noise
+            of the run. With too little noise, the bound should be above ε.
         seed: The seed of the canaries. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that is called with the progress.
@@ -176,7 +176,7 @@ def train(
         watch: A function that is called with the progress.
 
     Returns:
-        The sum of the updates of each canary's parameter as the server sees them, shape (canaries,), and the tap.
+        The sum of the updates of each canary's parameter, as seen by the server, shape (canaries,), and the tap.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds
     secure = prepared.spec.privacy.sums == "secure"

@@ -150,8 +150,7 @@ class Finding:
         sent: The number of such gradients that clients sent in the rounds that the audit ran again.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
-        labels_chance: The fraction of labels that would be right if they were drawn at random from all training
-            samples.
+        labels_chance: The fraction of right labels if labels were drawn at random from all training samples.
         rows: The fraction of samples that are revealed exactly by a row of the first layer's gradient; None if this
             layer is not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
@@ -182,8 +181,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: A mapping from each number of samples to the number of gradients that clients sent for so many samples
-            in these rounds.
+        counts: A mapping from each number of samples to the number of gradients that clients sent for this number of
+            samples in these rounds.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws.
         findings: The results for each number of samples.

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
 SHARES = (1.0, 0.3, 0.1, 0.03)
-"""The fractions of the canaries about which the attacker guesses. The best bound counts, at a quarter of the error."""
+"""The fractions of the canaries about which the attacker guesses. Each of the four bounds gets a quarter of the allowed
+error probability, and the best bound is used."""
 LARGEST_EPSILON = 100.0
 """The largest ε that ``epsilon_bound`` returns."""
 
@@ -39,7 +40,7 @@ class Rate:
         Args:
             right: The number of successes.
             trials: The number of trials.
-            confidence: The probability with which the interval contains the true rate is at least this number.
+            confidence: The smallest probability with which the interval contains the true rate.
 
         >>> one = Rate.of(10, 10)
         >>> one.rate, round(one.low, 4), one.high
@@ -52,10 +53,10 @@ class Rate:
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of at least so many right guesses if training is (ε, δ)-differentially private.
+    """Return the largest probability of at least ``right`` right guesses if training is (ε, δ)-differentially private.
 
-    Each canary was in the data with probability 1/2, independently. The attacker guesses for some canaries whether they
-    were in the data (Steinke, Nasr & Jagielski 2023). With r guesses, of which W ≥ v are right:
+    Each canary was in the data with probability 1/2, independently. For some canaries, the attacker guesses whether the
+    canary was in the data (Steinke, Nasr & Jagielski 2023). With r guesses, of which W ≥ v are right:
     P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i, where B is binomial with r trials and the probability
     e^ε / (1 + e^ε), and m is the number of canaries.
 

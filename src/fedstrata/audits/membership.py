@@ -2,8 +2,8 @@
 
 The attacker has the update, the model with which training began, and two samples of the same class. One sample is a
 member, on which a client trained, and the other is a test sample. The attack computes the gradient of the loss of each
-sample. It guesses that the member is the sample whose gradient has the larger cosine with the negative update. A guess
-without the update is right in half of the pairs.
+sample. The attack guesses that the member is the sample whose gradient has the larger cosine with the negative update.
+A guess without the update is right in half of the pairs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def right_pairs(
     members: NDArray[np.int64],
     generator: np.random.Generator,
 ) -> tuple[int, int]:
-    """Return the number of pairs in which the attack takes the member for the member, and the number of pairs.
+    """Return the number of pairs in which the attack identifies the member, and the number of all pairs.
 
     Args:
         model: The model.

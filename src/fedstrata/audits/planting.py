@@ -30,8 +30,8 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 
 MARK = 1e6
-"""The first pixel of a canary as the model sees it, by which the loss finds canaries. The second pixel is the number of
-the canary's parameter, and the third pixel says whether the canary is in the data."""
+"""The value of a canary's first pixel in the model's input, by which the loss recognises canaries. The second pixel is
+the number of the canary's parameter, and the third pixel says whether the canary is in the data."""
 MOST = 2**24
 """The largest number of canaries: larger whole numbers are not exact in float32."""
 STRENGTH = 10.0
@@ -136,10 +136,11 @@ class CanaryTap(UpdateTap):
 
 
 def audited(context: ClientContext, canaries: Canaries, client: ClientId, divide_noise: float) -> ClientContext:
-    """Return the context of the client with canaries: the sampling rate, the steps and the noise are those of the run.
+    """Return the context of the client with canaries.
 
-    Without ``privacy.dp``, a canary changes the update as much as a sample with a gradient of norm 1 changes the update
-    of a client without canaries.
+    The sampling rate, the steps and the noise are the same as in the run.
+
+    Without ``privacy.dp``, a canary changes the update as much as an ordinary sample with a gradient of norm 1 would.
 
     Args:
         context: The context of the run.

@@ -61,7 +61,7 @@ class Target:
         client: The id of the client.
         label: The class of the images.
         size: The number of images over which the feature is averaged.
-        sent: Whether the feature is a prototype that the client sent. Otherwise, it is a control.
+        sent: Whether the feature is a prototype that the client sent. Otherwise, the feature is a control.
         feature: The feature h, shape (d,).
         own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
         unseen: Up to n images of the same class that the client does not have ("strangers").

@@ -54,7 +54,7 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""A function that shows progress. It takes the number of finished steps, the number of all steps, and a text about the
+"""A function that shows progress, given the number of finished steps, the number of all steps, and a text about the
 next step."""
 
 
@@ -130,7 +130,7 @@ def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, se
 
     Args:
         last: The last checkpoint.
-        before: The checkpoint before it, if any.
+        before: The second-to-last checkpoint; None if it does not exist.
         clients: The largest number of clients.
         seed: The seed with which the clients are drawn.
 
@@ -171,7 +171,7 @@ def _send_again(
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """Return the client's model, with its own BatchNorm statistics if the client keeps them."""
+    """Return the client's model, with the client's own BatchNorm statistics if the client stores statistics."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

@@ -4,7 +4,7 @@ With ``privacy.sums = "secure"``, the server sees only the sum. The audit nevert
 show what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
 - **gradient inversion**: with one step of SGD, an update is a gradient. ``fedstrata.audits.gradients`` describes the
-  attacks on labels, rows and images. As a control, they also run on random numbers instead of the update.
+  attacks on labels, rows and images. As a control, these attacks also run on random numbers instead of the update.
 - **membership inference**: see ``fedstrata.audits.membership``.
 """
 
@@ -54,9 +54,9 @@ class View:
         sent: The number of such values in the replayed rounds.
         samples: The mean number of samples behind an attacked value; None if no value was attacked.
         inversion: The mean results of gradient inversion. Values with more than ``IMAGES`` samples are left out.
-        control: The same attacks on random numbers, which reveal nothing.
-        membership: The fraction of pairs in which membership inference is right, over all attacked values. Its interval
-            treats pairs as independent.
+        control: The mean results of the same attacks on random numbers, which reveal nothing.
+        membership: The fraction of pairs in which membership inference is right, over all attacked values. The interval
+            of this fraction treats pairs as independent.
     """
 
     name: str
@@ -107,7 +107,7 @@ def audit_updates(
 
     Args:
         run: The run folder. The rounds since its second-to-last checkpoint are run again.
-        parts: The largest number of updates, and of sums, to attack. They are drawn at random.
+        parts: The largest number of updates, and of sums, to attack. The attacked updates and sums are drawn at random.
         steps: The number of optimisation steps of an inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
@@ -182,7 +182,7 @@ class SeenUpdate:
     Args:
         round: The round's updates.
         update: The update or the mean, by parameter.
-        clients: The clients whose samples are behind it.
+        clients: The clients from whose samples the update was computed.
     """
 
     round: UpdateRound
@@ -204,7 +204,10 @@ class Reservoir:
         self._generator = rng(seed, f"audit-updates/{name}")
 
     def add(self, round: UpdateRound, update: Params, clients: Sequence[ClientId]) -> None:
-        """Keep an update, or drop it at random if there are enough. An update without a step is not counted."""
+        """Keep an update, or decide at random whether to keep it if the reservoir is full.
+
+        Ignore updates without a step.
+        """
         if not any(round.replies[client].steps for client in clients):
             return
         self.count += 1
@@ -260,7 +263,7 @@ def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]
 
 
 def noise_instead(part: SentPart, generator: np.random.Generator) -> SentPart:
-    """Return a gradient of normal random numbers, each tensor as long as the gradient's tensor, as a control."""
+    """Return normal random numbers instead of a gradient, as a control. Each tensor keeps its norm."""
     drawn = {}
     for name, g in part.gradient.items():
         noise = torch.from_numpy(generator.standard_normal(tuple(g.shape), dtype=np.float32))

@@ -33,7 +33,8 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The largest value of a whole-number setting without a limit; counts computed from it fit into 64 bits."""
+"""The largest value of a whole-number setting without a limit. Counts that are computed from this value fit into 64
+bits."""
 
 LARGEST = 1e18
 """The largest value of a float setting without a limit; the square of the value fits into float32."""
@@ -48,8 +49,8 @@ _REGISTRIES: list[Registry[Any]] = []
 class _SpecName:
     """A descriptor that returns the name of a class in specs.
 
-    A class in a registry has the name under which it is registered. A user's own class has the name ``"module:Class"``.
-    For other classes, the text is empty.
+    A class in a registry has its registered name. A user's own class has the name ``"module:Class"``. For other
+    classes, the text is empty.
     """
 
     def __get__(self, instance: object, owner: type) -> str:
@@ -70,7 +71,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Values are checked and cannot be changed later, and unknown keys are errors.
+    """Base class of groups of settings. Values are checked and cannot change later, and unknown keys are errors.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -166,7 +167,7 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """A registry of Python classes by their names. A class is imported when it is first used.
+    """A registry of Python classes by their names. A class is imported at its first use.
 
     Args:
         kind: The word for these classes in error messages, such as ``"method"``.
@@ -362,7 +363,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """Return the result of ``work()``. If it raises ``SpecError``, put ``section`` before the error's key."""
+    """Return the result of ``work()``. If ``work`` raises ``SpecError``, put ``section`` before the error's key."""
     try:
         return work()
     except SpecError as error:

@@ -16,11 +16,11 @@ class FedstrataError(Exception):
     public = ""
     """A text about the error that other parties may see, if the error is about one party's data.
 
-    The text names the column and the rule that the data violate, but it does not contain values of the data.
+    The text names the column and the rule that the data violate, but does not contain values of the data.
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the text for other parties, which must not disclose data (not even counts), and return the error."""
+        """Set the text for other parties, and return the error. The text must not disclose data, not even counts."""
         self.public = text
         return self
 
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word, which suggests a similar accepted word if there is one.
+    """Return the end of a sentence about an unknown word, which suggests the most similar accepted word, if any.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')

@@ -30,7 +30,7 @@ class Log:
     changed, lost, repeated or moved.
 
     Args:
-        path: The file. The first call of ``append`` creates it.
+        path: The file. The first call of ``append`` creates the file.
         mode: The permissions of a new file, which the process's umask may reduce.
     """
 
@@ -180,7 +180,7 @@ def _checksum(before: str, text: bytes) -> str:
 
 
 def write_json(path: Path | str, value: object) -> None:
-    """Write a value as indented JSON, atomically. NaN and infinity become null."""
+    """Write a value as indented JSON, atomically. NaN and infinity are written as null."""
     text = json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     replace_file(Path(path), text.encode())
 
@@ -230,7 +230,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has this id; True if a process has it, or if this is unknown."""
+    """Return False if no process has this id. Return True if a process has this id, or if the answer is unknown."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)

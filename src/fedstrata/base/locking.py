@@ -13,7 +13,7 @@ from fedstrata.base.errors import SpecError
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
 PATIENCE = 3.0
-"""Seconds to wait for the lock, because a process that is about to end may still have it."""
+"""Seconds to wait for the lock, because a process that is about to end may still have the lock."""
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # the numbers of three parameters of the C function mallopt
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
-"""The values of three parameters of ``mallopt``, in bytes: the free memory that the heap keeps, the step by which the
-heap grows, and the size of blocks outside the heap. The last value is the largest that the C library accepts.
+"""The values of three parameters of ``mallopt``, in bytes. They are the free memory that the heap keeps, the step by
+which the heap grows, and the size of blocks outside the heap. The last value is the largest that the C library accepts.
 """
 
 

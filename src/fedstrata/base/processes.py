@@ -103,7 +103,10 @@ class Worker:
             raise EOFError from None
 
     def end(self, grace: float = GRACE) -> str:
-        """Close the pipe, wait for the process, and kill it after ``grace`` seconds. Return how the process ended."""
+        """Close the pipe, wait for the process, and kill the process after ``grace`` seconds.
+
+        Return a text about how the process ended.
+        """
         self.connection.close()
         self.process.join(grace)
         if self.process.is_alive():
@@ -134,8 +137,8 @@ def _begin(
 class TaskPool(Generic[K]):
     """A pool of workers. Each worker does one task at a time. Use the pool in a ``with`` block.
 
-    Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process, which
-    does one task after another. With ``fork``, each task runs in its own fork of this process.
+    Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process that
+    executes one task after another. With ``fork``, each task runs in its own fork of this process.
 
     Args:
         jobs: The largest number of workers.
@@ -232,7 +235,7 @@ def _do(task: Task, connection: Connection) -> None:
 
 
 def _error_of(task: Task) -> Exception | None:
-    """Do a task; return the error that it raised, in a form that can be pickled, or None."""
+    """Do a task. If the task raises an error, return the error in a form that can be pickled; otherwise None."""
     try:
         task()
     except Exception as error:

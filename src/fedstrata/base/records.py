@@ -4,7 +4,8 @@ Every message and every checkpoint is a tree of records (frozen dataclasses), ma
 arrays. The function ``encode`` writes a JSON text with the structure of the tree (its "skeleton"), and then one
 safetensors block with all tensors and numbers. The length of the JSON text is written first. The JSON text does not
 contain numbers, so the length of a message does not depend on the values of numbers. The function ``decode`` reads only
-records that were declared with ``@record``, and checks the types of a message's fields. Nothing is pickled.
+records that were declared with ``@record``, and checks the types of a message's fields. Python's ``pickle`` is not
+used.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
     The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, texts, shapes and
-    dtypes. It does not contain values of numbers and tensors. The children of a node follow the node.
+    dtypes. The key does not contain values of numbers and tensors. The children of a node follow the node.
     """
     form: list[Any] = []
     pending = [tree]
@@ -194,8 +195,8 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
     Args:
         data: Bytes from ``encode``.
-        limit: The largest accepted number of bytes. With None, any number is accepted; use None only for your own
-            bytes.
+        limit: The largest accepted number of bytes. With None, any number is accepted. Use None only for bytes that you
+            encoded yourself.
 
     Raises:
         WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message does

@@ -1,7 +1,7 @@
 """Print tables in terminals, with bold headings, a rule below the headings, and unbroken names and numbers.
 
 If a terminal is too narrow for all columns, the least important columns are left out, and a line below the table says
-so.
+how many columns are missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ScreenTable:
         headings: The headings of the columns.
         rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
             rule. Cells of the type ``Text`` keep their style.
-        left: The number of columns with names, which are the first columns and are aligned to the left.
+        left: The number of columns with names. These columns come first, and are aligned to the left.
         words: The columns with words, which may wrap.
         order: The columns in the order of their importance, without columns that are shown only with ``every``.
             Default: all columns, from left to right. Names are always shown.
@@ -91,7 +91,7 @@ class ScreenTable:
         return max((row[column].cell_len for row in self._cells if len(row) > 1), default=0)
 
     def _least(self, column: int) -> int:
-        """Return the smallest width of a column at which neither its cells nor the words of its heading are split."""
+        """Return the smallest width of a column at which its cells and the words of its heading are not split."""
         longest = self._longest(column)
         limit = WORDS if column in self.words else NAME if column < self.left else longest
         return max([min(longest, limit), *map(len, self.headings[column].split())])

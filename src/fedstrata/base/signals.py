@@ -19,7 +19,7 @@ TERMINATED = 128 + signal.SIGTERM
 GRACE = 2.0
 """Seconds that a child process may continue after the end of its parent process, before it is killed.
 
-The time is less than ``fedstrata.base.locking.PATIENCE``, so that a new process gets a lock that the child has.
+The time is shorter than ``fedstrata.base.locking.PATIENCE``, so that a new process can wait for a lock of the child.
 """
 
 AGAIN = 0.01
@@ -104,8 +104,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     is also asked to send SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If not, Linux is not asked to
-            send SIGTERM, because Linux would send the signal when the starting thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. Otherwise, Linux is not asked
+            to send SIGTERM, because Linux would send the signal when the starting thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

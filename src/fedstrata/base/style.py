@@ -1,7 +1,7 @@
 """Define the colours and lines that the report, all figures and the documentation use.
 
 Every colour has a contrast of at least 3:1 to its background. People with any kind of colour blindness can distinguish
-the colours of the series. The tests in ``tests/base/test_style.py`` check both.
+the colours of the series. The tests in ``tests/base/test_style.py`` check both rules.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice after an interrupt of a command that can continue its runs only with ``--out``."""
+"""The advice that an interrupted command prints if its runs can continue only with ``--out``."""
 
 
 def add_command(
@@ -68,7 +68,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
-    """Add the argument ``--json``, and with ``progress`` the argument ``--quiet``."""
+    """Add the argument ``--json``. If ``progress`` is true, also add the argument ``--quiet``."""
     if progress:
         parser.add_argument("--quiet", action="store_true", help="do not print the progress")
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
@@ -81,7 +81,10 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
 
 
 def _console() -> Console:
-    """Return a console that raises ``BrokenPipeError`` if its output is closed; Rich would exit with code 1."""
+    """Return a console that raises ``BrokenPipeError`` if its output is closed.
+
+    Rich's own console exits with code 1.
+    """
     from rich.console import Console
 
     class Screen(Console):
@@ -92,7 +95,7 @@ def _console() -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and texts of Rich. Lines that are wider than the terminal are not cut off."""
+    """Print tables and texts that are objects of Rich. Lines that are wider than the terminal are not cut off."""
     console = _console()
     for part in parts:
         console.print(part, crop=False)
@@ -126,7 +129,7 @@ def show_link(word: str, path: Path) -> None:
 
 
 def print_json(result: object) -> None:
-    """Print a result for programs as JSON. NaN and infinity become null."""
+    """Print a result for programs as JSON. NaN and infinity are written as null."""
     text = json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
 
@@ -166,7 +169,10 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
-    """Call ``work`` and return its result. If it raises ``SpecError``, add the line of the spec file to the message."""
+    """Call ``work`` and return its result.
+
+    If ``work`` raises ``SpecError``, add the line of the spec file to the message.
+    """
     from fedstrata.spec.experiment import with_location
 
     try:
@@ -197,7 +203,7 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
     """Parse the seeds of ``--seeds``. Return None if the option was not given.
 
     Raises:
-        SpecError: The seeds are not whole numbers of at least 0, or a seed occurs twice.
+        SpecError: A seed is not a whole number of at least 0, or occurs twice.
     """
     if options.seeds is None:
         return None
@@ -225,7 +231,7 @@ def jobs(options: argparse.Namespace) -> int | None:
 
 
 def stamp() -> str:
-    """Return the date and time in a format for names of folders."""
+    """Return the current date and time as text that can be part of a folder's name."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 
@@ -233,9 +239,9 @@ def stamp() -> str:
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     """Yield the given folder.
 
-    If no folder is given, yield a new folder under ``runs``, and remove the folder at the end if it is empty.
+    If no folder is given, yield a new folder under ``runs``. At the end, remove this folder if it is empty.
 
-    The folder is new even if several processes start in the same second.
+    Each process gets a folder of its own, even if several processes start in the same second.
 
     Args:
         given: The folder that the user gave; None to make a new folder.
@@ -259,7 +265,7 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
 
 
 BROKE_DOWN = 3
-"""The exit code if a run broke down: from some round to the end, the server could not use any client's reply."""
+"""The exit code for a run that broke down: from some round to the end, the server could not use any client's reply."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Complete arguments for a shell's Tab key.
+"""Complete the arguments of commands when a user presses Tab in a shell.
 
 The functions are attached to the parser only if a shell asks for completions.
 """

@@ -1,4 +1,4 @@
-"""Print at once what a command will do, because imports and worker processes take several seconds to start."""
+"""Print immediately what a command will do, because imports and the start of worker processes take several seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_run(options: argparse.Namespace) -> str:
 
 
 def of_compare(options: argparse.Namespace) -> str:
-    """Return the first line that ``fedstrata compare`` prints; an empty text without methods, which is an error."""
+    """Return the first line that ``fedstrata compare`` prints; an empty text if the methods are missing."""
     table = _table(options)
     compared = table.get("compare")
     labels = options.methods.split(",") if options.methods else list(compared) if isinstance(compared, dict) else []
@@ -41,7 +41,7 @@ def of_sweep(options: argparse.Namespace) -> str:
 
 
 def _times(methods: int, table: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """Return the number of runs, the data and the folder in words."""
+    """Return a text with the number of runs, the data set and the folder."""
     seeds = len(options.seeds.split(",")) if options.seeds else 1
     runs = methods * seeds
     at_once = min(options.jobs or (os.cpu_count() or 1), runs) if options.engine == "local" else options.jobs or 1
@@ -71,7 +71,7 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _named(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the data set and the method that overrides set."""
+    """Return the data set and the method that the overrides choose."""
     pairs = [(key.strip().removesuffix(".name"), value.strip(" '\"")) for key, _, value in
              (override.partition("=") for override in overrides)]  # fmt: skip
     return {key: value for key, value in pairs if key in ("data", "method")}

@@ -2,7 +2,7 @@
 
 The table is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
 compares the file with the code. A section such as ``partition`` accepts several Python classes, such as ``dirichlet``,
-which are called its kinds. A section with only one class has one kind with an empty name.
+which are called its kinds. If a section has only one class, the section has one kind, and the kind's name is empty.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2, "data.augment": 2}
-"""A mapping from each section that accepts a user's functions to the number of arguments with which fedstrata calls
-them.
+"""A mapping from each section that accepts a user's function to the number of arguments that fedstrata passes to the
+function.
 
 Further arguments of a function are its settings.
 """
@@ -107,7 +107,7 @@ def owners(key: str, besides: str = "") -> list[str]:
 
 
 def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
-    """Describe a function by its docstring and by its settings, which are the arguments after the first ``given``."""
+    """Describe a function by its docstring and its settings (all arguments except the first ``given``)."""
     if not callable(function):
         raise SpecError(
             "name", f"is the name of a {type(function).__name__}. Give the name of a class or function.", name

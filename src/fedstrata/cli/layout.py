@@ -1,4 +1,4 @@
-"""Lay out help and messages in terminals of any width: text wraps between words, and commands stay whole."""
+"""Lay out help and messages in terminals of any width: texts wrap between words, and commands do not wrap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.base.printable import printable
 from fedstrata.base.screen import READABLE, WORDS
 
 COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
-"""An indented line with two columns: a name or command, and a text about it."""
+"""The pattern of an indented line with two columns: a name or command, and a text about this name or command."""
 
 
 class Layout(argparse.HelpFormatter):
@@ -32,7 +32,7 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in the same form as all commands."""
+    """An argument parser that reports errors in the form that all commands use."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with code 2."""
@@ -42,7 +42,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(message: object) -> None:
-    """Print an error or a note on standard error, wrapped between words in a terminal, and otherwise in one line."""
+    """Print an error or a note on standard error.
+
+    In a terminal, the text wraps between words. Otherwise, the text is printed in one line.
+    """
     text = printable(message)
     if sys.stderr.isatty():
         text = "\n".join(_wrap(text, min(shutil.get_terminal_size().columns, READABLE), rest="  "))
@@ -52,7 +55,7 @@ def say(message: object) -> None:
 def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
-    An indented line without a second column is a command to copy, which is not wrapped. A text in a second column wraps
+    An indented line with only one column is a command to copy, and is not wrapped. A text in a second column wraps
     within its column or, if the column would be narrow, is placed below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)

@@ -178,7 +178,7 @@ def _flat(error: Exception) -> str:
 def _is_reader_gone() -> bool:
     """Return True if the program that reads standard output, such as ``head``, has closed it.
 
-    If so, further output is discarded, so that Python does not raise another error when it exits.
+    Further output is then discarded, so that Python does not raise another error at its exit.
     """
     with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
         descriptor = sys.stdout.fileno()

@@ -64,7 +64,7 @@ class ClientContext:
         prepared: A mapping from each function that ``cached`` called to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
-            server knows. Real sites need this for ``privacy.dp`` and ``privacy.clients``.
+            server knows. Real sites need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
         member: The real site as a party of secure sums; None if the run has no secure sums, or is a simulation.
     """
 
@@ -101,7 +101,7 @@ class Client:
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
             a value in place, so that the old state remains valid if the answer is refused.
-        group: The connection to other clients that answer at the same time. Through it, clients add up tensors
+        group: The connection to other clients that answer at the same time, with which clients add up tensors
             (``all_reduce_sum``). The value is None if the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
@@ -123,12 +123,14 @@ class Client:
         self.seed = secrets.randbits(256) if context.secret else context.config.seed
         """The seed of the client's random numbers: the spec's seed, or a new secret (see ``ClientContext.secret``)."""
         self.n_contributing = 0
-        """Number of samples that contribute to the answer, for the site's audit log; ``authorize_release`` sets it."""
+        """Number of samples that contribute to the answer, for the site's audit log. ``authorize_release`` sets this
+        number."""
 
     def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to an answer.
 
-        Handlers call this method before they read the samples. Exceptions are noisy size reports and masked labels.
+        Handlers call this method before they read the samples. Only noisy size reports and masked labels do not need
+        this check.
 
         If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to the answer.
 
@@ -136,8 +138,8 @@ class Client:
             samples: Number of samples that contribute to the answer.
 
         Raises:
-            WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not disclose the
-                number of samples.
+            WithheldError: The number of samples is smaller than ``privacy.min_samples``. The message does not disclose
+                the number of samples.
         """
         if samples < (least := self.context.privacy.min_samples) and least > 1:
             problem = f"the answer is based on fewer than privacy.min_samples = {least} samples"

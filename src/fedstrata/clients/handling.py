@@ -81,8 +81,8 @@ class Handlers:
     """Tables that map Python classes of requests to the functions with which clients answer these requests.
 
     Args:
-        functions: Functions that are marked with one of the decorators above. If several functions have the same mark,
-            the last of these functions is used.
+        functions: Functions that are marked with a decorator, such as ``handles``. If several functions have the same
+            mark, the last of these functions is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):

@@ -21,8 +21,7 @@ class StateStore:
 
     Args:
         memory: Largest total size in bytes of the states in memory.
-        folder: Folder for the states on the disk. Default: a temporary folder, which is created when it is first
-            needed.
+        folder: Folder for the states on the disk. Default: a temporary folder, which is created at its first use.
     """
 
     def __init__(self, memory: int = DEFAULT_MEMORY, folder: Path | None = None) -> None:

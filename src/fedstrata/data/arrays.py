@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The lengths that mark an axis of images as the channel axis."""
+"""The axis lengths by which the channel axis of images is recognised."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -66,7 +66,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
         key: The name of the inputs in error messages.
 
     Raises:
-        DataError: The name of an input is not valid for a Python argument, an input is not numeric, a value is not
+        DataError: An input has a name that Python arguments cannot have, an input is not numeric, a value is not
             finite, or lengths differ.
     """
     tensors = {}
@@ -166,7 +166,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 makes samples indistinguishable, such as large values that differ little."""
+    """Return True if rounding to float32 would make samples equal, for example if large values differ little."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -232,7 +232,7 @@ def has_fractions(values: Array) -> bool:
 
 
 def too_many_values(values: Array) -> int | None:
-    """Return the number of distinct targets if there are too many for classes; otherwise None.
+    """Return the number of distinct targets if this number is too large for classes; otherwise None.
 
     The number of distinct targets must exceed both 100 and a third of the number of samples.
     """
@@ -306,7 +306,7 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Convert labels to numbers 0…C−1. Return the numbers of both splits, and the name of each number.
+    """Convert labels to numbers 0…C−1. Return the labels of both splits as numbers, and the name of each class.
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.

@@ -73,7 +73,7 @@ class CropFlip(Augmentation):
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
 
     def check(self, data: Dataset) -> None:
-        """Refuse samples that are not images, images that are too small, and targets that belong to single pixels."""
+        """Refuse samples that are not images, images that are too small, and tasks with a target for each pixel."""
         shape = data.shape
         if data.keep or isinstance(shape, Mapping) or len(shape) != 3:
             form = f"ids of shape {shape}" if data.keep else f"the shape {shape}"
@@ -88,7 +88,7 @@ class CropFlip(Augmentation):
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Return positions in 0 … ``size`` − 1; positions beyond an end are reflected at it."""
+    """Reflect positions beyond either end at this end, so that all positions lie in 0 … ``size`` − 1."""
     last = size - 1
     return last - (last - places.abs()).abs()
 
@@ -127,7 +127,7 @@ class OwnAugmentation(Augmentation):
         return result
 
     def check(self, data: Dataset) -> None:
-        """Try the function on two samples, and refuse it if its random numbers do not come from the generator."""
+        """Try the function on two samples. Refuse the function if its random numbers do not come from the generator."""
         if not data.train_size:  # the server of a deployment may have no samples
             return
         try:
@@ -153,7 +153,7 @@ def _form(x: Any) -> str:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Return whether inputs of the same form are equal; NaN equals NaN."""
+    """Return True if inputs of the same form are equal. Two NaN values count as equal."""
     if isinstance(x, Mapping):
         return all(_equal(x[name], y[name]) for name in x)
     return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)

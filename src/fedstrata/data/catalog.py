@@ -20,7 +20,7 @@ KNOWN: Mapping[str, str] = {
     "pacs64": "7 kinds of objects in 4 domains, 64x64 colour, 7,993 train / 1,998 test (Li et al. 2017)",
     "digits3": "10 digits in 3 domains (MNIST, MNIST-M, USPS), 28x28 colour, 9,000 train / 3,000 test",
 }
-"""A description of each known data set. All except ``digits`` are read from a file ``NAME.npz``."""
+"""A description of each known data set. All data sets except ``digits`` are read from a file ``NAME.npz``."""
 
 
 def folders() -> list[Path]:

@@ -64,7 +64,7 @@ class Dataset:
         unfitted: The raw samples, from which features are computed again when the clients' training samples are known.
             The value is None if features do not depend on statistics.
         features: The rule that computes the features of a table from its rows; None for arrays.
-        task: The task, which defines the meaning of the targets.
+        task: The task, which determines what the targets mean.
         n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
             ``class_names``.
         keep: Whether inputs are whole numbers, such as token ids, that are passed to the model unchanged.
@@ -168,8 +168,8 @@ class Dataset:
             split: ``"train"`` or ``"test"``.
 
         Returns:
-            A copy of the inputs in float32, shape (B, F) or (B, C, H, W) in channels-last memory format. With ``keep``,
-            the type is int64. For several inputs, the result is a mapping from each input's name to a tensor (B, …).
+            A copy of the inputs in float32, shape (B, F) or (B, C, H, W) in channels-last memory format. If ``keep`` is
+            true, the type is int64. For several inputs, the result maps each input's name to a tensor (B, …).
 
         Raises:
             IndexError: An index is negative or too large.

@@ -46,7 +46,7 @@ class Statistics(Message):
         count: The number of non-missing values in each of K table columns or image channels, shape (K,), float64.
         mean: The mean of the non-missing values, shape (K,), float64.
         squares: The sum of the squared distances of the non-missing values from the mean, shape (K,), float64.
-        low: The smallest value, shape (K,), float64; an empty tensor if the normalisation does not need it.
+        low: The smallest value, shape (K,), float64; an empty tensor if the normalisation does not need this value.
         high: The largest value, in the same form as ``low``.
         counts: A mapping from column name to the column's distinct values and their frequencies, shape (V, 2), float64,
             sorted by value. The mapping contains only category columns, and columns with ``impute`` set to ``median``
@@ -201,7 +201,9 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return a mapping from ``name`` to the number of times that each target value occurs, if the task needs it.
+        """Return a mapping from ``name`` to the number of times that each target value occurs.
+
+        The mapping is empty if the task does not need these numbers.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -248,7 +250,7 @@ class Unfitted:
         A server adds up the sites' statistics in the same order. The result is therefore the same to the last bit.
 
         Args:
-            groups: The indices of each client's training samples. The indices are not read if neither features nor task
+            groups: The indices of each client's training samples. The indices are read only if the features or the task
                 depend on statistics.
             least: The smallest number of values that a client must have in a column. With fewer values, the client's
                 statistics of the column count as empty.

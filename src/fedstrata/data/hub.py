@@ -20,7 +20,7 @@ TEST_SPLITS = ("test", "validation", "valid", "dev")
 
 
 def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
-    """Load a data set of the Hugging Face hub, from the local cache if it was downloaded before.
+    """Load a data set of the Hugging Face hub. A data set that was downloaded before is read from the local cache.
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
@@ -50,7 +50,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """Return the arrays of a ``datasets.DatasetDict``.
 
     The training samples are the split ``train``. The test samples are the split ``test`` or, without such a split, a
-    validation split. Without both splits, a random fifth of each class of ``train`` becomes the test samples.
+    validation split. If these splits are missing, a random fifth of each class of ``train`` becomes the test samples.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
@@ -59,11 +59,11 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If labels have names, the result contains
-        ``classes``. If ``client`` is set, it contains ``client_train`` and ``client_test``. The arrays have the same
-        meaning as in a ``.npz`` file.
+        ``classes``. If ``client`` is set, the result contains ``client_train`` and ``client_test``. The arrays have the
+        same meaning as in a ``.npz`` file.
 
     Raises:
-        DataError: There is no split ``train``, or it is not clear which columns contain the inputs and the labels.
+        DataError: The split ``train`` is missing, or the columns with the inputs and the labels cannot be identified.
     """
     if "train" not in splits:
         raise DataError(f"the data set has no split 'train'. Its splits are: {', '.join(splits)}.")
@@ -196,7 +196,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
 
 
 def _pixels(picture: Any) -> NDArray[Any]:
-    """Return the pixels of an image, (H, W) or (H, W, 3), as uint8, or in their own type if they have more bits."""
+    """Return the pixels of an image, (H, W) or (H, W, 3), as uint8; pixels with more than 8 bits keep their type."""
     if picture.mode.startswith(("I", "F")):
         return np.asarray(picture)
     return np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))

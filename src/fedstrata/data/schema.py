@@ -324,7 +324,7 @@ class Schema(Setting):
         """Return the schema for real sites. Real sites read only columns that the spec names, and do not guess types.
 
         Args:
-            classes: Whether labels are classes. If not, labels are numbers.
+            classes: True if labels are classes; False if labels are numbers.
 
         Raises:
             SpecError: The classes, a feature or the categories of a feature are not given.
@@ -427,7 +427,7 @@ class Table:
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in cells]
 
     def _decoded(self, row: int, column: str) -> Any:
-        """Return a cell; decode it to text if it contains bytes."""
+        """Return a cell. A cell that contains bytes is decoded to text."""
         cell = self.columns[column][row]
         try:
             return cell.decode() if isinstance(cell, bytes) else cell
@@ -488,7 +488,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
 
 
 def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: Task | None = None) -> Bools:
-    """Return which rows are test samples, shape (N,).
+    """Return whether each row is a test sample, shape (N,).
 
     Args:
         table: The rows.
@@ -551,8 +551,8 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The rows.
         schema: The schema.
-        strict: Whether to raise an error for a cell that is not a finite number in its range. If not, the range is not
-            checked, and the result is None if a cell is not a finite number.
+        strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
+            not checked, and the result is None if a cell is not a finite number.
 
     Raises:
         DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
@@ -602,7 +602,7 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as text, which is equal for cells that were read as text, as a number or as a boolean.
+    """Return a cell as text. A cell has the same text whether it was read as text, as a number or as a boolean.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -630,7 +630,9 @@ def _rules(name: str, column: Column) -> str:
 
 
 def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "category", "boolean"]:
-    """Guess the type of a column from its cells. Warn about a category that was probably meant to be something else.
+    """Guess the type of a column from its cells.
+
+    Warn about a column that looks like a category, but probably has another type.
 
     Raises:
         DataError: The cells are dates or times.

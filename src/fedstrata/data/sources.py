@@ -45,8 +45,8 @@ MOST = 1 << 38
 """The largest size in bytes of the arrays that a ``.npz`` file may declare."""
 
 _reading = threading.Lock()
-"""A lock for reading ``.npz`` files. NumPy parses the headers of these files with ``ast``, which sometimes fails in
-Python 3.11 and 3.12 if two threads use it at once (CPython issue 106905). Intact files then seem damaged."""
+"""A lock for reading ``.npz`` files. NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12,
+``ast`` may fail if two threads use it at once (CPython issue 106905). Intact files then seem damaged."""
 
 
 with warnings.catch_warnings():
@@ -157,7 +157,7 @@ with warnings.catch_warnings():
             return replace(data, shift=shift, scale=scale)
 
         def given(self, shape: Shape) -> tuple[Tensor, Tensor] | None:
-            """Return the shift and scale that the spec sets; None if they are not set.
+            """Return the shift and scale that the spec sets; None if the spec does not set them.
 
             Raises:
                 SpecError: The spec does not set exactly one number for each channel or feature.

@@ -22,7 +22,9 @@ def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
 
 
 def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
-    """Draw ``size`` samples at random, from each class in proportion to its size. Return their ascending indices.
+    """Draw ``size`` samples at random, from each class in proportion to its size.
+
+    Return the ascending indices of these samples.
 
     >>> stratified(np.array([0, 0, 0, 0, 1, 1]), 3, np.random.default_rng(0)).shape
     (3,)

@@ -35,7 +35,7 @@ def read_table(path: Path, schema: Schema) -> Table:
 
     Args:
         path: The file.
-        schema: The schema. Only its delimiter is used.
+        schema: The schema, of which only the delimiter is used.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -114,7 +114,7 @@ def dataset_of(
     Args:
         table: The rows.
         schema: A completed schema.
-        held: Which rows are test samples, shape (N,).
+        held: Whether each row is a test sample, shape (N,).
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training rows.

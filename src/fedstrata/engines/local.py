@@ -63,12 +63,12 @@ class LocalEngine(Engine):
         self._seconds_per_unit: dict[type[Request], float] = {}
         """For each class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
         self._seconds_alone = 0.0
-        """Seconds of work that this process has done since the engine was made, before it had workers."""
+        """Seconds of work that this process has done since the engine was made, until the engine had workers."""
 
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
     ) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies. With ``together``, each client runs in its own thread.
+        """Return the clients' replies. If ``together`` is true, each client runs in its own thread.
 
         Args:
             requests: See ``Engine.ask``.
@@ -191,7 +191,7 @@ class LocalEngine(Engine):
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
         """Begin a relay, in which a model travels from client to client.
 
-        A handler for whole relays, if there is one for ``kind``, computes the relay.
+        If ``kind`` has a handler for whole relays, this handler computes the relay.
         """
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
@@ -199,7 +199,7 @@ class LocalEngine(Engine):
         return LocalRelaySession(self, factory(self.context, weights))
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Store the changed states of the accepted clients."""
+        """Store the changed states of the clients whose replies were accepted."""
         for number in accepted:
             if number in self._pending and self._pending[number].changed():
                 self.store.put(number, self._pending[number].state)

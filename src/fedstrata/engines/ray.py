@@ -45,7 +45,7 @@ INLINE = 64 << 10
 AHEAD = 2
 """Largest number of unfinished calls of a worker.
 
-A worker gets its second call while it computes the first call, so that it does not wait between calls.
+A worker gets its second call while it computes the first call, so that the worker does not wait between calls.
 """
 
 MOST_AT_ONCE = 8
@@ -111,7 +111,7 @@ class RayEngine(Engine):
             self._pool, self._closing = pool, closing.pop_all()
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies. With ``together``, one worker runs all clients, each in its own thread.
+        """Return the clients' replies. If ``together`` is true, one worker runs all clients, each in its own thread.
 
         One worker is then faster than several workers, because sending sums of tensors between processes is slow.
         """
@@ -152,7 +152,7 @@ class RayEngine(Engine):
         return moved, reply
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Store the changed states of the accepted clients."""
+        """Store the changed states of the clients whose replies were accepted."""
         for client in accepted:
             if client in self._states:
                 self.store.put(client, records.decode(self._states[client]))
@@ -288,7 +288,7 @@ class WorkerPool:
     def enter(self, worker_payload: Any) -> None:
         """Give all workers a context, and wait until the first worker is ready.
 
-        The other workers join later, because some processes start more slowly, and a cluster may not have free cores
+        All other workers join later, because some processes start more slowly, and a cluster may not have free cores
         yet.
 
         Args:
@@ -421,13 +421,13 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
-    """Connect to a Ray cluster, or start one on this machine; return a function that leaves it.
+    """Connect to a Ray cluster, or start a cluster on this machine. Return a function that leaves the cluster.
 
     If this process is already connected, it stays connected, and the returned function does nothing.
 
     Args:
         ray: The module ``ray``.
-        address: The address of the cluster; None to start one.
+        address: The address of the cluster; None to start a cluster on this machine.
         workers: Number of cores of a new cluster; None for all cores of this machine.
     """
     if ray.is_initialized():

@@ -81,9 +81,9 @@ class LocalWorkerPool:
             run_locally: A function that computes a client's answer in this process, and stores it.
 
         Returns:
-            The answers that workers computed. The answer of a client is missing if ``run_locally`` was called for the
-            client, if the client raised an exception in a worker, or if the worker died. All answers are missing if the
-            requests cannot be shared.
+            The answers that workers computed. The answer of a client is missing if the worker failed, the client raised
+            an exception, or ``run_locally`` was called for the client. All answers are missing if the requests cannot
+            be shared.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]
@@ -131,7 +131,7 @@ def next_index(counter: int) -> int:
     """Return the next index 0, 1, …, which no other process gets.
 
     The index is the position in an empty file that all processes share, which the system increments atomically. A lock
-    is not used, because a killed worker would never release it.
+    would not be safe, because a killed worker would never release the lock.
 
     Args:
         counter: The file descriptor.

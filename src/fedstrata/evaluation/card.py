@@ -12,7 +12,7 @@ from fedstrata.evaluation.history import History, Record, column_of, number_in
 from fedstrata.evaluation.summary import MISSING, percent, summary_lines
 
 LAST = 10
-"""The number of last rounds that the table shows."""
+"""The number of most recent rounds that the table shows."""
 
 WIDTH, HEIGHT, MARGIN = 240, 48, 3
 """The width and the height of the curve and the margin around it, in pixels."""

@@ -172,7 +172,8 @@ class Evaluator:
 
         Returns:
             A mapping with up to three keys: ``validation`` (the validation samples), ``clients`` (each client's own
-            test samples) and ``test_clients`` (the clients that never train). The values are the predictions.
+            test samples) and ``test_clients`` (the clients that never train). Each value contains the predictions for
+            these samples.
         """
         held = self.held
         wanted = {
@@ -193,7 +194,7 @@ class Evaluator:
         return values_of(self.settings.metrics, predictions)
 
     def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
-        """Compute the values of all metrics from sums; with ``both``, also the accuracy and the loss.
+        """Compute the values of all metrics from sums. If ``both`` is true, also compute the accuracy and the loss.
 
         For a metric whose value is approximate, ``LABEL_error`` is an upper bound of its error.
         """
@@ -262,8 +263,8 @@ class Evaluator:
         """Return a summary of each metric over each group of clients.
 
         Args:
-            groups: For each group, an array of shape (N, metrics). It contains the metrics of clients in the group, and
-                NaN for all other clients.
+            groups: For each group, an array of shape (N, metrics). The array contains the metrics of clients in the
+                group, and NaN for all other clients.
             sizes: The number of evaluated samples of each client, shape (N,).
 
         Returns:

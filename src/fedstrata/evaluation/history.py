@@ -35,7 +35,8 @@ LOWER = frozenset({"loss", "log-loss", "ece", "perplexity", "rmse", "mae"})
 """The built-in metrics for which lower is better."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
-"""The default targets. For each target, the summary gives the first round whose test accuracy reached it."""
+"""The default targets. For each target, the summary gives the first round in which the test accuracy reached the
+target."""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
 """The files of a run folder that contain the final model and its description."""
@@ -101,11 +102,11 @@ class History(Sequence[Record]):
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
         self.lower, self.primary = frozenset(lower), primary
         self.stopped = ""
-        """The reason why the run was stopped before its last round; empty if it was not stopped."""
+        """The reason why the run was stopped before its last round; empty if the run was not stopped."""
         self.model_round: int | None = None
-        """The round of the model that the run saved; None if it is the model of the last round."""
+        """The round of the model that the run saved; None if the run saved the model of the last round."""
         self.kept: Record = {}
-        """The metrics of the saved model; empty if the record of its round contains them."""
+        """The metrics of the saved model; empty if the record of the model's round contains these metrics."""
         self.warning = ""
         """A reason why the results say nothing about the method, such as unusable replies; usually empty."""
         self.privacy = ""
@@ -203,7 +204,8 @@ class History(Sequence[Record]):
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in this column, and it is neither a standard column nor the primary metric.
+            SpecError: No round has a number in this column, and the column is neither a standard column nor the primary
+                metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
@@ -211,7 +213,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column and their rounds, as ``column`` does, or two empty arrays without numbers."""
+        """Return the numbers in a column and their rounds, as ``column`` does; two empty arrays without numbers."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -486,7 +488,7 @@ def _is_number(value: object) -> bool:
 
 
 def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of ``History`` from a run's spec and summary, and the summary (empty if it is missing)."""
+    """Return the arguments of ``History`` from a run's spec and summary, and the summary (empty if missing)."""
     about: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     try:

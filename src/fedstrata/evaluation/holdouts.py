@@ -123,8 +123,8 @@ def hold_out(
         data: The data set.
         assignment: The training samples of each client.
         seed: The experiment's seed.
-        validation: The validation samples, if they were held out before the partition; None to hold validation samples
-            out from each client.
+        validation: The validation samples that were held out before the partition; None to hold validation samples out
+            from each client.
         brought: Test samples of each client that a real site or the data set provides. If this value is given, no other
             test samples are held out.
         everybody: Whether ``assignment`` contains the samples of all clients. At a real site, ``assignment`` contains

@@ -48,10 +48,12 @@ class Metric(Setting):
     """
 
     score_bins: ClassVar[int] = 0
-    """The number of bins in each class's histogram of scores for ``of_sums``; 0 if it does not use histograms."""
+    """The number of bins in each class's histogram of scores for ``of_sums``; 0 if ``of_sums`` does not use these
+    histograms."""
 
     confidence_bins: ClassVar[int] = 0
-    """The number of bins in the histogram of confidence for ``of_sums``; 0 if it does not use this histogram."""
+    """The number of bins in the histogram of confidence for ``of_sums``; 0 if ``of_sums`` does not use this
+    histogram."""
 
     @property
     def label(self) -> str:
@@ -120,7 +122,7 @@ class Metric(Setting):
             task: The task.
 
         Raises:
-            SpecError: The metric is for other tasks, or it fails.
+            SpecError: The metric is for other tasks, or fails.
         """
         if self.table not in ("loss", "rows", *task.tables) or (self.label == "accuracy" and not task.has_accuracy):
             accepted = ", ".join(task.default_metrics)
@@ -259,7 +261,7 @@ class MicroF1(_OfCounts):
 class MeanIoU(_OfCounts):
     """Mean intersection over union (IoU) of true and predicted pixels over the classes.
 
-    The mean leaves out classes that have no pixels and were not predicted.
+    The mean leaves out a class if neither the true pixels nor the predicted pixels have this class.
     """
 
     @override
@@ -324,9 +326,9 @@ class R2(_OfErrors):
 class AUROC(_ByClient):
     """Area under the ROC curve of the second of two classes, otherwise the mean over all classes.
 
-    The curve of a class separates samples of this class from all other samples. The mean leaves out classes that have
-    no samples or all samples. With the histograms that real sites send, the value is approximate, and the record also
-    contains an upper bound on its error.
+    The curve of a class separates samples of this class from all other samples. The mean leaves out a class if all
+    samples, or none of the samples, belong to this class. With the histograms that real sites send, the value is
+    approximate, and the record also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in the histogram of each class's scores, which real sites send instead of scores.
@@ -485,8 +487,8 @@ class _OfRows(Metric):
 class MeanAveragePrecision(_OfRows):
     """Mean average precision over the labels.
 
-    Labels without samples are left out. The metric cannot be computed from the sums that real sites send, because it
-    needs all predictions.
+    Labels without samples are left out. The metric needs all predictions, so it cannot be computed from the sums that
+    real sites send.
     """
 
     @override
@@ -655,7 +657,7 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
     """Compute the area under each client's ROC curve from the ranks of positive samples (Mann and Whitney).
 
     The area is the fraction of pairs of a positive and a negative sample in which the positive sample has the higher
-    score. Ties count half.
+    score. Pairs with equal scores count half.
 
     Args:
         scores: The score of each sample, shape (N,).

@@ -172,7 +172,7 @@ def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device
 
 
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
-    """Return the number of samples, at least 1, whose outputs fit into ``OUTPUT_BYTES``; measure the first sample.
+    """Measure one sample, and return how many samples (at least 1) have outputs that fit into ``OUTPUT_BYTES``.
 
     Raises:
         SpecError: The values of all samples would take more than ``KEPT_BYTES``.

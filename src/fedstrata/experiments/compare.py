@@ -94,8 +94,8 @@ def compare(
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
             engine is not ``local``. Results do not depend on this number. If you pass data, a model or classes that
-            only this program defines, the processes are forks of this process. If this process cannot be forked, it
-            executes one run after another.
+            only this program defines, the processes are forks of this process. If this process cannot be forked, the
+            runs are executed one after another.
         watch: A function that is called with the progress of each run; see ``Watcher``.
         progress: Whether to show the progress, as bars in a terminal or notebook, and otherwise as occasional lines of
             text.
@@ -280,7 +280,7 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
     """Raise ``FedstrataError`` if the process of any run was killed.
 
     Args:
-        failures: A mapping from the folder of each killed run to the reason.
+        failures: A mapping from the folder of each killed run to the reason why the run ended.
         runs: The number of all runs.
     """
     if failures:

@@ -43,7 +43,7 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
     ),
 }
 """A mapping from descriptions of settings to functions that return their values. All compared experiments must have
-equal values of these settings, because a reference must fit all of them."""
+equal values of these settings, because a reference must fit all experiments."""
 
 SUMMED = ("samples", "seconds")
 """Columns that are summed over the runs of a reference, like counts of clients; other columns are averaged."""
@@ -61,9 +61,9 @@ def reference_runs(
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
     The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
-    round, this run computes as many gradients of samples as all invited clients of an average federated round together.
-    The reference ``local`` has a run ``client-K`` for every client, in which the client trains in every round. All
-    other settings, such as the learning rate, come from the first experiment.
+    round, this run computes the same number of sample gradients as all invited clients together in an average federated
+    round. The reference ``local`` has a run ``client-K`` for every client, in which the client trains in every round.
+    All other settings, such as the learning rate, come from the first experiment.
 
     Args:
         name: The name of the reference, such as ``local``.

@@ -51,7 +51,7 @@ def run(
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.
         DataError: The data are missing or damaged.
-        CheckpointError: With ``resume``, every checkpoint is damaged.
+        CheckpointError: The run should be resumed, but every checkpoint is damaged.
     """
     if not isinstance(spec, Experiment):
         spec = Experiment.from_toml(spec) if isinstance(spec, (str, Path)) else Experiment.from_table(spec)

@@ -50,7 +50,7 @@ STUDY, NAME = "study.db", "sweep"
 """The name of Optuna's file in a search's folder, and of the study in the file, which Optuna's dashboard reads."""
 
 PRUNED = "pruned"
-"""The first word of the stored reason for a stop if the trial was pruned (stopped early because it was bad)."""
+"""The first word of the reason that a run stores when its trial is pruned (stopped early because of bad results)."""
 
 STARTUP = 5
 """The number of trials that run to their end before any trial is pruned."""
@@ -66,8 +66,8 @@ class Range:
     Args:
         kind: The kind of range: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or
             ``choice``.
-        low: The smallest value. The kind ``choice`` does not use it.
-        high: The largest value. The kind ``choice`` does not use it.
+        low: The smallest value. The kind ``choice`` does not use this value.
+        high: The largest value. The kind ``choice`` does not use this value.
         choices: The values of ``choice``, in the notation of a spec.
     """
 
@@ -121,7 +121,7 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """Both ends of a range, or all choices. A search checks these values before it begins."""
+        """Both ends of a range, or all choices. These values are checked before a search begins."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
@@ -243,7 +243,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Return the spec's experiment if the search space is valid.
 
-    Both ends of each range are checked, while all other settings have the first value of their range.
+    Both ends of each range are checked. Meanwhile, all other settings have the first value of their range.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -323,7 +323,7 @@ def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
 
 
 def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
-    """Run interrupted trials, and then new trials until the study has ``trials`` trials.
+    """Run interrupted trials, and then new trials until the study has the requested number of trials.
 
     Args:
         setup: The settings of the search.
@@ -434,7 +434,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Record a trial's result in the study: the mean of its primary metric, or that it was pruned or failed."""
+    """Record a trial's outcome in the study: the mean of its primary metric, or that the trial was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)

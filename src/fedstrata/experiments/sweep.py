@@ -210,7 +210,7 @@ def judge(
 
 
 def measure(primary: str) -> str:
-    """Return the column for the comparison of cells, which contains the primary metric on validation samples."""
+    """Return the name of the column by which cells are compared: the primary metric on validation samples."""
     return f"validation.{primary}"
 
 
@@ -250,7 +250,10 @@ def to_markdown(result: Sweep) -> str:
 
 
 def to_screen(result: Sweep, every: bool = False) -> ScreenTable:
-    """Return the tables of ``to_markdown`` for a terminal. With ``every``, even a narrow terminal shows all columns."""
+    """Return the tables of ``to_markdown`` for a terminal.
+
+    If ``every`` is true, even a narrow terminal shows all columns.
+    """
     from rich.text import Text
 
     headings, lines = _lines(result)
@@ -269,7 +272,7 @@ def _keys(result: Sweep) -> list[str]:
 
 
 def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the table's headings and, by label, its rows; notes are in the last column, if there are any."""
+    """Return the table's headings, and a mapping from each label to its row. Notes, if any, are in the last column."""
     how = tables.measure(f"final_{result.primary}")
     headings = [*_keys(result), how.heading.replace("final", "validation", 1)]
     lines = {

@@ -82,9 +82,9 @@ class Allowed:
 
     Args:
         request: The Python class of the request; subclasses are not included.
-        where: A mapping from names of the request's fields to accepted values. If a field has several accepted values,
-            they are described by a ``Bound``. Other fields may have any value.
-        times: How often the request may come. With None, only the order of requests (see ``Order``) or the client's
+        where: A mapping from names of the request's fields to accepted values. A ``Bound`` describes several accepted
+            values of a field. Fields that are not in the mapping may have any value.
+        times: Largest number of these requests. With None, only the order of requests (see ``Order``) or the client's
             data limit this number.
         per: Whether ``times`` counts the requests of one phase of a round, or of the whole run.
         rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
@@ -139,8 +139,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``, except if samples of a too small batch can
-        move to a later batch.
+        No client may answer if the limit is below ``privacy.min_samples``, except if the samples of a batch with too
+        few samples can move to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

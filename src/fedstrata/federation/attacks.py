@@ -1,7 +1,8 @@
 """Simulate attacks: some clients train on false labels, or send false updates.
 
-An attack on updates is simulated at the server, which changes the attackers' replies before the method gets them. The
-attack can use the honest updates of the round, because we assume that the strongest attackers know these updates.
+An attack on updates is simulated at the server: the server changes the attackers' replies before the method gets the
+replies. The attack can use the honest updates of the round, because the strongest attackers are assumed to know these
+updates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Availability models: they simulate which clients drop out of a round, and how fast clients are.
+"""Simulate which clients drop out of a round, and how fast clients are (availability models).
 
 Whether a client is online depends only on the settings, the seed, the round and the client (and, in ``SizeCorrelated``,
 on the other clients). A resumed run therefore needs no stored state of these models.

@@ -84,11 +84,11 @@ class Diurnal(Availability):
 
 
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return whether each client is online: the state of a Markov chain that is stationary from round 1.
+    """Return whether each client is online, which is the state of a Markov chain that is stationary from round 1.
 
-    A chain goes online with probability 1 / ``offline_rounds``, or with a smaller probability if a client would
-    otherwise be online for less than one round on average (FedAU, arXiv:2306.03401). The function stores nothing: it
-    repeats the chain since the latest round in which the state did not depend on the previous state.
+    A chain goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401). The probability is smaller if
+    a client would otherwise be online for less than one round on average. The function does not store states. It
+    computes the chain again, from the latest round whose state did not depend on the previous state.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

@@ -26,7 +26,7 @@ class Clock:
     def __init__(self, availability: Availability, seed: int) -> None:
         self._availability, self._seed = availability, seed
         self._seconds: dict[ClientId, float] = {}
-        """For each client of the current exchange, the seconds that it has taken so far; empty between exchanges."""
+        """The seconds that each client of the current exchange has taken so far; empty between exchanges."""
 
     def start(self, work: Mapping[ClientId, float], sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
         """Begin an exchange; return the clients that receive the request and finish their work before the deadline.

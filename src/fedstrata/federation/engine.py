@@ -113,9 +113,9 @@ class SecureSums(Protocol):
 class Engine(ABC):
     """Base class of engines, which run the clients in this process, in other processes or at sites.
 
-    - ``ask`` lets clients answer requests, each alone or all *together*. Together, clients can add up tensors with each
-      other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute the sum in one
-      pass.
+    - ``ask`` lets clients answer requests, either independently or *together*. Clients that answer together can add up
+      tensors with each other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute
+      the sum in one pass.
 
     - ``relay`` sends a model from client to client.
 
@@ -124,7 +124,7 @@ class Engine(ABC):
     - ``save`` and ``restore`` are for clients that store their states themselves (``keeps_states``). ``save`` lets the
       clients write their states to disk. ``restore`` resets the clients to their states after a given round.
 
-    - ``events`` returns events that do not belong to an answer, such as the loss of a site.
+    - ``events`` returns events that do not belong to an answer, such as a lost connection to a site.
     """
 
     keeps_states: ClassVar[bool] = False
@@ -164,7 +164,7 @@ class Engine(ABC):
 
     @abstractmethod
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the new states of the accepted clients; discard the new states of other clients."""
+        """Keep the new states of clients whose replies were accepted, and discard all other new states."""
 
     def restore(self, round: int) -> None:
         """Reset the clients to the states that they had after ``round`` (0 for a new run).

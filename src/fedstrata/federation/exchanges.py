@@ -76,7 +76,7 @@ class RoundLog:
             self.note("dropped", new)
 
     def miss_deadline(self, clients: Iterable[ClientId]) -> None:
-        """Record clients that are too late, each client only once per round."""
+        """Record clients that miss the deadline, each client only once per round."""
         if new := [client for client in clients if client not in self.late]:
             self.late.update(new)
             self.note("late", new)
@@ -128,14 +128,14 @@ class Exchanges:
         self.resumed = False
         """Whether the run was resumed. In a resumed run, ``answered`` lacks the requests of earlier rounds."""
         self.clock: Clock | None = None
-        """The clock of simulated time; None if the settings do not need it or the clients' sizes are unknown."""
+        """The clock of simulated time; None if the settings do not need a clock or the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
             self.clock = Clock(availability, config.seed)
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
         """Return True if a task reaches the next client of a relay, in which a model travels between clients.
 
-        The result is logged. The method is faster for a client that was already reached in this round.
+        The result is logged.
 
         Args:
             client: The client.
@@ -303,7 +303,8 @@ def communication(weights: Weights, transfers: int, clients: int, round: int) ->
     Returns:
         The metrics ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all
         clients), ``update_bytes`` (C) and ``client_bytes``. The value of ``client_bytes`` is R × C × f: the mean number
-        of bytes that a client has sent. The formula assumes that all rounds so far had as many transfers as this round.
+        of bytes that a client has sent. The formula assumes that all rounds so far had the same number of transfers as
+        this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]
     3.0

@@ -84,7 +84,7 @@ class SummedLeg:
     """One secure sum. With PowerSGD, the sum of the clients' replies takes two secure sums.
 
     Args:
-        request: The request as it is sent.
+        request: The request in the form in which it is sent.
         ring: The layout of the replies.
         continues: Whether the sum must have the same contributors as the previous leg.
     """
@@ -97,8 +97,8 @@ class SummedLeg:
 SummedLegs = Callable[["Federation", Any, ModelForm], Generator[SummedLeg, Total, Total]]
 """A generator function that divides the sum of the replies to a request into secure sums.
 
-The arguments are the federation, the request and the form of its replies. The generator yields each leg, receives the
-opened sum, and finally returns the sum in the layout of the form.
+The arguments are the federation, the request and the form of its replies. The generator yields each secure sum,
+receives its result, and finally returns the whole sum in the layout of the form.
 """
 
 
@@ -225,8 +225,8 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        An engine may compute the sum in one pass. Even then, the log counts the full size of each client's request and
-        reply.
+        An engine may compute the sum in one pass. The log nevertheless counts the full size of each client's request
+        and reply.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -247,8 +247,7 @@ class Federation:
     ) -> Any:
         """Send requests as ``ask`` does, and return the ``Replies``.
 
-        With ``at_once``, the engine may compute the sum of the replies in one pass. If it does, the sum is returned, as
-        a ``Summed``.
+        With ``at_once``, the engine may compute the sum of the replies in one pass. The result is then a ``Summed``.
         """
         legs = self.legs(self, requests, check)
         leg = next(legs)

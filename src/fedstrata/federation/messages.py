@@ -17,7 +17,7 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""The number of sample-gradients (gradients of one sample) that each client computes for its answer: a mapping, or a
+"""The number of sample-gradients (gradients of one sample) that a client's answer takes: a mapping from clients, or a
 function of the client's number of samples.
 """
 Params = dict[str, Tensor]
@@ -42,7 +42,7 @@ class Order:
     """
 
     def refusal(self, request: Any) -> str:
-        """Return the reason why a request may not be answered now; an empty string if it may be answered."""
+        """Return the reason why a request may not be answered now; an empty string if the request may be answered."""
         return ""
 
     def asked(self, request: Any) -> None:
@@ -123,7 +123,7 @@ class Request(Message):
     def check(self, reply: Any) -> None:
         """Refuse a reply that has the right type but wrong values.
 
-        The method need not check for NaN and infinity, because they are always refused.
+        This method need not check for NaN and infinity, because replies with NaN or infinity are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -351,7 +351,7 @@ class Fit(TrainingRequest):
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
         counts: Whether the reply may contain the number of samples that were used. If clients keep their sizes private,
-            the reply must not contain this number, because it would reveal the client's size.
+            the reply must not contain this number, because the number would reveal the client's size.
     """
 
     rule = RequestRule("the model after its local training")
@@ -367,7 +367,7 @@ def check_message(reply: FitReply, expected: Extra) -> None:
     """Refuse a reply if its message has other names, shapes or dtypes than ``expected``.
 
     Raises:
-        ReplyRefusedError: The message differs.
+        ReplyRefusedError: The names, shapes or dtypes differ.
     """
     if reply.message.keys() != expected.keys():
         raise ReplyRefusedError(

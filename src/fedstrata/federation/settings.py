@@ -182,7 +182,7 @@ class Privacy(Setting):
 
     @property
     def gathers(self) -> bool:
-        """Whether a client uses samples of a too small batch in another batch; see ``below``."""
+        """Whether a client with too few samples in a batch uses these samples in another batch; see ``below``."""
         return self.min_samples > 1 and self.below == "hold-back"
 
 
@@ -309,7 +309,10 @@ class Training(Setting):
         return size / samples, self.local_steps or self.epochs * -(-samples // size)
 
     def lasting(self, epochs: int | None) -> Training:
-        """Return the settings with ``epochs`` local epochs instead of local steps; unchanged settings for None."""
+        """Return the settings with ``epochs`` local epochs instead of local steps.
+
+        With None, return the settings unchanged.
+        """
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:

@@ -58,7 +58,7 @@ class Method(Setting):
     """
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as the end of a sentence; see ``Aggregator.needs_replies``.
+    """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
     """
 
     def most_summed(self, config: FederationConfig) -> int:
@@ -105,7 +105,7 @@ class Method(Setting):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method keeps private. Evaluations must not disclose these facts either."""
+        """The facts about clients that the method keeps private. Evaluations must not disclose these facts."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:

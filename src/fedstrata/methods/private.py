@@ -1,4 +1,7 @@
-"""A round with differential privacy of clients (``privacy.clients``): the model changes by a noisy sum of updates."""
+"""Run a round with differential privacy of clients (``privacy.clients``).
+
+Such a round adds a noisy mean of updates to the model.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def _mean_at_server(
 ) -> tuple[Params, dict[str, Any]]:
     """Train clients; return the mean of their updates with noise from the server, and metrics.
 
-    The server adds noise even if no client answered, because an update without noise would disclose this.
+    The server adds noise even if no client answered. An update without noise would disclose that no client answered.
     """
     dp = federation.config.privacy.clients
     assert dp is not None

@@ -88,7 +88,7 @@ class Recipe(Method):
     needs_replies = ""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from a setting's name in the method to its different name in the sampler, objective or aggregator."""
+    """A mapping from names of settings in the method to other names of these settings in the choices."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -96,7 +96,7 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Build the samplers, objective and aggregator that differ from FedAvg's choices from the method's settings."""
+        """Build, from the settings, the samplers, objective and aggregator that differ from FedAvg's."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
@@ -173,7 +173,7 @@ class Recipe(Method):
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True, except if the aggregator lets clients start from different models."""
+        """Return False if the aggregator lets clients start from different models, and True otherwise."""
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -189,7 +189,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and the request ``training``; None if a sampler declares no requests."""
+        """Return the samplers' requests and ``training``; None if a sampler does not declare its requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -199,7 +199,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private, or an empty set."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -312,7 +312,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return a new model in which frozen parameters, which weight decay has changed, have their old values."""
+        """Return the new model, but with the old values of frozen parameters, which weight decay has changed."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -357,7 +357,7 @@ class Recipe(Method):
 
 
 def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
-    """Return the requests of clients that start at different models; clients with the same model share a request."""
+    """Return the requests to clients that start from different models. Clients with the same model share a request."""
     models = list({id(model): model for model in starts.values()}.values())
     place = {id(model): index for index, model in enumerate(models)}
     which = {client: place[id(model)] for client, model in starts.items()}

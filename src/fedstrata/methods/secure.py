@@ -25,7 +25,7 @@ def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
 
 
 def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-    """Select clients, train them, and change the model by the sums of the clients' replies.
+    """Select clients, train them, and update the model with the sums of the clients' replies.
 
     If too few clients answer, only the states of the samplers change.
     """

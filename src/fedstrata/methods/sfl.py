@@ -40,7 +40,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse local BatchNorm statistics, and samplers that need the clients' models or do not fit."""
+        """Refuse local BatchNorm statistics, and client samplers that need all models or do not fit the federation."""
         if config.training.batch_norm == "local":
             problem = "SFL trains one model with one set of BatchNorm statistics. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")

@@ -2,7 +2,7 @@
 
 Each client computes the mean and the variance of its own batch, and the layer normalises with the averages over
 clients. In the backward pass, the gradients with respect to mean and variance are averaged, too. Unlike in
-``models.batchnorm``, the averaged variance ignores that the clients' means differ.
+``models.batchnorm``, the averaged variance does not include the differences between the clients' means.
 """
 
 from __future__ import annotations

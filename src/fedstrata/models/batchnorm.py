@@ -52,7 +52,10 @@ class _FederatedBatchNorm(_BatchNorm):
     _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch. Inside ``federated``, normalise over all clients of the group. Keep the shape."""
+        """Normalise a batch.
+
+        Inside ``federated``, normalise over all clients of the group. The shape does not change.
+        """
         group = self._group
         if group is None or not self.training:
             out: Tensor = super().forward(x)
@@ -99,9 +102,9 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     """Compute the statistics of the batch over all clients.
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
-    distances from this mean. From both, it computes Σx and Σx² in float64. Only vectors with one number per channel are
-    cast to float64. The clients need one exchange; the usual algorithm, which first averages over all clients, needs
-    two.
+    distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
+    number per channel are cast to float64. The clients need one exchange; the usual algorithm, which first averages
+    over all clients, needs two.
 
     Returns:
         The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
@@ -222,8 +225,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
-    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without this call, the
-    other clients wait until their timeout.
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without the call of
+    ``abort``, the other clients wait until their timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -292,7 +295,10 @@ class LocalGroup:
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Record that members have ended. The group breaks if other members wait for their tensors, now or later."""
+        """Record that members have ended.
+
+        The group breaks if other members wait for tensors of these members, now or later.
+        """
         with self._changed:
             self._ended.update(members)
             self._abort_if_incomplete()
@@ -310,8 +316,8 @@ class LocalGroup:
             parts: A mapping from member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended or was too late, or added two tensors to one sum, or a tensor of
-                another shape.
+            GroupBrokenError: A member failed, ended or was too late. The error is also raised if a member added two
+                tensors to one sum, or a tensor of another shape.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

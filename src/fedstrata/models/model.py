@@ -36,19 +36,20 @@ class Model:
     **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
     several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
     attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits from
-    features, and the *features* are the input of the head. By default, the head is the submodule ``head`` or, without
-    it, the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``, call the head as a
-    module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
+    features, and the *features* are the input of the head. By default, the head is the submodule ``head``. Without this
+    submodule, the head is the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``, call
+    the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
     Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates the
     module itself, and frozen parameters must be the same for all parties. Trainable parameters are float32.
 
     Args:
-        module: The module. Do not use it elsewhere afterwards, because the model changes it.
+        module: The module. Do not use the module elsewhere afterwards, because the model changes the module.
         head: The dotted name of the head, such as ``"classifier.2"``. The empty string stands for the module itself.
 
     Raises:
-        SpecError: The module has no trainable parameters, has some that are not float32, or has no head of this name.
+        SpecError: The module has no trainable parameters, has trainable parameters that are not float32, or has no head
+            of this name.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)

@@ -14,7 +14,7 @@ from fedstrata.models.model import Model
 
 
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
-    """Try a forward pass in training mode. Return True if it draws random numbers, as a dropout layer does.
+    """Try a forward pass in training mode. Return True if the pass draws random numbers, as a dropout layer does.
 
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 

@@ -1,7 +1,7 @@
 """The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
 
-In all models, pooling precedes ReLU. The result is the same as in the usual order, and ReLU processes only a quarter of
-the values. Convolutions and the images of data sets are in channels-last memory format.
+In all models, pooling precedes ReLU. The result is the same as with ReLU before pooling, but ReLU processes only a
+quarter of the values. Convolutions and the images of data sets are in channels-last memory format.
 """
 
 from __future__ import annotations

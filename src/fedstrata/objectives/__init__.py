@@ -1,1 +1,1 @@
-"""Objectives, which clients minimise, with one small file for each objective."""
+"""Objectives, which are the losses that clients minimise. Most objectives have a module of their own."""

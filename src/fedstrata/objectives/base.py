@@ -32,8 +32,7 @@ class Batch:
     """Samples of one client.
 
     Args:
-        x: Inputs, shape (B, …), float32. With several inputs, ``x`` maps the name of each input to a tensor of this
-            kind.
+        x: Inputs, shape (B, …), float32. With several inputs, ``x`` maps the name of each input to such a tensor.
         y: Targets, shape (B, …). For classification, the targets are class labels of shape (B,), int64.
     """
 
@@ -92,7 +91,8 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The smallest number of samples from which a sent value may be computed (``privacy.min_samples``).
+        least: The smallest number of samples from which a client may compute a value that it sends
+            (``privacy.min_samples``).
     """
 
     params: Params
@@ -133,7 +133,7 @@ class Objective(Setting):
     """The reason why clients must use SGD, as a sentence without a full stop; empty if they may use any optimiser."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs each client's reply, as the end of a sentence; empty if ``summands`` are enough.
+    """The reason why the server needs each client's reply, as a verb phrase; empty if ``summands`` are enough.
 
     A class that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
     """
@@ -232,7 +232,7 @@ class Objective(Setting):
 
     @cached_property
     def freezes(self) -> bool:
-        """Whether some parameters are not trained by clients, or not sent to the server."""
+        """Whether there are parameters that clients do not train, or do not send to the server."""
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:

@@ -15,7 +15,10 @@ class Distilled(Objective):
     """Base class of objectives with a teacher, which is the global model w_t in evaluation mode."""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers to the message, for the teacher; training changes the model's own buffers."""
+        """Add the received buffers to the server's message.
+
+        The teacher needs these buffers, because training changes the model's buffers.
+        """
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:

@@ -64,7 +64,7 @@ class Contrastive(PerSample):
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers to the message, for the global model; training changes the model's own buffers."""
+        """Add the received buffers to the server's message, because training changes the model's buffers."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:

@@ -44,7 +44,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step. The number is two."""
+        """The number of gradients that a client computes on its batch in a step: two, or one if ρ is 0."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
@@ -61,8 +61,8 @@ class GloballySharpnessAware(Objective):
     per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters
     that the client trains.
 
-    This implementation follows the paper. In the authors' program, the server sends the global model's last movement to
-    all clients, which use a single number of the movement for all entries of a tensor.
+    This implementation follows the paper. In the authors' program, the server sends the last change of the global model
+    to all clients. The clients use a single number of this change for all entries of a tensor.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.
@@ -92,6 +92,9 @@ class GloballySharpnessAware(Objective):
         return displacement
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Store w_t. Return the message and state of another objective, if a subclass combines this class with it."""
+        """Store w_t in the client's state.
+
+        If a subclass combines this class with another objective, also return the other message and state.
+        """
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

@@ -63,8 +63,8 @@ def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
     """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
-    Some strata may get no draws. FedSTS's mean is then biased, because it leaves these strata out and increases the
-    weights of the other strata. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
+    Some strata may get no draws. FedSTS's mean is then biased, because these strata are left out and the weights of the
+    other strata increase. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
 
     Args:
         sizes: The number N_h of clients in each stratum.
@@ -89,7 +89,7 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 def sampled_variance(
     noise: float, scale: float, places: int = 10, draws: int = 1000, start: Start = "random"
 ) -> dict[str, float]:
-    """Compare the mean update of FedSTS's sampling with that of uniform sampling, for 100 clients in ten groups.
+    """Compare the mean updates of FedSTS's sampling and of uniform sampling, for 100 clients in ten groups.
 
     The gradient of a client, shape (50,), is the mean of its group plus normal noise. We assume that updates equal
     gradients.

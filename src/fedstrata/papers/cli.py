@@ -85,7 +85,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints a line about a finished run; with ``--json``, it prints to standard error."""
+    """Return a function that prints a line about a finished run. With ``--json``, the line goes to standard error."""
     if options.quiet:
         return lambda text: None
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)

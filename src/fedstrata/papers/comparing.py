@@ -107,7 +107,7 @@ def predicted(mean: float, sd: float, n: int) -> Range:
 
     Args:
         mean: The mean of n numbers.
-        sd: Their sample standard deviation.
+        sd: The sample standard deviation of these numbers.
         n: The number of numbers, at least two.
     """
     return t_interval(mean, sd * (n + 1) ** 0.5, n)

@@ -106,7 +106,7 @@ def _file(paper: str) -> dict[str, Any]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the available results. With ``quick``, these are results of small experiments."""
+    """Judge a claim by the available results. If ``quick`` is true, these are results of small experiments."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -120,7 +120,7 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 
 
 Place = tuple[str, str]
-"""A row and a column of a table."""
+"""The type of a place in a table, which is a row and a column."""
 Curve = Sequence[float]
 """A number for each round, such as the accuracy in each evaluated round from the key ``curve`` of the results."""
 Figures = Callable[[Any, Any], tuple[float, float]]
@@ -141,7 +141,7 @@ class _Case:
         """The name of the other row or rows in the text of the evidence."""
         self.both = f"`{self.row}` and {self.other}"
         self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
-        """Phrases in the text of the evidence."""
+        """Two phrases about the compared rows, for the text of the evidence."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
@@ -280,7 +280,7 @@ def _above(case: _Case) -> Judgement:
 
 
 def _near(case: _Case) -> Judgement:
-    """Judge whether a row is at most ``within`` points below its own value in a reference column, in every column."""
+    """Judge whether, in every column, a row is at most ``within`` points below its value in a reference column."""
     row, reference = case.row, case.about["reference"]
     columns = [column for column in case.columns if column != reference and row in case.table.rows_of(column)]
     places = [((row, column), (row, reference)) for column in columns]
@@ -294,8 +294,8 @@ def _near(case: _Case) -> Judgement:
 def _margin(case: _Case) -> Judgement:
     """Judge whether a published margin between two rows lies in our 95 % prediction interval for one more pair of runs.
 
-    A paper may leave open what its number means, so ``published`` can contain several margins. If all of them lie
-    outside the interval, the claim is contradicted. If all of them lie inside, and the interval of our mean margin does
+    A paper may leave open what its number means, so ``published`` can contain several margins. If all margins lie
+    outside the interval, the claim is contradicted. If all margins lie inside, and the interval of our mean margin does
     not contain 0, the claim is confirmed.
     """
     ((mine, theirs),) = case.places()
@@ -383,8 +383,8 @@ def _ratio(case: _Case) -> Judgement:
 def _sooner(case: _Case) -> Judgement:
     """Judge whether a row reaches an accuracy in fewer rounds than each other row.
 
-    The accuracy is the lower of the best accuracies of the two runs, because both runs reach it. With the best
-    accuracy of the other run as the goal, that run would have an advantage: the best of many noisy values.
+    The accuracy is the lower of the best accuracies of the two runs, because both runs reach it. The best accuracy of
+    the other run would not be a fair goal, because it is the largest of many noisy values of that run.
     """
 
     def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
@@ -427,6 +427,6 @@ TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
 """A mapping from each kind of claim about a table to the function that judges it."""
 
 KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
-"""The kinds of claims. A ``reading`` is judged by a number that is computed from a paper's formulas or algorithms
-without training, a ``page`` by results on another page of the documentation, and an ``untestable`` claim cannot be
-judged here."""
+"""The kinds of claims. A ``reading`` is judged by a number that follows from a paper's formulas or algorithms without
+training. A ``page`` is judged by results on another page of the documentation. An ``untestable`` claim cannot be judged
+here."""

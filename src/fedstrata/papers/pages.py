@@ -207,7 +207,7 @@ def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
 
 
 NARROW = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"
-"""The first lines of a page that hide the list of its sections."""
+"""The first lines of a page, which hide the list of the page's sections."""
 WIDE = '<div class="wide-page"></div>'
 """An element that gives a page the whole width of the window."""
 
@@ -289,10 +289,10 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
     """Return the expected seconds per round on one core, for each row and column with a known duration.
 
-    The estimate comes from finished runs of the row and column. If there are none, it comes from finished runs of the
-    row, from the estimate in the table's file, or from finished runs of other rows, in this order. Times from other
-    columns are scaled by the number of samples in a round: the epochs, times the clients per round, times the samples
-    per client.
+    The estimate comes from finished runs of the row and column. Without such runs, the estimate comes from finished
+    runs of the row, from the table's file, or from finished runs of other rows, in this order. Times from other columns
+    are scaled by the number of samples in a round: the epochs, times the clients per round, times the samples per
+    client.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -320,7 +320,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and how our experiments differ from its experiments."""
+    """Return the page of a paper: its claims, its tables, and the differences between its experiments and ours."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = (
         f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A table, and its rows with both a published number and our result. There is at least one such row."""
+    """A table, and its rows with both a published number and our result. A panel has at least one row."""
 
     table: Table
     rows: Sequence[Row]

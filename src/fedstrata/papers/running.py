@@ -45,7 +45,9 @@ def results_file(out: Path, table: Stored) -> Path:
 
 
 def read(path: Path) -> Results:
-    """Read the results of a table as a mapping from the key of each run. It is empty if the file does not exist.
+    """Read the results of a table as a mapping from the key of each run.
+
+    The mapping is empty if the file does not exist.
 
     Raises:
         DataError: The file is damaged.
@@ -145,7 +147,7 @@ def run_one(
         device: The value of ``training.device``.
 
     Returns:
-        The results of the cell; None if it was not run.
+        The results of the cell; None if the cell was not run.
 
     Raises:
         FedstrataError: The run failed.

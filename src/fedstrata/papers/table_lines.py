@@ -24,7 +24,9 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, cut
 
 
 def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
-    """Return an HTML element that shows ``summary``, and shows ``lines`` when a reader unfolds it.
+    """Return an HTML element that shows ``summary``.
+
+    When a reader unfolds the element, the element also shows ``lines``.
 
     Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
 
@@ -119,7 +121,7 @@ def _is_outside(published: float | None, estimate: Estimate) -> bool:
 
 
 def _margin_is_outside(table: Table, row: str, column: str, difference: Difference | None) -> bool:
-    """Return True if a paper's difference from the baseline lies outside our prediction interval for it."""
+    """Return True if a paper's difference from the baseline lies outside our prediction interval."""
     published, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
     interval = predicted_margin(difference) if difference else None
     if published is None or baseline is None or interval is None:

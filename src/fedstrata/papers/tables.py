@@ -97,7 +97,7 @@ class Table:
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that it changes in the spec.
         columns: A mapping from each column to the settings that it changes in the spec.
-        only: A mapping from each column without all rows to the rows that it has.
+        only: A mapping from each column that lacks some rows to the rows that the column has.
         spec: The spec that all cells share, as nested tables.
         published: A mapping from each row to a mapping from columns to the paper's results, in percent.
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other
@@ -129,7 +129,10 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Yield the runs of the table, column by column. With ``quick``, yield only small runs with the first seed."""
+        """Yield the runs of the table, column by column.
+
+        If ``quick`` is true, yield only small runs with the first seed.
+        """
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
@@ -206,7 +209,7 @@ def experiment_of(cell: Cell, device: str = "cpu") -> Experiment:
 
     Args:
         cell: The cell.
-        device: The value of ``training.device``. The hash of the cell does not depend on it.
+        device: The value of ``training.device``. The hash of the cell does not depend on the device.
 
     Raises:
         SpecError: The spec is wrong. The error names the cell.

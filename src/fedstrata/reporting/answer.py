@@ -26,8 +26,8 @@ class Answer:
     Args:
         headline: The sentence that says which methods are ahead of the baseline.
         best: The best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds with which the best method's difference would be significant, with the same standard
-            deviation. None if the difference is already significant, or if the number is unknown.
+        seeds: The number of seeds with which the best method's difference would be significant if the standard
+            deviation stayed the same. None if the difference is already significant, or if the number is unknown.
     """
 
     headline: str

@@ -115,7 +115,7 @@ def label_ends(
 def separated(wanted: Sequence[float], gap: float) -> list[float]:
     """Move positions as little as possible, so that consecutive positions are at least ``gap`` apart.
 
-    The order stays the same.
+    The order of the positions does not change.
 
     >>> separated([5.0, 5.0, 0.0], 2.0)
     [4.0, 6.0, 0.0]
@@ -134,7 +134,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Style axes whose horizontal axis shows rounds; add a legend above the axes if lines have labels."""
+    """Set the style of axes with rounds on the horizontal axis. If lines have labels, add a legend above the axes."""
     from matplotlib.ticker import MaxNLocator
 
     style_axes(axes, "round", ylabel)

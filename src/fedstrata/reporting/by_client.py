@@ -29,7 +29,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
 
     Returns:
         The estimates for each client, in the order of the runs' tables. An estimate is empty if the client has no
-        value, for example because it has no samples of a class.
+        value, for example if the client lacks samples of a class.
 
     Raises:
         SpecError: None of the runs has a table of clients, the column is unknown, or a client's data differ between
@@ -94,7 +94,7 @@ def caption(table: ByClient, column: str) -> str:
 
 
 def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal. With ``every``, the table has all columns even in a narrow terminal."""
+    """Return the table for a terminal. If ``every`` is true, the table has all columns even in a narrow terminal."""
     labels, rows = _cells(table, column)
     return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 

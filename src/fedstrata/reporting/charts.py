@@ -46,7 +46,7 @@ _SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "cli
 _SOURCES["personal"] = "personal models"
 _STATISTICS = {"mean": "mean", "worst_10": "worst tenth"}
 _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
-"""The columns in the table of clients that are not metrics."""
+"""The columns of the table of clients that do not contain metrics."""
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
@@ -131,9 +131,9 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
-    """List the columns that can be drawn over the rounds, the primary metric first.
+    """List the columns that can be drawn over the rounds: first the primary metric, and then the other metrics.
 
-    Other metrics come next. Columns that only some methods record come last, if the values of these columns change.
+    Columns that only some methods record come last, and only if the values of these columns change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column that only some methods record to True if its values change in any run."""
@@ -210,7 +210,7 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
     """Select the rounds to draw: all rounds in which any column has values.
 
-    If there are too many, evenly spaced rounds of the first column are selected.
+    If there are too many rounds, evenly spaced rounds of the first column are selected.
 
     Args:
         rounds: An array for each column, (R,): the rounds in which the column has values.

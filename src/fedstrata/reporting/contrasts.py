@@ -73,9 +73,8 @@ class Contrast:
         value: The estimate of the measure over these runs.
         difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
             baseline.
-        stuck: The number of runs that broke down, which means that the server could not use any reply from some round
-            to the end.
-        kept: A text that says from which round the runs saved the model; see ``tables.kept``.
+        stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
+        kept: A text about the round whose model the runs saved; see ``tables.kept``.
     """
 
     key: str
@@ -309,7 +308,8 @@ def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
     """Return the headings and rows of a table as texts, without columns that are empty in all rows.
 
     Returns:
-        The headings of all columns after the labels, and a mapping from the heading of each measure to its rows.
+        The headings of the columns to the right of the labels, and a mapping from each measure's heading to the
+        measure's rows.
     """
     headings = ["", "mean ± sd", "95 % interval", f"minus {table.baseline}", "95 % interval", "p"]
     groups = {}
@@ -371,7 +371,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
 
 
 def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal. With ``every``, it has all columns even in a narrow terminal."""
+    """Return the table for a terminal. If ``every`` is true, the table has all columns even in a narrow terminal."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
     # Intervals of the means are the least important columns, which a narrow terminal leaves out first.

@@ -68,7 +68,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display settings of a column. Derive them from its name if ``QUANTITIES`` does not contain it.
+    """Return the display settings of a column, derived from its name if ``QUANTITIES`` does not contain the column.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -223,7 +223,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
 
 
 def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[float, float]:
-    """Return the range of the vertical axis: without the steep beginning of long curves, within 0 to 100 percent."""
+    """Return the range of the vertical axis without the steep beginning of long curves, within 0 to 100 percent."""
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if max(len(line.mean) for line in drawn.values()) >= EARLY:
         values = np.concatenate([line.mean for line in drawn.values()])

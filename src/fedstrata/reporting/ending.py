@@ -44,7 +44,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
 
     Args:
         runs: The histories of each method, one per seed.
-        is_comparable: Whether all runs use the same data. If not, the methods are not compared.
+        is_comparable: Whether all runs use the same data. Otherwise, the methods are not compared.
         every: Whether the table shows all columns instead of only the most important columns.
     """
     comparison = contrasts.contrast(runs)
@@ -59,7 +59,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
 
 
 def _more_seeds(runs: Mapping[str, Sequence[History]], said: Answer) -> tuple[int, ...]:
-    """Return the seeds of the runs and additional seeds; empty if more seeds are not needed, or far too many are."""
+    """Return the seeds of the runs and additional seeds; empty if none are needed, or if too many would be needed."""
     seeds = sorted({history.seed for members in runs.values() for history in members if history.seed is not None})
     wanted = said.seeds or (ENOUGH if len(runs) > 1 and len(seeds) < MIN_SEEDS else 0)
     if not len(seeds) < wanted <= MOST:
@@ -121,7 +121,10 @@ def _with_best(
 
 
 def _difference(row: contrasts.Contrast | None, comparison: contrasts.Contrasts, how: tables.Measure) -> str | Text:
-    """Format a difference with its interval; a coloured sign marks methods ahead of the baseline or behind it."""
+    """Format a difference with its interval.
+
+    A coloured sign marks methods that are ahead of the baseline or behind the baseline.
+    """
     from rich.text import Text
 
     if row is None or row.difference is None or row.difference.mean is None:

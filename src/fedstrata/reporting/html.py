@@ -129,7 +129,7 @@ def render(
     Args:
         runs: The runs to show.
         every: All runs, including unfinished runs that are not shown. Default: ``runs``.
-        folder: The folder of the comparison, for the command that adds seeds to it.
+        folder: The folder of the comparison, which the report shows in the command that adds seeds.
     """
     every, runs = every or runs, _named(runs)
     several = by_data(runs)
@@ -173,7 +173,7 @@ def _asset(name: str) -> Markup:
 
 
 def _embedded(data: object) -> Markup:
-    """Return data as JSON with escaped "<", so that texts in it cannot close the HTML element around the JSON."""
+    """Return data as JSON with escaped "<", so that texts in the data cannot close the HTML element around the JSON."""
     from markupsafe import Markup
 
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
@@ -245,7 +245,7 @@ def _more(
 
 
 def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contrasts) -> list[dict[str, Any]]:
-    """Return the columns of a measure: its values and, if it is compared with the baseline, the differences."""
+    """Return the columns of a measure: its values and, if methods are compared with the baseline, the differences."""
     if key not in comparison.measures:
         how = display(key)
         cells = [_cell(_estimate(row.cells[key], how, row.seeds), row.cells[key].mean) for row in rows]

@@ -19,7 +19,7 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""The number of last evaluations over which a run's steadiness (a standard deviation) is computed."""
+"""The number of most recent evaluations from which a run's steadiness (a standard deviation) is computed."""
 WIDE = 250
 """The width of the plot of differences, in pixels."""
 BAR = 56

@@ -116,7 +116,7 @@ def _verdict(curves: Curves) -> str:
 
 
 def _cheapest(curves: Curves, column: str) -> str:
-    """Return a sentence about the method that reaches a level, which all methods reach, with the fewest bytes."""
+    """Return a sentence about the method that needs the fewest bytes to reach a level. All methods reach this level."""
     drawn = draw.lines_of(curves, column, "bytes")
     if len(drawn) < 2 or len(drawn) < len(curves):
         return ""

@@ -116,7 +116,7 @@ def _text(value: object) -> str:
 
 
 def _values(specs: Sequence[Mapping[str, Any]], key: str, factor: int = 1) -> str:
-    """Return the values of a setting in words, such as ``20 or 100``; the text is empty if specs do not contain it."""
+    """Return the values of a setting in words, such as ``20 or 100``; an empty text if specs do not contain it."""
     numbers = sorted({spec[key] * factor for spec in specs if isinstance(spec.get(key), (int, float))})
     if len(numbers) > SHOWN:
         return f"{numbers[0]:.6g} to {numbers[-1]:.6g}"

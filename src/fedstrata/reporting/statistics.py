@@ -2,10 +2,10 @@
 
 All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold at the same time with 95 % confidence. Their p-values are then corrected for the number of differences
+intervals hold at the same time with 95 % confidence. The p-values are then corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 exactly if the interval excludes zero.
 
-SciPy is imported when it is first needed.
+SciPy is imported at its first use.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that an interval shows after a shift by ``margin``, or the reason for showing no order.
+        """Return the order that an interval shows after a shift by ``margin``, or the reason why no order is shown.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
 
@@ -149,8 +149,8 @@ def paired_difference(
         values: A mapping from each seed to the method's number. None stands for a missing number.
         baseline: A mapping from each seed to the baseline's number.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
-        resolution: The unit to which the numbers are rounded. The standard deviation is then at least that of rounding
-            errors, so that a few equal differences do not give an interval of length 0.
+        resolution: The unit to which the numbers are rounded. The standard deviation is then at least the standard
+            deviation of rounding errors, so that a few equal differences do not give an interval of length 0.
         together: The number of differences that are judged together, see ``t_interval``.
 
     Raises:

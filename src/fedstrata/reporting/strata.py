@@ -82,14 +82,14 @@ def draw_strata(view: View, path: Path | str) -> None:
     figure = Figure(figsize=(11.5, 5.4), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     left.scatter(*where.T, color=style.SOFT.light, s=24, linewidths=0)
-    left.set_title(f"what the server knows: {count} strata, with their numbers of clients", fontsize=10, loc="left")
+    left.set_title(f"known to the server: {count} strata, with their numbers of clients", fontsize=10, loc="left")
     colours = [colour.light for colour in style.categories(classes)]
     if len(points) <= PIES:
         _pies(right, where, labels, colours)
     else:
         right.scatter(*where.T, c=[colours[c] for c in labels.argmax(axis=1)], s=14, linewidths=0)
     criterion = "labels" if len(points) <= PIES else "most frequent labels"
-    right.set_title(f"what it does not know: the clients' {criterion}", fontsize=10, loc="left")
+    right.set_title(f"not known to the server: the clients' {criterion}", fontsize=10, loc="left")
     if classes <= 20:
         names = view.class_names or tuple(map(str, range(classes)))
         for name, colour in zip(names, colours, strict=True):

@@ -23,9 +23,8 @@ class Row:
         label: The name that the runs share, such as the name of the method.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
-        stuck: The number of runs that broke down, which means that the server could not use any reply from some round
-            to the end.
-        kept: A text that says from which round the runs saved the model (see ``kept``); None for the last round.
+        stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
+        kept: A text about the round whose model the runs saved (see ``kept``); None for the last round.
         at_once: The keys ``rounds_to_T`` of the default targets that all runs reached in their first evaluated round.
     """
 
@@ -145,7 +144,7 @@ def primary(runs: Mapping[str, Sequence[History]]) -> str:
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return a text that says from which round runs saved the model, such as ``round of the best validation auroc``.
+    """Return a text about the round whose model the runs saved, such as ``round of the best validation auroc``.
 
     The result is None if all runs saved the model of the last round. The result is empty if the runs differ.
     """
@@ -227,7 +226,7 @@ def bounds(key: str) -> Range:
 
 
 def metric_of(key: str) -> str:
-    """Return the metric of a measure or column, or the key itself if it does not belong to a metric.
+    """Return the metric of a measure or column. If the key does not belong to a metric, return the key itself.
 
     >>> metric_of("best_auroc"), metric_of("test.auroc"), metric_of("clients.auroc.mean"), metric_of("bytes_up")
     ('auroc', 'auroc', 'auroc', 'bytes_up')
@@ -267,7 +266,10 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column, except targets that no run reached or that all runs reached at once."""
+    """List the measures that get a column.
+
+    Leave out targets that no run reached, and targets that all runs reached at once.
+    """
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
     left_out |= frozenset.intersection(*(row.at_once for row in rows)) if rows else set()
@@ -290,8 +292,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
     The list is empty if there is no such method.
 
     Args:
-        models: The result of ``kept`` for each method, which is a text that says from which round the runs saved the
-            model.
+        models: The result of ``kept`` for each method, which is a text about the round whose model the runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are from the saved model (round of the best validation auroc).']

@@ -1,4 +1,4 @@
-"""Compute the ε of clients with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019), and limit it."""
+"""Compute and limit the ε of clients with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Accountant(RunAccountant):
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
         sizes: Number of samples of each client, shape (N,). We assume that the numbers of samples are public.
-        known: Whether the sizes are known before the run. If not, replies contain the sizes.
+        known: Whether the sizes are known before the run. Otherwise, replies contain the sizes.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

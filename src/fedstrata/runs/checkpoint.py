@@ -95,7 +95,7 @@ def save(
         folder: The folder ``checkpoint/`` of the run.
         round: The last complete round.
         state: The method's state.
-        store: The clients' states. States are written only if they changed since the last checkpoint.
+        store: The clients' states. A state is written only if it changed since the last checkpoint.
         remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has no states.
         identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: A mapping from the name of each log of the run to the checksum of its last line.
@@ -215,7 +215,7 @@ def _write(path: Path, data: bytes) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Sync a folder to the disk, so that files renamed in it keep their new names after a power cut."""
+    """Sync a folder to the disk, so that renamed files keep their new names after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -27,7 +27,8 @@ from fedstrata.spec.experiment import Experiment
 MEMORY = "privacy.clients"
 """The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
 LEAST_NOISE = 0.1
-"""The smallest noise for which the accountant considers sampling. With less noise, sampling has nearly no effect on ε.
+"""The smallest noise for which the accountant takes client sampling into account. With less noise, sampling has nearly
+no effect on ε.
 """
 
 
@@ -69,7 +70,7 @@ class ClientAccountant(RunAccountant):
         self._library: Any = dp_accounting
         self.dp, self.rate, self._clients = dp, rate, clients
         self.epsilon = cache(self._epsilon)
-        """The function ``_epsilon``, which computes each value once."""
+        """The function ``_epsilon`` with a cache, so that each value is computed only once."""
 
     def _epsilon(self, rounds: int) -> float:
         """Return the ε of a client that could take part in a number of rounds."""
@@ -215,8 +216,8 @@ def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAc
 def accountant_of(spec: Experiment, config: FederationConfig, *, secret: bool) -> RunAccountant | None:
     """Return the accountant of a run; None without differential privacy.
 
-    With ``privacy.dp`` and secure sums at real sites, the result is None too: replies do not contain the sites' numbers
-    of samples, from which ε follows. Each site then computes its own ε.
+    With ``privacy.dp`` and secure sums at real sites, the result is None too. The reason is that ε depends on the
+    sites' numbers of samples, which replies do not contain. Each site then computes its own ε.
 
     Args:
         spec: The experiment.

@@ -35,12 +35,12 @@ from fedstrata.spec.experiment import Experiment
 RESULTS = 2
 """The version of fedstrata's results. A commit that changes the results of any spec increases this version.
 
-``tests/integration/test_golden.py`` detects such changes. The commit also increases the ``version`` of each table in
-``fedstrata.papers`` whose results it changes.
+``tests/integration/test_golden.py`` detects such changes. If the results of a table in ``fedstrata.papers`` change, the
+commit also increases the table's ``version``.
 """
 
 LONG = 20
-"""A number that limits lists in the identity: a list with more than ``LONG * LONG`` characters is stored as a checksum.
+"""The limit on lists in the identity: a list with more than ``LONG * LONG`` characters is stored as a checksum.
 """
 
 
@@ -128,7 +128,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
     """Return the record of a run's environment: versions of fedstrata, PyTorch and Python, and the hardware.
 
     Args:
-        device: The value of ``training.device``. If it stands for a GPU, the name of the GPU is recorded too.
+        device: The value of ``training.device``. If this value stands for a GPU, the name of the GPU is recorded too.
     """
     place = device_of(device)
     gpu = {} if place.type == "cpu" else {"gpu": torch.cuda.get_device_name(place)}
@@ -209,7 +209,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _may_change(key: str) -> MayChange | None:
-    """Return the ``MayChange`` mark of a setting, which permits changes in resumed runs; None if it has no mark."""
+    """Return the ``MayChange`` mark of a setting, which permits changes in resumed runs; None if there is no mark."""
     section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None

@@ -64,13 +64,13 @@ class LoopState:
     """The state of the loop over rounds.
 
     Args:
-        last_reply: The latest round in which the server used a reply of each client, shape (N,). The value is 0 without
-            such a round. The array is empty if clients have no test samples of their own.
-        evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
+        last_reply: The latest round in which the server used a reply of each client, shape (N,). The value is 0 if the
+            server has not used a reply of the client. The array is empty if clients have no test samples of their own.
+        evaluated: The most recently evaluated rounds; their number is at most ``evaluation.unheard``.
         last: The latest evaluation.
-        best: The evaluation with the best primary metric; if several are equally good, the first of them.
+        best: The evaluation with the best primary metric; the first such evaluation if several are equally good.
         memory: A mapping from the name of each callback to its state between rounds.
-        stopped: The reason why the run was stopped before its last round; empty if it was not stopped.
+        stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
         final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
         score: The latest evaluation in this process, with all results.
         late_events: Events that are not in the log yet, because they happened after their round's events were written.
@@ -113,8 +113,8 @@ class LoopState:
     def unheard(self, evaluations: int) -> list[int]:
         """Return the ids of unheard clients: the server has not used a reply of these clients recently.
 
-        Here, "recently" means since the first of the last ``evaluations`` evaluations, or since the start of the run if
-        there were fewer evaluations.
+        The word "recently" means since the first of the last ``evaluations`` evaluations, or since the start of the run
+        if there were fewer evaluations.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

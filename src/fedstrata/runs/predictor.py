@@ -147,8 +147,8 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
         run_dir: The run folder, or any folder with these two files.
         model: A module with the same architecture, if the run trained a module of your own. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. The module is not
-            changed, and its trainable parameters are ignored. Its frozen parameters must be equal to the run's frozen
-            parameters, because the folder does not contain frozen parameters.
+            changed, and its trainable parameters are ignored. The module's frozen parameters must equal the run's
+            frozen parameters, because the folder does not contain frozen parameters.
 
     Raises:
         SpecError: The folder has no finished run, or ``model`` is missing or does not fit the run.
@@ -451,7 +451,10 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 
 
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
-    """Return the shift and the scale of the inputs; for several inputs, mappings by the names of normalised inputs."""
+    """Return the shift and the scale of the inputs.
+
+    For several inputs, return mappings from the names of normalised inputs.
+    """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])
     read = {name: _read_normalisation(one["normalisation"]) for name, one in about["inputs"].items()}

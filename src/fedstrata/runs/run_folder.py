@@ -50,7 +50,8 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""A mapping from the end of the name of each column ``clients_…`` to a reason for missing replies in words."""
+"""A mapping from the last part of the name of each column ``clients_…`` to the reason for the missing replies that the
+column counts."""
 
 LONG = 100
 """The largest number of sample indices of a ``given`` partition in ``spec.toml``; longer lists are stored in a separate
@@ -142,7 +143,7 @@ class RunFolder:
     def finished(self) -> History | None:
         """Return the history of the folder's run if the run is over and has no checkpoint; otherwise None.
 
-        If such a run were resumed, it would start again and delete its results.
+        A resumed run without a checkpoint would start again and delete the results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -155,7 +156,7 @@ class RunFolder:
         """Write the first files of a run, and remove records of rounds after the checkpoint.
 
         Raises:
-            DataError: The records end before the checkpoint.
+            DataError: The records end before the round of the checkpoint.
         """
         if self.path is None:
             return
@@ -243,7 +244,7 @@ class RunFolder:
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
         """Write events that happened after the round's events were written, and save a checkpoint if one is due.
 
-        With ``force``, a checkpoint is saved even if it is not due, except if ``evaluation.checkpoint_every`` is 0.
+        If ``force`` is true, a checkpoint is saved even if none is due, except if ``evaluation.checkpoint_every`` is 0.
         """
         self._log(EVENTS, *simulation.take_late_events())
         every, round = self.prepared.spec.evaluation.checkpoint_every, simulation.round
@@ -299,7 +300,7 @@ class RunFolder:
     def _broken_down(self) -> str:
         """Return a warning if clients failed and no reply could be used in the last rounds; otherwise, an empty text.
 
-        There must be at least two such rounds, because a single round without replies may be chance.
+        The warning needs at least two rounds without usable replies, because a single round may be chance.
         """
         dead = list(takewhile(lambda r: r["clients_failed"] and not r["clients_returned"], reversed(self.history)))
         if len(dead) < 2:
@@ -346,7 +347,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder, or None if the identity cannot be read.
 
     The identity is read from the newest checkpoint or, without a checkpoint, from ``run.json``. The file ``spec.toml``
-    is not used, because it may have been edited since the run began.
+    is not used, because a user may have edited this file since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)

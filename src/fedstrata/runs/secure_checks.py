@@ -84,8 +84,8 @@ def _check_codecs(communication: Communication) -> None:
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
     """Return the settings with the number of clients that a sum needs as ``privacy.parties``.
 
-    If the clients add the noise, this number must be the same in all rounds, because it determines each client's share
-    of the noise.
+    If the clients add the noise, this number must be the same in all rounds, because each client's share of the noise
+    depends on the number.
 
     Raises:
         ExtraMissingError: The extra ``secure`` is not installed.
@@ -119,7 +119,7 @@ def check_replies(method: Method) -> None:
 
 
 def _check_sites(spec: Experiment) -> None:
-    """Refuse settings with which real sites would send more than sums, or send sums of an unknown size."""
+    """Refuse settings with which real sites would send more than sums, or sums of numbers without a known bound."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
             problem = "the metrics of individual sites are not sums. Remove this key, and give the server test samples."

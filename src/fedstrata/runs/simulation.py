@@ -119,12 +119,12 @@ class Simulation:
 
     Args:
         prepared: The experiment.
-        engine: The name of an engine, or an engine object. When the simulation is closed, it closes the engine.
+        engine: The name of an engine, or an engine object. The engine is closed together with the simulation.
         checkpoint: The checkpoint from which the run continues; None for a new run.
         listener: A function that is called after each exchange with clients, with the round and the replies.
 
     Raises:
-        SpecError: The engine is unknown, or it cannot continue from the checkpoint; see ``refuse_elsewhere``.
+        SpecError: The engine is unknown, or cannot continue from the checkpoint; see ``refuse_elsewhere``.
 
     >>> import fedstrata as fs
     >>> spec = fs.Experiment(training={"rounds": 3}, partition=fs.IID(clients=4), evaluation={"every": 0})
@@ -221,7 +221,7 @@ class Simulation:
 
     @property
     def stopped(self) -> str:
-        """The reason why the run was stopped before its last round; empty if it was not stopped."""
+        """The reason why the run was stopped before its last round; empty if the run was not stopped."""
         return self.loop_state.stopped
 
     @property
@@ -231,7 +231,7 @@ class Simulation:
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended: it has done all its rounds, or it was stopped."""
+        """Whether the run has ended, because all rounds are done or because the run was stopped."""
         return bool(self.stopped) or self.round >= self.spec.training.rounds
 
     def step(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Simulation:
         return record
 
     def _known_labels(self) -> NDArray[np.int64] | None:
-        """Return the class of each training sample; None without classes, and if the clients keep their own data."""
+        """Return the class of each training sample; None without classes, or if the clients keep their own data."""
         data, config = self.prepared.data, self.prepared.config
         return data.strata if data.task.has_classes and config.sizes is not None else None
 
@@ -380,7 +380,10 @@ class Simulation:
         return record | score.more
 
     def evaluate_saved(self) -> dict[str, Any]:
-        """Evaluate the model that ``leave`` chose. The result is empty if there is none, or if this was done before."""
+        """Evaluate the model that ``leave`` chose.
+
+        The result is empty without such a model, or if the model was evaluated before.
+        """
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
             return {}

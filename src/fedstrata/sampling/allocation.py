@@ -172,9 +172,9 @@ def allocated(
         generator: The random generator, which only ``neyman-random`` uses.
 
     Returns:
-        Two arrays of shape (H,). The first is the number of draws from each stratum. No number is larger than the
-        stratum's number of clients, and the sum is ``budget``. The second is the probability that a stratum gets at
-        least one draw. For rules that are not random, this probability is 0 or 1.
+        Two arrays of shape (H,). The first array contains the number of draws from each stratum. No number is larger
+        than the stratum's number of clients, and the sum is ``budget``. The second array contains the probability that
+        a stratum gets at least one draw. For rules that are not random, this probability is 0 or 1.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))

@@ -123,7 +123,7 @@ class ClientSampler(Setting):
     """Whether the sampler asks clients for their exact numbers of samples."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as the end of a sentence; see ``Aggregator.needs_replies``.
+    """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
     """
 
     def most_invited(self, config: FederationConfig) -> int:
@@ -179,7 +179,7 @@ class ClientSampler(Setting):
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Return the sampler's new state after it has seen the replies of a round.
+        """Return the sampler's new state after the replies of a round.
 
         Args:
             state: The sampler's state.
@@ -249,7 +249,7 @@ class DataSampler(Setting):
     """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as the end of a sentence; see ``Aggregator.needs_replies``.
+    """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
     """
 
     def check(self, config: FederationConfig) -> None:

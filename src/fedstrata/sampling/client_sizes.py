@@ -109,13 +109,15 @@ def ask_new_sizes(
 
 
 def size_report(federation: Federation, epsilon: float | None = None, bound: int = 0) -> SizeReport:
-    """Return the request for clients' numbers of samples. With ``epsilon``, answers have ε-local differential privacy.
+    """Return the request for clients' numbers of samples.
+
+    If ``epsilon`` is set, answers have ε-local differential privacy.
 
     Args:
         federation: The federation, which knows the round.
         epsilon: The privacy parameter ε; None if clients report their true numbers. The ``bound`` and the ``alpha`` of
             the request are then 0 and 1.
-        bound: The public bound M on a client's number of samples. It is used only with ``epsilon``.
+        bound: The public bound M on a client's number of samples. The bound is used only with ``epsilon``.
     """
     bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
     return SizeReport(federation.round, bound, alpha)
@@ -124,7 +126,9 @@ def size_report(federation: Federation, epsilon: float | None = None, bound: int
 def allowed_sizes(
     epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
 ) -> Allowed:
-    """Return the declaration of the request of ``size_report``. A sampler lists the declaration in ``allowed``.
+    """Return the declaration of the request that ``size_report`` creates.
+
+    Samplers list this declaration in ``allowed``.
 
     Args:
         epsilon: The privacy parameter ε; None if clients report their true numbers.

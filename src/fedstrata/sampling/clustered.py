@@ -38,8 +38,9 @@ LARGEST = 5000
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``, which gives a whole number. The first masses, with the sum
-    ``each``, are the first distribution. The next masses, with the same sum, are the second distribution, and so on.
+    A *mass* is a probability multiplied by ``each``, which gives a whole number. The first masses, which add up to
+    ``each``, form the first distribution. The next masses that add up to ``each`` form the second distribution, and so
+    on.
 
     Args:
         places: The client of each of s masses, as an index into the array of clients, shape (s,).

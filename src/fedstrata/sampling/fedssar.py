@@ -179,8 +179,8 @@ def cluster(
         generator: The random generator for the subset.
 
     Returns:
-        Two values. The first is the cluster of each point in 0 … H − 1, shape (N,); no cluster is empty. The second is
-        the number of points that OPTICS labelled as noise.
+        Two values: the cluster of each point in 0 … H − 1, shape (N,), and the number of points that OPTICS labelled as
+        noise. All clusters have points.
     """
     n = len(points)
     subset = np.arange(n) if n <= limit else np.sort(generator.choice(n, size=limit, replace=False))
@@ -235,9 +235,8 @@ def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, 
         min_samples: The number of points within the core distance of a point, including the point itself.
 
     Returns:
-        Three arrays of shape (n,). The first contains the points in their order. The second contains the reachability
-        of each point, which is infinite for the first point. The third contains the predecessor from which each point
-        was reached, which is −1 for the first point.
+        Three arrays of shape (n,): the points in their order, the reachability of each point, and the predecessor from
+        which each point was reached. The reachability of the first point is infinite, and its predecessor is −1.
     """
     n, digits = len(distances), np.finfo(np.float64).precision
     distances = np.around(distances, digits)

@@ -154,8 +154,9 @@ class FedSTaSData(DataSampler):
 def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> dict[str, float]:
     """Return the expected number of samples that clients use, in a simulation; otherwise an empty mapping.
 
-    Only simulations know the true sizes. With this number, methods can be compared at equal numbers of samples. The
-    number exceeds n* slightly with the estimate of the round, and by far if M clips sizes.
+    Only simulations know the true sizes. With this number, methods can be compared at equal numbers of samples. With an
+    estimate from a single round, the number is slightly larger than n*. If the bound M clips sizes, the number is much
+    larger than n*.
     """
     sizes = federation.config.sizes
     return {} if sizes is None else {"expected_samples": keep * float(sizes[list(clients)].sum())}

@@ -81,7 +81,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
 
 def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
-    """Pack two codes into each byte if there are at most 16 centres. Otherwise, return the codes unchanged.
+    """Pack two codes into each byte if there are at most 16 centres. With more centres, return the codes unchanged.
 
     >>> pack(np.array([1, 2, 3], dtype=np.uint8), 9).tolist()
     [18, 48]

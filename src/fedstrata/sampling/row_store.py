@@ -8,7 +8,7 @@ from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
 
 SHARE = 8
-"""The whole matrix is copied after more than 1/``SHARE`` of its rows were replaced."""
+"""The whole matrix is copied when more than 1/``SHARE`` of its rows have been replaced."""
 
 
 @record("RowStore")

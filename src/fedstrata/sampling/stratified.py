@@ -43,7 +43,8 @@ LARGE = 1000
 FITTED = 1000
 """The largest number of clients for which k-means and the spread of each stratum use all clients.
 
-With more clients, both use a random subset of this size. All other clients join the stratum with the nearest centre.
+With more clients, k-means and the spread use a random subset of this size. All other clients join the stratum with the
+nearest centre.
 """
 
 

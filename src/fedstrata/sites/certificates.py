@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate, CertificateSigningRequest
 
 ROOT_DAYS = 3650
-"""The number of days for which a root certificate is valid. It must outlive the certificates that it signs."""
+"""The number of days for which a root certificate is valid. The root certificate must be valid for longer than the
+certificates that it signs."""
 
 WARNED = timedelta(days=30)
 """If a certificate is valid for less than this time, its owner is warned."""
@@ -28,7 +29,7 @@ KEY = "client.key"
 """The file of a site's private key."""
 
 KEY_BITS = 2048
-"""The number of bits of a site's RSA key, as NVFlare makes it. A site may use a longer key."""
+"""The number of bits of the RSA keys that NVFlare makes. A site may use a longer key."""
 
 
 def key_pair(kit: Path) -> tuple[Path, Path]:
@@ -53,8 +54,8 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
     """Yield each problem with the certificates of a party (the server, a site or the administrator).
 
-    Each problem is a pair. Its first element is True if the problem prevents the party from taking part. Its second
-    element is a description.
+    Each problem is a pair. The first element of the pair is True if the problem prevents the party from taking part.
+    The second element is a description.
 
     Args:
         kit: The party's folder.
@@ -193,7 +194,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
 
     Args:
         authority: The folder with the root certificate and its private key.
-        path: The file of the old certificate, which is replaced. The private key of its owner is not needed.
+        path: The file of the old certificate, which is replaced. The owner's private key is not needed.
         days: Days for which the new certificate is valid.
         key: The public key of the new certificate. Default: the public key of the old certificate.
 

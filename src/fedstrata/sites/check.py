@@ -20,8 +20,8 @@ from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
 
 PART = Path("local") / "part.json"
-"""The file in a site's folder that contains the id of the site's client, the total number of clients, and whether the
-site needs test samples."""
+"""A file in a site's folder with the id of the site's client, the total number of clients, and whether the site needs
+test samples."""
 
 SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
@@ -109,7 +109,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check whether the site accepts the job for which its folder was made, and has the device for it."""
+    """Check whether the site accepts the job for which its folder was made, and has the device that the job needs."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.sites.guard import declared
     from fedstrata.spec.experiment import Experiment

@@ -31,7 +31,9 @@ RESULT = "fedstrata"
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
-    """Write the files of a job for NVFlare. They contain the names of installed classes as JSON, but no source code.
+    """Write the files of a job for NVFlare.
+
+    The files contain the names of installed classes as JSON, but not source code.
 
     Args:
         folder: The folder of the job.
@@ -93,7 +95,7 @@ def raised(path: Path) -> FedstrataError:
 class _Shown(str):
     """A replacement of a value that JSON cannot represent.
 
-    It has the same ``repr``, so error messages do not change.
+    The replacement has the same ``repr``, so error messages do not change.
     """
 
     __slots__ = ()

@@ -54,7 +54,7 @@ MOST_CLIENTS = 1_000_000
 """The largest number of clients of a job. The memory use of a site grows with the number of clients."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
-"""The last sentence of an error about a site's data that is sent to the server. It says where to read the full
+"""The last sentence of errors about a site's data that the server may see. The sentence says where to read the full
 error."""
 
 _PREPARING = Lock()
@@ -64,7 +64,10 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """The site's data do not fit the spec. The error's text discloses only this fact, so the server may see it."""
+    """The site's data do not fit the spec.
+
+    The error's text discloses only this fact, so the server may see the text.
+    """
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
@@ -208,14 +211,14 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
     """Return an error about a site's file.
 
-    The error's public text may leave the site. Its private text is only for the site.
+    The error's public text may leave the site. The error's private text is only for the site.
     """
     return DataError(f"{path}: {private or public}").publicly(public)
 
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log any error of the ``with`` block. Then raise an error that contains only the text that may leave the site."""
+    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
     try:
         yield
     except Exception as error:
@@ -237,7 +240,7 @@ def _assigned_to(client: int, size: int, clients: int) -> Assignment:
 
 
 def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepared:
-    """Prepare the server of an experiment on the sites' own data. The server has test samples or does not have samples.
+    """Prepare the server of an experiment on the sites' own data. The server does not have training samples.
 
     Args:
         spec: The experiment.

@@ -1,4 +1,4 @@
-"""The server's list of the sites. It contains each site's clients, and whether the site takes part in the run."""
+"""The server's list of the sites, with each site's clients, and whether the site takes part in the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT = 0.5
 """The number of seconds between two checks whether enough sites can be reached."""
 
 Fewer = Literal["wait", "abort", "go-on"]
-"""What to do if too few sites can be reached: wait for more sites, end the run, or continue with fewer sites."""
+"""The reaction if too few sites can be reached: wait for more sites, end the run, or continue with fewer sites."""
 
 
 class SiteDirectory:
@@ -28,7 +28,7 @@ class SiteDirectory:
         is_reachable: A function that returns True if a site will probably answer now. The function raises an error if
             the job is over.
         least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer than ``least`` sites answer.
+        fewer: The reaction when fewer than ``least`` sites answer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SiteDirectory:
         return {site for site in self.participants() if self.is_reachable(site)}
 
     def exclude(self, site: str, error: FedstrataError) -> None:
-        """Leave a site out of the run, and log the reason if it was not logged before."""
+        """Leave a site out of the run, and log the reason if the reason is new."""
         reason = f"site {site} does not take part: {str(error).removeprefix(f'site {site}: ')}"
         if self._warned.get(site) != reason:
             LOG.warning("%s", reason)
@@ -80,7 +80,7 @@ class SiteDirectory:
             self._refusing[site] = f"site {site}: {error}"
 
     def status(self, site: str) -> tuple[str, str]:
-        """Return a site's state and the reason for it.
+        """Return a site's state and the reason for this state.
 
         The states are ``in`` (the site takes part), ``refused``, ``gone`` (the site cannot be reached) and ``late``
         (the site's last answer did not come in time). For ``in``, the reason is empty.
@@ -130,7 +130,7 @@ class SiteDirectory:
 
         Args:
             outcomes: The answers and errors of the exchange. If all sites are unreachable, the raised error quotes
-                them.
+                these errors.
 
         Raises:
             SiteLostError: All sites are unreachable.

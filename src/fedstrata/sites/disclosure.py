@@ -45,11 +45,11 @@ class Declaration:
             declare its requests.
         survey: A description of the statistics that a site with its own data sends before the first round; empty
             without such statistics.
-        own_data: Whether sites bring their own data. If they do, each site also sends a fingerprint of its file.
+        own_data: Whether sites bring their own data. In this case, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain the minimum and the maximum, which are values of individual samples.
         privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
-        targets: Whether the statistics also describe the labels, because the task needs this.
+        targets: Whether the statistics also describe the labels, because the task needs statistics of the labels.
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
             ``outside_epsilon``.
     """
@@ -68,7 +68,7 @@ class Declaration:
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The facts about clients that the server can read in the answers, because they are not masked."""
+        """The facts about clients that the server can read in the answers, because these facts are not masked."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
         facts |= frozenset({"labels"} if self.targets else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))

@@ -1,4 +1,4 @@
-"""The engine for clients at sites. It sends the requests of an exchange to all sites at the same time."""
+"""The engine for clients at sites, which sends the requests of an exchange to all sites at the same time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BEGIN_AGAIN = 10.0
 class NVFlareEngine(Engine):
     """An engine for clients at sites, which keep the clients' data and states.
 
-    In a relay, one model travels from client to client, and each client trains it. The training at one client is a hop.
+    In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
 
     Args:
         config: The settings that server and clients share.
@@ -57,7 +57,7 @@ class NVFlareEngine(Engine):
         sums: The server's adder of tensors from several sites, for methods in which clients add up tensors.
         spec: The experiment as TOML.
         run: The name of the run. Sites store their clients' states under this name.
-        direct: Whether the model of a relay goes from site to site. If not, the model returns to the server after each
+        direct: True if the model of a relay goes from site to site; False if the model returns to the server after each
             client.
         log_heads: An optional file, to which the heads (last checksums) of the sites' ledgers are written after each
             round.
@@ -142,7 +142,7 @@ class NVFlareEngine(Engine):
         """Send each site a message before the run begins, and exclude the sites that cannot take part.
 
         Args:
-            bodies: A mapping from each site to the message for it.
+            bodies: A mapping from each site to its message.
             kind: The expected class of the answers.
             check: A function that is called with a site and its answer, and raises a ``FedstrataError`` if the answer
                 cannot be used.
@@ -151,7 +151,7 @@ class NVFlareEngine(Engine):
             A mapping from each site that can take part to its answer.
 
         Raises:
-            FedstrataError: No site can take part, or fewer sites than required can, and ``fewer`` does not allow this.
+            FedstrataError: No site can take part, or too few sites can take part and ``fewer`` does not allow this.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
@@ -315,7 +315,7 @@ class NVFlareEngine(Engine):
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Include in the next message to each site which of its clients' answers the server used."""
+        """Tell each site, in the next message to the site, which of its clients' answers the server used."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])
@@ -323,7 +323,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Append new heads of the sites' ledgers to the file. Later, the heads can show that a site removed entries."""
+        """Append new heads of the sites' ledgers to the file. The heads can show later that a site removed entries."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

@@ -87,14 +87,14 @@ class Sites(Setting):
         federation: The name of the federation, which its certificates contain.
         patience: The number of seconds within which a site must answer.
         least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
+        fewer: The reaction when fewer than ``least`` sites answer: ``wait`` until enough sites answer again, ``abort``
             the run, or ``go-on`` with fewer sites.
         relay: The route of a model that clients train in turn. ``direct``: the model goes from site to site, encrypted
             from end to end. ``server``: the model returns to the server after every client.
         days: The number of days for which the certificates are valid.
         server: The server.
-        own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. If not, the
-            spec's partition divides the spec's data set among the sites, for a trial.
+        own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. Otherwise,
+            the spec's partition divides the spec's data set among the sites, for a trial.
         policy: The settings of the sites' initial policies that differ from the defaults. Each site may change its own
             policy later.
         site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first

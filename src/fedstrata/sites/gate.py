@@ -18,7 +18,7 @@ from fedstrata.sites.settings import USER
 LOG = logging.getLogger(__name__)
 
 _LOOKED_AT = (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED, EventType.SUBMIT_JOB)
-"""The events at which the list is read. Heartbeats are among them, because running sites do not register again after a
+"""The events at which the list is read. Heartbeats are included, because running sites do not register again after a
 restart of the server."""
 
 
@@ -26,8 +26,8 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """A component that checks names against our list at registration, at each heartbeat and when a job arrives.
 
     A connecting site states its name. NVFlare first asks whether the name is disabled, and then compares the name with
-    the site's certificate. Our list therefore decides whether the name is disabled. At other times, a site could state
-    a false name.
+    the site's certificate. Our list therefore decides whether the name is disabled. Other messages do not prove that
+    the stated name is true.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.

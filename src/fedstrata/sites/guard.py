@@ -25,7 +25,8 @@ from fedstrata.sites.settings import SiteSettings
 from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
-"""Data sets that come with scikit-learn. A spec may always name them, because they are not files of the site."""
+"""Data sets that come with scikit-learn. A spec may always name these data sets, because they are not files of the
+site."""
 
 
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
@@ -38,7 +39,7 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
         settings: The site's settings. If the settings name a data file, the site uses this file instead of the data
             that the spec names.
         clients: The number of clients.
-        own_data: Whether the job is about the sites' own data. If not, the job is about the data that the spec names.
+        own_data: True if the job is about the sites' own data; False if the job is about the data that the spec names.
 
     Raises:
         RuleError: The spec names data or files that are not in the site's catalog.
@@ -86,9 +87,9 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
     """Let the ``with`` block read a site's data for a job, and limit how often jobs can try to guess these data.
 
     A job learns whether the data fit its description, and this answer reveals something about the data. Each different
-    description therefore counts as a trial. A request that fails also counts as a trial. The trial no longer counts
-    when the same request succeeds, for example after the site corrected its file. A job that the site approved is never
-    refused by this function, but its trials count. Only one job can be in the block at a time.
+    description therefore counts as a trial. A request that fails also counts as a trial. If the same request later
+    succeeds, for example after the site corrected its file, the failed trial no longer counts. A job that the site
+    approved is never refused by this function, but its trials count. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -258,7 +259,7 @@ class Match:
         position: The progress of the run after the answer to the request.
         digests: The hashes of all variants of the request that the server may send after other clients failed. The
             value is empty unless clients add up tensors together.
-        again: Whether the client got this request before and gets it again, because another client failed.
+        again: Whether the client gets this request a second time, because another client failed.
     """
 
     client: ClientId
@@ -368,7 +369,7 @@ class Guard:
         """Count a message with questions to clients, or with a task to train a model that travels between clients.
 
         Raises:
-            RuleError: The job has sent as many such messages as the policy allows.
+            RuleError: The job has already sent the largest number of such messages that the policy allows.
         """
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
@@ -424,7 +425,7 @@ class Guard:
     def fetched_by_server(self, relay_id: int) -> None:
         """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
 
-        In a relay, one model travels from client to client, and each client trains it.
+        In a relay, clients train one model, which travels from client to client.
         """
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
@@ -480,8 +481,8 @@ class Guard:
     def _refuse_early(self, match: Match) -> None:
         """Refuse a request until its client has answered the earlier request that ``RequestRule.after`` names.
 
-        The earlier request replaces labels by other ids, which later requests use. A client must answer it again if its
-        site lost the checkpoint.
+        The earlier request replaces labels by other ids, which later requests use. A client must answer the earlier
+        request again if its site lost the checkpoint.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
@@ -511,7 +512,7 @@ class Guard:
         """Return pairs of an ``Order`` and a request: for the request, and for the inner request that it may contain.
 
         An ``Order`` checks the sequence of requests. If the client already answered the inner request, only the outer
-        request is checked. With ``keep``, new ``Order`` objects are stored.
+        request is checked. If ``keep`` is true, new ``Order`` objects are stored.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed

@@ -30,8 +30,8 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The names of three files: the ledger of a site, the head of this ledger and, in the server's run folder, the heads of
-all ledgers."""
+"""The names of three files: the ledger of a site, the head of this ledger, and the heads of all ledgers. The last file
+is in the server's run folder."""
 
 PLACE = "fedstrata"
 """The folder of the ledger in a site's folder."""
@@ -178,7 +178,7 @@ class Checked:
     Args:
         entries: The unchanged entries at the beginning of the ledger.
         problems: Descriptions of missing or changed entries.
-        notes: Descriptions of lines that are incomplete because of a crash. Such lines are not problems.
+        notes: Descriptions of lines that are incomplete because of a crash. An incomplete last line is not a problem.
     """
 
     entries: list[dict[str, Any]]
@@ -249,7 +249,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
     """Read the heads that a server received from a site.
 
     Args:
-        path: The server's run folder, the administrator's copy of it, or the file of heads in this folder.
+        path: The server's run folder, the administrator's copy of this folder, or the file of heads in such a folder.
         site: The name of the site.
 
     Raises:

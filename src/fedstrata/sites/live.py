@@ -77,7 +77,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
 
 
 class _Page:
-    """The files of the web page. One thread updates them, and other threads send them.
+    """The files of the web page. One thread updates the files, and other threads send the files.
 
     Args:
         source: The source of the progress.

@@ -38,7 +38,9 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
 
 
 class Processes:
-    """The processes of a trial. At the end of the ``with`` block, they and their child processes are stopped.
+    """The processes of a trial.
+
+    At the end of the ``with`` block, these processes and their child processes are stopped.
 
     Args:
         out: The folder that ``provision`` wrote.

@@ -1,4 +1,7 @@
-"""The list of sites that may connect, which is a file in the server's folder. It is read at each connection."""
+"""Read and change the list of sites that may connect.
+
+The server reads the list, a file in its folder, at each connection.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def _read(kit: Path) -> _Lists:
 
 
 class Members:
-    """A running server's list of sites. The file is read at each use, because it may be edited.
+    """A running server's list of sites. The file is read at each use, because an administrator may edit the file.
 
     If the file cannot be read, the last valid list is used. If there was never a valid list, no site may connect.
 
@@ -106,8 +109,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: ``kit`` is not a server's folder, or the site is not on the list. With ``undo``, the error means that
-            the site was never on the list.
+        SpecError: ``kit`` is not a server's folder, or the site is not on the list. If ``undo`` is true, the error
+            means that the site was never on the list.
         DataError: The list cannot be read.
     """
     lists = _read(kit)

@@ -57,7 +57,7 @@ class Messenger:
         site_of_client: The name of each client's site; the index is the client's id.
         patience: The number of seconds within which a site must answer.
         least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer than ``least`` sites answer.
+        fewer: The reaction when fewer than ``least`` sites answer.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Messenger:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer if its class is in ``kinds``. Otherwise, return a ``FedstrataError``."""
+        """Return a site's answer if its class is in ``kinds``. For any other answer, return a ``FedstrataError``."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 
@@ -105,11 +105,11 @@ class Messenger:
         """Wait until enough sites can be reached, ask several sites, and return their answers or errors.
 
         Args:
-            bodies: A mapping from each site to the message for it.
+            bodies: A mapping from each site to its message.
             kind: The expected class of the answers.
             ended: A function that is called with each site and its answer or error, as soon as they arrive. Give this
                 function only if the clients at these sites add up tensors together. A site that fails is then not asked
-                again, because the other sites do not wait for it.
+                again, because the other sites do not wait for this site.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

@@ -39,7 +39,7 @@ pools allow up to 128 threads."""
 def bound_growth() -> None:
     """Keep the number of threads and the memory use of this process constant while it exchanges messages.
 
-    The first call in a process starts a thread that never ends. Later calls change nothing.
+    The first call in a process starts a thread that never ends. Later calls have no effect.
     """
     cleanups = PriorityQueue[tuple[float, int, Callable[[], object]]]()
     _forget_in_one_thread(cleanups)
@@ -79,7 +79,7 @@ def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) 
     """Every second, run the clean-ups that are due; every ``SWEEP`` seconds, free the memory of sent messages.
 
     For each sent message, however small, a buffer of one MiB stays in a cycle of references. Python's garbage collector
-    examines old objects only when a quarter of all objects are new. By then, these buffers use gigabytes.
+    examines old objects only when a quarter of all objects are new. Until then, these buffers would fill gigabytes.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
     """
@@ -105,7 +105,7 @@ def _fill_thread_pools() -> None:
     A pool starts another thread whenever more messages arrive at the same time than ever before. The number of threads
     would therefore grow for hours.
 
-    Seen in NVFlare 2.9.0: the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
+    Seen in NVFlare 2.9.0, in the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
     ``collab/runtime/controller.py``, ``collab/runtime/executor.py``, ``fuel/f3/streaming/stream_utils.py`` and
     ``fuel/f3/streaming/byte_streamer.py``.
     """
@@ -147,7 +147,9 @@ def _start_threads(*pools: ThreadPoolExecutor) -> None:
 
 
 class JobEnd:
-    """A signal that ends calls to sites. It is triggered if the job is aborted, and when our server ends normally.
+    """A signal that ends calls to sites.
+
+    The signal is triggered if the job is aborted, and when our server ends normally.
 
     Before NVFlare ends a job, it waits for all calls. Without this signal, a call to a dead site would last until its
     timeout.
@@ -193,16 +195,16 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 
     NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. NVFlare's own
     list of disabled names can only be changed by an administrator. If we did not log out a refused client, NVFlare
-    would send jobs to it for two more minutes.
+    would send jobs to this client for two more minutes.
 
     Seen in NVFlare 2.9.0, ``private/fed/server/client_manager.py`` (``ClientManager.is_client_disabled``) and
     ``private/fed/server/fed_server.py`` (``logout_client``).
 
     Args:
         fl_ctx: The context of an event at the server.
-        refuses: A function that returns True if a name is refused. NVFlare calls this function from now on.
+        refuses: A function that returns True if a name is refused. NVFlare calls this function for each name.
         refused_now: A function that returns True if a connected client is refused now. Only ``refuse_clients`` calls
-            it.
+            this function.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
@@ -290,11 +292,12 @@ def _kit_text(name: str) -> str:
 def adapt_script(name: str, text: str) -> str:
     """Change a script in the folder (kit) that NVFlare makes for the server or a site.
 
-    The script then uses this Python, checks the folder before it starts NVFlare, and can be stopped at any time.
+    The changed script uses the current Python, checks the folder before it starts NVFlare, and can be stopped at any
+    time.
 
     NVFlare's ``stop_fl.sh`` asks for confirmation, and does nothing without a terminal. NVFlare's ``start.sh`` returns
-    before the daemon has written its process id. A stop immediately after the start therefore does not find the
-    process.
+    before the daemon has written its process id. A stop script that runs immediately after the start therefore does not
+    find the process.
 
     Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
 

@@ -239,7 +239,7 @@ class Policy(Setting):
         return f"{values} would be sent without noise, but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Refuse an answer about the site's data if other jobs got as many different answers as ``surveys`` allows.
+        """Refuse an answer about the site's data if other jobs already got ``surveys`` different answers.
 
         Args:
             job: The hash of the job.
@@ -275,7 +275,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, but with the policy's ``min_samples`` if it is larger.
+        """Return the spec's privacy settings, but with the policy's ``min_samples`` if the policy's value is larger.
 
         Args:
             privacy: The privacy settings of the spec.

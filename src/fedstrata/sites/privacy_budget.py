@@ -45,10 +45,9 @@ class Spending:
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """Return the largest divergence over all clients of each job, for each of ``ORDERS``.
+        """For each job and each of ``ORDERS``, return the largest divergence over the job's clients.
 
-        In a job, clients have different samples, so only the largest divergence counts. This divergence is bounded for
-        each order.
+        In a job, clients have different samples, so only the largest divergence counts.
         """
         clients: dict[tuple[str, ClientId], NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
         for (job, client, noise, rate), count in self.steps.items():
@@ -128,7 +127,7 @@ class PrivacyBudget:
 
     @contextmanager
     def _changing(self) -> Iterator[Spending]:
-        """Read the file before the ``with`` block, and replace it after the block, if the block raises no error."""
+        """Read the file before the ``with`` block, and replace the file after the block unless the block fails."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._path.with_suffix(LOCK)):
             spending = self._read()
@@ -158,7 +157,7 @@ class PrivacyBudget:
         return int(orders[np.argmax((most - added - spending.total()) / step)])
 
     def _epsilon(self, spending: Spending) -> float:
-        """Return the ε of all jobs: of the fixed order or, without a budget, of the order that gives the smallest."""
+        """Return the ε of all jobs by the fixed order or, without a budget, by the order that gives the smallest ε."""
         orders = ORDERS if spending.order is None else [spending.order]
         divergence = spending.total()[[ORDERS.index(order) for order in orders]]
         epsilon, _ = dp_accounting().rdp.compute_epsilon(orders, divergence, self._delta)

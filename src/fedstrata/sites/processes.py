@@ -1,9 +1,9 @@
-"""Start and end processes with their descendants. Signals reach the descendants too.
+"""Start and end processes together with their descendants, and send signals to all of these processes.
 
-All these processes end when our own process ends.
+All started processes end when our own process ends.
 
-The call ``python -m fedstrata.sites.processes COMMAND`` runs a command, and kills the command if standard input is
-closed first.
+The call ``python -m fedstrata.sites.processes COMMAND`` runs a command. If standard input is closed before the command
+ends, the call kills the command.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _guard(command: Sequence[str]) -> int:
 
 
 def _follow() -> None:
-    """Wait until standard input is closed. Then kill the session, and this process last."""
+    """Wait until standard input is closed, then kill all processes of the session, and kill this process last."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     group = os.getpgid(0)

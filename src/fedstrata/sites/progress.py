@@ -253,7 +253,7 @@ def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
     """Return lines of text about the progress of a run (one line for each site), or of one site's work in a run.
 
     Args:
-        table: The progress, as the server or the site wrote it.
+        table: The progress that the server or the site wrote.
         now: The current time in seconds since 1970. Default: the time of the clock.
     """
     now = time.time() if now is None else now

@@ -139,7 +139,7 @@ def provision(
 def _certify(sites: Sites, out: Path) -> None:
     """Let NVFlare make a folder with certificates and start scripts for each party (server, site, administrator).
 
-    This runs in a separate process, because NVFlare changes global state.
+    NVFlare runs in a separate process, because NVFlare changes global state.
     """
     clients = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
     server = {"name": sites.server.host, "type": "server", "org": "fedstrata", "fed_learn_port": sites.server.port}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedstrata.sites.secure_site import Credentials
 
 STATES = "sites"
-"""The folder in the run folder with the clients' states; it contains one folder per site."""
+"""The folder in the run folder with the clients' states, which contains one folder per site."""
 
 
 class _Transport(Transport):

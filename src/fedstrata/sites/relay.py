@@ -51,7 +51,7 @@ class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
     The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
-    relay is over. If a site fails, the run therefore loses only the hops after the model left the previous site.
+    relay is over. If a site fails, the run can therefore continue with the model that the previous site still stores.
 
     Args:
         messenger: Sends messages to the sites.
@@ -64,13 +64,13 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The index of each site's last hop, in ascending order. The site still has the model as it was after this
-        hop."""
+        """The index of each site's last hop, in ascending order. The site still stores the model as this hop returned
+        it."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Send a task to a client's site, which fetches the model from the site that has it, and return the reply."""
+        """Send a task to a client's site, which fetches the model from another site, and return the reply."""
         self._last = None
         site = self._site_of_client[client]
         self._sites.add(site)
@@ -98,8 +98,8 @@ class SiteRelay:
     def _send(self, site: str, client: ClientId, task: Request, ticket: str, base: int, weights: Weights | None) -> Any:
         """Send a task and return the site's answer.
 
-        The message contains the model if ``weights`` is not None. If it is None, the message names the site that has
-        the model after hop ``base``, and the receiving site fetches the model from there.
+        The message contains the model if ``weights`` is not None. If ``weights`` is None, the message names the site
+        that has the model after hop ``base``. The receiving site then fetches the model from that site.
         """
         holder, key = ("", "") if weights is not None else (self._hops[base].site, self._hops[base].ticket)
         exchange, number = self._messenger.next_exchange(), len(self._hops)

@@ -16,7 +16,7 @@ from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import read_toml, with_location
 
 LOCAL = Path("local") / "fedstrata.toml"
-"""The file with the settings of the server or a site, in its folder; it is never part of a job."""
+"""The file with the settings of the server or a site, in the folder of this party. The file is never part of a job."""
 
 USER = "admin@fedstrata.local"
 """The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
@@ -66,11 +66,11 @@ class JobSpec:
         clients: The number of clients.
         sites: The name of each client's site in a deployment. If ``sites`` is empty, clients are divided among the
             connected sites.
-        own_data: Whether sites have their own data. If not, the spec's partition divides the spec's data set.
+        own_data: Whether sites have their own data. Otherwise, the spec's partition divides the spec's data set.
         patience: The number of seconds within which a site must answer.
         direct: Whether a model that clients train in turn goes from site to site instead of through the server.
         least: The smallest number of sites that must answer.
-        fewer: What to do when fewer than ``least`` sites answer.
+        fewer: The reaction when fewer than ``least`` sites answer.
     """
 
     spec: str
@@ -104,7 +104,7 @@ class SiteSettings(Setting):
 
     Args:
         data: The data file of the site or the server; None if the spec names the data.
-        keys: The folder with the keys that all sites share to mask labels. It is never set at the server.
+        keys: The folder with the keys that all sites share to mask labels. This setting is never used at the server.
         patience: The number of seconds for which the site waits for the server or another site.
         secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them. This
             setting requires certificates.
@@ -129,7 +129,7 @@ class SiteSettings(Setting):
 
     @property
     def packages(self) -> list[str] | None:
-        """The packages from which a spec may name code; None if it may name any code, as in a simulation."""
+        """The packages from which a spec may name code; None for any code, as in a simulation."""
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:

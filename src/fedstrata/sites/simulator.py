@@ -37,7 +37,7 @@ SITES = "sites.json"
 
 _LOOK = 0.1
 GRACE = 5.0
-"""The number of seconds after SIGTERM in which processes can end. Then they get SIGKILL."""
+"""The number of seconds between SIGTERM and SIGKILL, in which processes can end by themselves."""
 
 
 def require_nvflare() -> None:
@@ -58,9 +58,9 @@ def simulate(
     """Run experiments one after another in one session of NVFlare's simulator.
 
     Args:
-        runs: Pairs of an experiment and its run folder. The run folder is None if it is not needed.
+        runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
-            max(3, number of processors). A resumed run keeps its sites, because they store their clients' states.
+            max(3, number of processors). A resumed run keeps its sites, because these sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of every round.
         patience: The number of seconds within which a site must answer.

@@ -64,8 +64,8 @@ HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError, LateError),
 )
-"""Errors whose text the server and other sites may read. The text is about their own messages or the spec, or it names
-only a column and the requirement that its values violate."""
+"""Errors whose text the server and other sites may read. The text is about the reader's own messages or the spec, or
+names only a column and the requirement that the values violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Questions before the first round. If such a question fails, the failure is also written to the ledger, because it
@@ -156,7 +156,10 @@ class SiteServer:
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
-        """Write the ledger, and return the encoded answer. Raise ``RuleError`` if the policy forbids so many bytes."""
+        """Write the ledger, and return the encoded answer.
+
+        Raise ``RuleError`` if the answer is too large for the policy.
+        """
         # The bytes of a ``Surveyed`` are not counted again, because ``_surveyed`` has counted them.
         if self._run is not None and not isinstance(answer, wire.Surveyed):
             try:
@@ -183,7 +186,7 @@ class SiteServer:
     def _mark(self, **outcome: Any) -> None:
         """Mark this thread's new ledger entries as refused or failed, because the answers will not leave the site.
 
-        If one of the entries is about the terms of a sum, no entry is marked: these terms have already left the site,
+        If one of the entries is about the terms of a sum, no entry is marked. These terms have already left the site,
         and depend on the data of all its clients.
         """
         me = threading.get_ident()
@@ -387,7 +390,10 @@ def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.B
 
 
 def _member(site_server: SiteServer, begin: wire.Begin, job: str, config: FederationConfig) -> Member:
-    """Return the object that takes part in secure sums for a site. Its module needs the extra ``secure``."""
+    """Return the object that takes part in secure sums for a site.
+
+    The module of this object needs the extra ``secure``.
+    """
     from fedstrata.sites.secure_site import ANSWERED, member_of
 
     if site_server.credentials is None:
@@ -422,10 +428,10 @@ class SiteRun:
 
     @classmethod
     def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
-        """Begin a run with the clients' states after round ``begin.round``, or after the last stored round before it.
+        """Begin a run with the clients' states after round ``begin.round``, or after the last earlier stored round.
 
         Returns:
-            The run, the round of the states, and the clients without states, because they were at other sites.
+            The run, the round of the states, and the clients without states, which were at other sites before.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -468,7 +474,7 @@ class SiteRun:
         return wire.Done()
 
     def learn(self, ack: object) -> None:
-        """Process an acknowledgement of an earlier answer. The server may send it several times."""
+        """Process an acknowledgement of an earlier answer. The server may send an acknowledgement several times."""
         if isinstance(ack, wire.Commit):
             if ack.exchange == self._exchange:
                 self.engine.commit(ack.clients)
@@ -482,7 +488,7 @@ class SiteRun:
             raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
 
     def _opened(self, member: Member, ack: object) -> None:
-        """Process the news that a secure sum was opened, and note it in the ledger."""
+        """Process the message that a secure sum was opened, and record the message in the ledger."""
         from fedstrata.sites.secure_site import about, learn
 
         (client,) = self.clients
@@ -532,7 +538,7 @@ class SiteRun:
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
         """Return the requests that may be answered, and a refusal for each other request.
 
-        With ``together``, the clients add up tensors together, so either all requests are answered or none.
+        If ``together`` is true, the clients add up tensors together, so all requests are answered or none.
         """
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}
@@ -573,7 +579,7 @@ class SiteRun:
         return wire.Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
     def _recorded(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
-        """Add an outcome to the ledger, and return it as a message."""
+        """Add an outcome to the ledger, and return the outcome as a message."""
         match = self._matches.get(client)
         about: dict[str, Any] = {"client": client, "round": self.guard.round}
         if match is not None:
@@ -612,7 +618,7 @@ class SiteRun:
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
-        """Return as many of the remaining answers as fit into one message, but at least one."""
+        """Return the next of the remaining answers: at least one answer, and all answers that fit into one message."""
         size = count = 0
         for outcome in self._unsent:
             size += records.size(outcome)
@@ -718,7 +724,7 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's work in a relay, in which one model travels from client to client and each client trains it.
+    """A site's work in a relay, in which clients train one model that travels from client to client.
 
     The new states of the site's clients are stored only when the relay ends.
     """

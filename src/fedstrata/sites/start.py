@@ -26,7 +26,9 @@ def checked_kit(kit: Path) -> int:
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
-    """Check the folder of the server or a site. If it may start, set the folder's paths, logging and permissions.
+    """Check the folder of the server or a site.
+
+    If this party may start, set the folder's paths, logging and permissions.
 
     Args:
         kit: The folder.

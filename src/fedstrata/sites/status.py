@@ -35,9 +35,9 @@ class Source:
     """A source of the progress of a run.
 
     Args:
-        table: A function that returns the progress of the run, or of a site's work in it, as a table; None without a
-            run. If the server does not answer, the table has only the key ``away`` with the reason. If a submitted job
-            has not reported yet, the table has only the key ``waiting`` with the job's status.
+        table: A function that returns the progress of the run, or of a site's work in the run, as a table; None without
+            a run. If the server does not answer, the table has only the key ``away`` with the reason. If a submitted
+            job has not reported yet, the table has only the key ``waiting`` with the job's status.
         result: A function that returns the run folder after the run is over, and otherwise None.
         close: A function that closes the connections.
     """
@@ -90,8 +90,8 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
     Raises:
         SpecError: The argument ``folder`` is not such a folder.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses the request, or cannot be reached. With ``watch``, an unreachable server is
-            asked again instead of raising an error.
+        FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true, an unreachable
+            server does not raise an error, but is asked again.
     """
     from rich.console import Console
     from rich.live import Live
@@ -139,7 +139,10 @@ def picture(table: dict[str, Any] | None) -> Any:
 
 
 def _rounds(path: Path) -> int:
-    """Read a run's number of rounds from its spec. The other settings are not loaded, because they may name code."""
+    """Read a run's number of rounds from its spec.
+
+    All other settings are ignored, because a setting may name code.
+    """
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -187,7 +190,10 @@ def _result_of_kit(kit: Path) -> Path | None:
 
 
 class _Administrator:
-    """The source for an administrator's folder. It asks the server, and fetches the run folder after the run."""
+    """The source for an administrator's folder.
+
+    This source asks the server for the progress, and fetches the run folder after the run.
+    """
 
     def __init__(self, kit: Path, report: Report) -> None:
         refuse_expired(kit, report)
@@ -195,7 +201,7 @@ class _Administrator:
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
         self._job = ""
-        """The id of the last job, if it has ended and no other job runs; otherwise empty."""
+        """The id of the last job if this job has ended and no other job runs; otherwise empty."""
         self._over: dict[str, Any] = {}
         self.fetched: Path | None = None
         """The copy of the run folder, once the run is complete."""

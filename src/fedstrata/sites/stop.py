@@ -11,10 +11,10 @@ PIDS = ("daemon_pid.fl", "pid.fl")
 """Two files with process ids: the id of the script that restarts NVFlare, and the id of NVFlare itself."""
 
 GRACE = 10.0
-"""The number of seconds after SIGTERM in which processes can end. Then they get SIGKILL."""
+"""The number of seconds between SIGTERM and SIGKILL, in which processes can end by themselves."""
 
 ROUNDED = 60.0
-"""The largest error in seconds of the start time that the operating system gives for a process."""
+"""The largest error, in seconds, of a process's start time as the operating system reports it."""
 
 
 def stop(kit: Path) -> int:
@@ -55,7 +55,7 @@ def stop(kit: Path) -> int:
 
 
 def _running(path: Path) -> Any:
-    """Return the process whose id is in a file; None if it has ended or the file does not exist."""
+    """Return the process whose id is in a file; None if the process has ended or the file does not exist."""
     import psutil
 
     try:
@@ -68,7 +68,7 @@ def _running(path: Path) -> Any:
 def _began_after(process: Any, path: Path) -> bool:
     """Return True if a process began after its id was written to the file.
 
-    In this case, the process that wrote its id has ended, and the system has given the id to a new process.
+    If so, the process that wrote the id has ended, and the system has given the same id to a new process.
     """
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 

@@ -42,8 +42,8 @@ ENDS = 180.0
 MISSED = 5
 """If a connected site does not work on the job for this number of polls, the job is submitted again."""
 AGAIN = 3
-"""The largest number of times in a row that a job is submitted again because of the same site, or because of failures
-without new rounds."""
+"""The largest number of times in a row that a job is submitted again because of the same site. The limit also holds for
+failures without new rounds."""
 
 Report = Callable[[str], None]
 
@@ -53,11 +53,11 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted. It is also submitted again if a connected site joined late
-    or was restarted, and therefore does not take part. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted. The job is also submitted again if a connected site joined
+    late or was restarted, and therefore does not take part. The server then resumes the run from its last checkpoint.
 
     Args:
-        admin: The administrator's folder, as ``provision`` wrote it.
+        admin: The administrator's folder, which ``provision`` wrote.
         out: The run folder to write.
         sites: The number of sites to wait for before the first submission; 0 for all sites.
         wait: The largest number of seconds to wait for the sites.
@@ -94,7 +94,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
     """Check the administrator's certificate, and report if it expires soon.
 
     Raises:
-        FedstrataError: The certificate has expired, or another federation signed it.
+        FedstrataError: The certificate has expired, or was signed by another federation.
     """
     has_certificate = (admin / "startup" / "client.crt").exists()
     for fatal, text in faults(admin) if has_certificate else ():
@@ -122,8 +122,8 @@ class Watch:
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
-        """A mapping from each site, and from the server, to the number of times that the job was submitted again
-        because of it since it last worked."""
+        """A mapping from each party (a site or the server) to the number of times that the job was submitted again
+        because of this party. The number starts at 0 whenever the party works again."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
@@ -132,7 +132,7 @@ class Watch:
         """The last report on each subject, such as ``status``; the same report is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
-        """The error of the last request to the server; empty if it answered."""
+        """The error of the last request to the server; empty if the server answered."""
         self._round, self._furthest, self._last_report = 0, 0, -math.inf
         self._given_up: set[str | None] = set()
         self._states: dict[str, str] = {}
@@ -209,8 +209,8 @@ class Watch:
     def ended(self) -> tuple[str, str]:
         """Return the id and the status of the job that was submitted last.
 
-        The id is empty if the job still runs, or if it failed and can be submitted again. The id and the status are
-        empty if no job was submitted.
+        The id is empty if the job still runs, or if the job failed and can be submitted again. The id and the status
+        are empty if no job was submitted.
         """
         listed = self._call(lambda session: session.list_jobs()) or []
         same = [job for job in listed if job["job_name"] == self._name]
@@ -262,9 +262,10 @@ class Watch:
         return number, f"submitted as {number}"
 
     def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
-        """Submit the job again if a connected site does not work on it for several polls.
+        """Submit the job again if a connected site does not work on this job for several polls.
 
-        ``states`` maps each site to its state, as the server reports it. It is empty while the states are not known.
+        ``states`` maps each site to its state, as the server reports it. The mapping is empty while the states are not
+        known.
         """
         working = {site for site, state in states.items() if state == "in"}
         # Each site is asked separately, because a request to several sites gets no answer if one site is stopped.

@@ -18,7 +18,7 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The fraction of the time for an answer that clients may wait for each other at each sum."""
+"""The time that clients may wait for each other at each sum, as a fraction of the time for a whole answer."""
 
 
 class Sums:

@@ -17,14 +17,14 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""If a site sends no heartbeat for this number of seconds, it counts as dead until its next heartbeat."""
+"""A site that sends no heartbeat for this number of seconds counts as dead until its next heartbeat."""
 
 STALL = 5.0
 """If the site is alive, a question or an answer counts as lost after this number of seconds."""
 
 RATE = 1e6
-"""The assumed speed of the slowest connection in bytes per second. Because of this speed, large messages do not count
-as lost too early."""
+"""The assumed speed of the slowest connection in bytes per second. This speed gives large messages more time before
+they count as lost."""
 
 LOOK = 0.25
 """The number of seconds between two checks whether a call has ended, and between a failed call and the next call."""
@@ -65,8 +65,8 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
         call: A function that asks the question.
         data: The encoded question.
         patience: The number of seconds within which an answer must arrive.
-        beside: Whether to repeat the question while an earlier call still waits. If not, the question is repeated only
-            after a call has failed.
+        beside: True to repeat the question while an earlier call still waits; False to repeat the question only after a
+            call has failed.
 
     Raises:
         SiteLostError: There was no answer in time.
@@ -109,7 +109,7 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return the bytes that may be in transit: of the question or, after the site's work, of the answer.
+        """Return the number of bytes that may be in transit: the size of the question or of the finished answer.
 
         Args:
             number: The sequence number of the question.
@@ -124,9 +124,9 @@ class CollabTransport:
     """The server's calls to its sites; see ``fedstrata.sites.messenger.Transport``.
 
     Args:
-        calls: A mapping from the name of each site to the function that calls it.
+        calls: A mapping from the name of each site to the function that calls the site.
         over: The class of the exception that a call raises when the job is over.
-        signal: An object like ``JobEnd``. Its attribute ``triggered`` is True when the job is over.
+        signal: An object like ``JobEnd``. The attribute ``triggered`` of this object is True when the job is over.
         clock: A function that returns the time in seconds.
         struck: A function that returns True if a site was removed from the list of sites that may connect.
     """
@@ -145,7 +145,7 @@ class CollabTransport:
         self._lock = threading.Lock()
 
     def hear(self, site: str, number: int, size: int) -> None:
-        """Record a heartbeat, if it is valid.
+        """Record a valid heartbeat, and ignore an invalid heartbeat.
 
         Args:
             site: The name of the site.

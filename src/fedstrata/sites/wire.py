@@ -35,7 +35,7 @@ class Survey(Message):
     """The question for statistics of a site's training samples, which is sent before a run on the sites' own data.
 
     Args:
-        spec: The experiment as TOML. Its section ``[data]`` describes the data.
+        spec: The experiment as TOML. The section ``[data]`` of the spec describes the data.
         clients: The id of the client at this site, as a list with one element.
         total: The total number of clients.
         tests: Whether the site must have test samples.
@@ -84,7 +84,9 @@ class Begin(Message):
 
 @record("BeginOnBase")
 class BeginOnBase(Begin):
-    """The first message of a run with frozen tensors in the model. They are not sent, because each site has them.
+    """The first message of a run with frozen tensors in the model.
+
+    The frozen tensors are not sent, because each site has its own copies.
 
     Args:
         frozen: A mapping from the name of each frozen tensor to its fingerprint.
@@ -137,7 +139,7 @@ class Commit(Message):
 class HopCommit(Message):
     """An acknowledgement that a hop counts, unless its model is lost later.
 
-    In a relay, one model travels from client to client, and each client trains it. The training at one client is a hop.
+    In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
 
     Args:
         relay_id: The id of the relay.
@@ -202,8 +204,8 @@ class Answers(Message):
     """The clients' answers, in the order of the clients in the question.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client of the question, in the question's order. If some outcomes are
-            missing, they are in the next message.
+        outcomes: A reply or ``Failed`` for each client of the question, in the question's order. Missing outcomes are
+            in the next message.
         left: The number of answers that did not fit into this message. The message ``More`` asks for these answers.
         ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
     """
@@ -235,7 +237,7 @@ class Hop(Message):
         client: The id of the client.
         task: The request to the client.
         holder: The site that has the model; empty if the model is in this message.
-        base: The index of the hop that produced the holder's model.
+        base: The index of the hop after which the site ``holder`` has the model.
         weights: The model, if it is in this message.
         back: Whether the model returns to the server with the reply, instead of staying at the site.
         ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
@@ -310,7 +312,7 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """The answer of a site that has done what the server asked. This answer has no content."""
+    """The answer of a site that has done what the server asked. The answer does not have content."""
 
 
 @record("Refused")

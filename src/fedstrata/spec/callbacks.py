@@ -1,7 +1,7 @@
 """Define callbacks, which observe a run and may stop it.
 
 A callback is a ``Setting``, so that a spec can name it. A callback stores its state in the run's ``memory``, which
-every checkpoint contains. A run that is killed and resumed therefore continues as if it had not been killed.
+every checkpoint contains. A run that is killed and resumed therefore gives the same results as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Callback(Setting):
     """Base class of callbacks. A subclass overrides the methods that it needs.
 
     The fields of a subclass are its settings. Store values that a resumed run needs in ``simulation.memory``. Set other
-    attributes in ``on_start``, because they are lost if the run is killed.
+    attributes in ``on_start``, because these attributes are lost if the run is killed.
 
     >>> class StopEarly(Callback):
     ...     rounds: int = 10

@@ -111,7 +111,10 @@ class Experiment(Setting):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return nested tables without the sections that have no effect and that early versions do not know."""
+        """Return the spec as nested tables.
+
+        Sections that early versions do not know are left out if they have no effect.
+        """
         without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
@@ -147,8 +150,8 @@ class Experiment(Setting):
         """Return an experiment with other settings, which are checked as in a new experiment.
 
         Args:
-            sections: New values. A table changes only the settings that it contains, but a table with another ``name``
-                replaces the section.
+            sections: The new values. A table changes only the settings that it contains, but a table with another
+                ``name`` replaces the section.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -250,7 +253,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add the path of the spec file, and the line of the error's key, to an error if the file contains this key."""
+    """If the spec file contains the key of an error, add the file's path and the key's line to the error."""
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
 
@@ -310,7 +313,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The value that errors show, such as the whole override.
 
     Raises:
-        SpecError: The key has an empty part, or a part of it is a value instead of a section.
+        SpecError: A part of the key is empty, or is a value instead of a section.
     """
     parts = key.split(".")
     if not all(parts):
@@ -333,8 +336,8 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in a TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the key's innermost section, or None without such a
-    section. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
+    If the text does not contain the key, return the line of the key's innermost section. If this section is missing,
+    too, return None. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -450,8 +453,9 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
     """Return True if an override applies to an experiment.
 
-    An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``, or if the experiment and the spec have the same ``name`` in this section.
+    An override of ``method`` applies if the experiment's method has the key. An override of another section applies in
+    two cases: the override sets the section's ``name``, or the experiment and the spec have the same ``name`` in this
+    section.
 
     Args:
         merged: The tables of the experiment.

@@ -83,14 +83,14 @@ PAGES: dict[str, list[str]] = {
 """A mapping from each page of the generated reference to the sections of a spec that it describes."""
 
 NOT_SET = "not set"
-"""The word for the default of an optional key that has no value until a spec sets it."""
+"""The text that replaces the default of an optional key without a default value."""
 
 Row = tuple[str, str, str, str]
 """The type of a row: a key, the accepted values, the default ("" if the key is required), and a description."""
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield each name that a section accepts, with its class, or ("", class) if the section has only one class.
+    """Yield each name that a section accepts, with its class. For a section with only one class, yield ("", class).
 
     Raises:
         SpecError: The section does not exist.
@@ -130,7 +130,7 @@ def rows(cls: type[Setting]) -> list[Row]:
 
 
 def _default_recipe(cls: type[Setting]) -> Recipe | None:
-    """Return a recipe of this class with default settings; None if it is not a recipe, or has a required setting."""
+    """Return a recipe of this class with default settings; None for other classes, and if a setting is required."""
     required = any(field.is_required() for field in cls.model_fields.values())
     return cls() if issubclass(cls, Recipe) and not required else None
 
@@ -330,7 +330,7 @@ def _number(value: float) -> str:
 
 
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-"""A mapping from the name of each limit in pydantic to its sign."""
+"""A mapping from pydantic's name of each limit to the mathematical sign."""
 
 
 def _default(field: FieldInfo) -> str:

@@ -48,7 +48,7 @@ LONGEST = 500
 
 
 class Tracker(Callback):
-    """Base class of trackers. If a tracker fails, it warns once, and the run continues without the tracker."""
+    """Base class of trackers. A tracker that fails warns once, and the run continues without this tracker."""
 
     name: ClassVar[str] = ""
 
@@ -79,15 +79,15 @@ class Tracker(Callback):
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
-        """Begin the display of a run; see ``on_start``. An error (not ``SpecError``) ends only the display."""
+        """Begin the display of a run; see ``on_start``. Any error except ``SpecError`` ends only the display."""
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
-        """Show the metrics of a round; see ``on_round``. An error (not ``SpecError``) ends only the display."""
+        """Show the metrics of a round; see ``on_round``. Any error except ``SpecError`` ends only the display."""
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """End the display of a run; see ``on_close``. An error (not ``SpecError``) does not end the run."""
+        """End the display of a run; see ``on_close``. Any error except ``SpecError`` causes only a warning."""
 
 
 class TensorBoard(Tracker):
@@ -245,7 +245,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
     """Return the name under which a tracker shows a run. The name is stored in the run folder at its first use.
 
     Args:
-        folder: The run folder; None if the run has no folder, so that the name is not stored.
+        folder: The run folder; None if the run has no folder. The name is then not stored.
         key: The key of the name in the file.
         make: A function that returns a new name.
     """
@@ -263,7 +263,10 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock MLflow's store in the ``with`` block if it is an SQLite file, so that only one process creates it."""
+    """Lock MLflow's store in the ``with`` block if the store is an SQLite file.
+
+    Thanks to the lock, only one process creates the file.
+    """
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield

@@ -71,7 +71,7 @@ class BatchMode:
     label_weights: bool = False
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if BatchNorm would get batches of only one sample."""
+        """Raise ``SpecError`` if BatchNorm would get batches with only one sample."""
         if config.model.has_batchnorm and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
@@ -231,8 +231,9 @@ class BatchPlan:
         self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
         """Two bools for each of the R pairs (label, client) of ``roster``.
 
-        ``_refilled``: the client may use all its samples of the label again, and has not reported yet that it has used
-        them up. ``_waiting``: the client held back samples of the label, but could train them if it got more positions.
+        ``_refilled``: the client may use all its samples of the label again, and has not reported yet that these
+        samples are used up. ``_waiting``: the client held back samples of the label, but could train them if it got
+        more positions.
         """
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
         """For each label, whether clients hold back all its unused samples, shape (P,)."""
@@ -267,7 +268,9 @@ class BatchPlan:
             positions = self._ask_owners(positions[owner >= 0])
 
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
-        """Return the clients with unused samples of each label; if a label has none, let clients reuse its samples.
+        """Return the clients with unused samples of each label.
+
+        If all samples of a label are used, let clients reuse these samples.
 
         Args:
             wanted: The labels, as indices into ``roster.holders.placeholders``.
@@ -292,7 +295,7 @@ class BatchPlan:
         return clients, weights if roster.weighted else None
 
     def _ask_owners(self, positions: Ints) -> Ints:
-        """Ask the chosen clients to reserve samples for positions; return the positions that still need a client."""
+        """Ask the chosen clients to reserve samples for positions. Return the positions that still need a client."""
         if len(positions) == 0:
             return positions
         roster = self.roster
@@ -343,11 +346,11 @@ class BatchPlan:
         Args:
             client: The client.
             theirs: The positions of the schedule for which the client should reserve samples, shape (n,).
-            missing: For each position: whether the client reserved no sample for it, shape (n,).
-            held: For each position: whether the client has a sample for it, but holds the sample back, shape (n,).
+            missing: For each position, True if the client did not reserve a sample, shape (n,).
+            held: For each position, True if the client has a sample, but holds the sample back, shape (n,).
 
         Returns:
-            For each position: whether it is given up, shape (n,).
+            For each position, True if the position is given up, shape (n,).
         """
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])

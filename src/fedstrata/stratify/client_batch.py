@@ -334,8 +334,8 @@ def fused_label_weighted_gradient(
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
     """Seed the random numbers of layers such as dropout; the seed depends on the batch and on ``client``.
 
-    ``client`` is the server's id if the whole batch is computed in one pass. Nothing is seeded if the model has no
-    layer that draws random numbers, because seeding takes a tenth of the time of a small batch.
+    ``client`` is the server's id if the whole batch is computed in one pass. The seed is set only if a layer of the
+    model draws random numbers, because seeding takes a tenth of the time of a small batch.
     """
     if not context.config.random:
         return nullcontext()

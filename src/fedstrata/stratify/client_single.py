@@ -55,9 +55,8 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
     """Draw one unused sample for each label in a task, except for labels without unused samples.
 
     Returns:
-        Three values. First, the indices of the samples in the data set, in order. Second, the number of steps that the
-        client took earlier in this epoch. Third, the reply, with a loss of 0 because the client has not trained on the
-        samples yet.
+        Three values: the indices of the samples in the data set, the number of steps that the client took earlier in
+        this epoch, and the reply. The reply has a loss of 0, because the client has not trained on the samples yet.
     """
     client.authorize_release(1)  # the model that leaves the client may depend on a single sample
     before = client.state.get(STATE)
@@ -127,7 +126,7 @@ class FusedSteps:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Keep the last task for training, or drop it if its reply was refused."""
+        """Keep the last task for training, or drop the task if its reply was refused."""
         if accepted and self._last is not None:
             part, reply, self._round = self._last
             self._parts.append(part)

@@ -91,11 +91,11 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("ReserveReply")
 class ReserveReply(Reply):
-    """The entries in a request's list of labels for which a client could not reserve a sample.
+    """The reply to ``Reserve``, which says for which entries of the request the client could not reserve a sample.
 
     Args:
-        missing: For each entry, whether the client did not reserve a sample, because all its samples of the label are
-            used.
+        missing: True for each entry for which the client could not reserve a sample, because all its samples of the
+            label are used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
     """
@@ -113,8 +113,8 @@ class GatheredReply(ReserveReply):
     Args:
         batches: The batch in which a client now trains on the sample for each entry of the request's list of labels,
             int64. The value has no meaning if ``missing`` is True.
-        held: For each entry, whether the client did not reserve a sample, because it has too few samples for any batch.
-            In this case, ``missing`` is True, too, and the sample stays unused.
+        held: True for each entry for which the client holds its sample back, because the client has too few samples for
+            any batch. In this case, ``missing`` is True, too, and the sample stays unused.
     """
 
     batches: Tensor
@@ -277,8 +277,8 @@ class StepsReply(Reply):
     """The labels for which a client had no unused sample, and the summed loss of the trained samples.
 
     Args:
-        missing: For each label of the request, whether no sample was trained, because all samples of the label are
-            used.
+        missing: True for each label of the request for which the client did not train, because all samples of the label
+            are used.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.

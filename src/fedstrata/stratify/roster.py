@@ -16,7 +16,7 @@ from fedstrata.stratify.schedule import Holders
 
 
 class Roster:
-    """The clients that can be asked in an epoch, and which of them have unused samples of each label.
+    """The clients that can be asked in an epoch, and the clients with unused samples of each label.
 
     - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients with samples
       of this label.
@@ -54,7 +54,8 @@ class Roster:
         self.answered: set[int] = set()
         """The clients that answered a request of this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """A mapping from each client to the labels of which it may use all samples again, from its next request on.
+        """A mapping from each client to labels. From its next request on, the client may use all samples of these
+        labels again.
 
         A label is given as an index into ``holders.placeholders``.
         """

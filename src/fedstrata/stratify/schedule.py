@@ -93,9 +93,9 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 def label_weights(totals: Ints, frequency: Ints) -> Floats:
     """Return w_l = (n_l / Σ n) / (f_l / Σ f), the weight of each label l that compensates for its frequency f_l.
 
-    The schedule draws label l with the probability f_l / Σ f, although the fraction of the samples with this label is
-    n_l / Σ n. With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over
-    all samples. The paper does not have these weights.
+    The schedule draws label l with the probability f_l / Σ f. The fraction of the samples with this label is n_l / Σ n.
+    With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
+    The paper does not have these weights.
 
     Args:
         totals: The number n_l of samples of each label, shape (P,).

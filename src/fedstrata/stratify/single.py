@@ -40,7 +40,7 @@ class SingleMode:
     retain: float
 
     def check(self, config: FederationConfig, mode: str = "single") -> None:
-        """Raise ``SpecError`` if a setting does not allow training on single samples."""
+        """Raise ``SpecError`` if a setting does not allow steps on single samples."""
         if config.privacy.min_samples > 1:
             problem = (
                 f"with method.mode = {mode!r}, each update is computed from a single sample. Use 1, or "
@@ -87,14 +87,14 @@ class SingleMode:
 
 @dataclass(frozen=True)
 class Task:
-    """A client, and the consecutive entries of the schedule that it trains.
+    """A client, and the consecutive entries of the schedule that the client trains.
 
     Labels are indices into ``Roster.holders.placeholders``.
 
     Args:
         client: The client's id.
         places: The label of each of these entries, shape (n,).
-        refill: The labels for which the client may use all samples again.
+        refill: The labels whose samples the client may all use again.
     """
 
     client: int
@@ -130,7 +130,7 @@ class Route:
         self._sent: list[Task] = []
         """The tasks of this relay (one path of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
-        """A mapping from a task's index in ``_sent`` to the labels that it trained, as in ``Task.places``."""
+        """A mapping from a task's index in ``_sent`` to the labels that the task trained, as in ``Task.places``."""
 
     def open(self) -> bool:
         """Prepare for another relay. Return True if positions of the schedule are left to train."""

@@ -223,7 +223,7 @@ def test_peers_are_known_by_the_fingerprints_of_their_certificates() -> None:
 
 
 def test_sums_of_fewer_than_three_sites_are_never_allowed() -> None:
-    with pytest.raises(SpecError, match=r"parties = 2: must be at least 3.*Raise it"):
+    with pytest.raises(SpecError, match=r"parties = 2: must be at least 3.*Use a larger number"):
         Site(JOB, identity("a"), authority().trust, parties=2)
 
 

@@ -1,5 +1,5 @@
-"""A task, which defines what a model learns. Here, it is a quantile, such as the days that 9 of 10 patients stay at
-most. Try it with the digits 0 to 9 as targets:
+"""A task, which defines what a model learns. This task predicts a quantile, such as the number of days that 9 of 10
+patients stay at most. Try it with the digits 0 to 9 as targets:
 
 fedstrata run --set task={module}:Quantile --set task.level=0.9 --set partition=iid --set training.lr=0.01
 """

@@ -129,7 +129,7 @@ class SecondTerm:
     """A client's answer to the request for the second sum, before the client stores its encoding error.
 
     Args:
-        pending: The data that the client stored when it answered the request for the first sum.
+        pending: The values that the client stored when it answered the request for the first sum.
         frame: The factors P.
         payload: The client's term of the second sum.
         reply: The reply to the server.
@@ -145,7 +145,7 @@ class SecondTerm:
 
         Args:
             client: The client.
-            sent: The client's term as the server receives it. In a secure sum, it is rounded.
+            sent: The client's term as the server receives it. In a secure sum, the received term is rounded.
         """
         codec, pending = client.context.communication.up, self.pending
         assert isinstance(codec, PowerSGD)
@@ -189,8 +189,8 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """Return the parameters of the delivered model, and store them in the client's state.
 
     Raises:
-        FedstrataError: The changes apply to a version that the client does not have, or lead to a digest other than the
-            delivered digest; or a whole model differs from an earlier model with the same digest.
+        FedstrataError: The changes apply to a version that the client does not have, or do not lead to the delivered
+            digest. The error is also raised if a whole model differs from an earlier model with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None

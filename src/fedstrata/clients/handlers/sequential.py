@@ -1,4 +1,4 @@
-"""Answer requests of sequential federated learning: a model travels between clients, and each client trains it."""
+"""Answer requests of sequential federated learning, in which clients train one travelling model in turn."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ RESIDENT = 0.25
 
 @dataclass(frozen=True)
 class Placed:
-    """A device, and the model and the data for computing on it.
+    """A device, and the model and the data for computations on this device.
 
     Args:
         device: The device.
@@ -61,7 +61,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device that ``training.device`` sets, and the model and the data for computing on it.
+    """Return the device that ``training.device`` sets, with the model and the data for computations on this device.
 
     Raises:
         SpecError: This machine does not have the device.

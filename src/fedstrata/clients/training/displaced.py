@@ -14,7 +14,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 BatchGradient = Callable[[Batch], tuple[Tensor, Tensors]]
-"""A function that returns the mean loss of a batch, and its gradient by the trained parameters."""
+"""A function that returns the mean loss of a batch, and its gradient with respect to the trained parameters."""
 
 
 @dataclass(frozen=True)

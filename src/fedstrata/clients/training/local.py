@@ -273,16 +273,17 @@ def _take_steps(
 ) -> tuple[list[Tensor], int, Tree]:
     """Take the steps of a round; the parameters change in place.
 
-    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. Here w are the parameters, v is the
-    velocity, g the gradient of the objective's loss, r the objective's correction, η the learning rate, μ the momentum,
-    and λ the weight decay. Another optimiser (``training.optimizer``) takes its own step with the gradient clip(g + r).
-    If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms are computed at w.
+    Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The parameters are w, the velocity is
+    v, and the gradient of the objective's loss is g. The objective's correction is r, the learning rate is η, the
+    momentum is μ, and the weight decay is λ. Another optimiser (``training.optimizer``) takes its own step with the
+    gradient clip(g + r). If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms
+    are computed at w.
 
     The batches are augmented (``data.augment``). With ``privacy.dp``, the client takes the steps of DP-SGD; see
     ``NoisyGradient``.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the new state of the optimiser if it is kept.
+        The loss before each step, the number of sample-gradients, and the optimiser's new state (None if not kept).
         With ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
     """
     config = client.context.config
@@ -330,7 +331,7 @@ def _descend(
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the new state of the optimiser if it is kept.
+        The loss before each step, the number of sample-gradients, and the optimiser's new state (None if not kept).
     """
     objective = setup.objective
     chain, losses, seen = setup.chain, list[Tensor](), 0

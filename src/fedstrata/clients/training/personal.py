@@ -38,8 +38,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of training with the run's objective, which counts the samples of all stages. The values of layers
-        that stay at the client are the received values.
+        The outcome of training with the run's objective, which counts the samples of all stages. Layers that stay at
+        the client have the received values in this outcome.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)

@@ -177,8 +177,8 @@ def descend_privately(
         optimizer_state: The state with which the optimiser starts.
 
     Returns:
-        The loss before each step, the expected total number of samples in all batches, and the new state of the
-        optimiser if it is kept. The losses must not leave the client.
+        The loss before each step, the expected total number of samples in all batches, and the optimiser's new state
+        (None if not kept). The losses must not leave the client.
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()

@@ -4,9 +4,9 @@ With one sample per step, autograd and optimisers spend most of the time on book
 operations of one step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample.
 Tracing takes a tenth of a second and needs no compiler.
 
-A model cannot be traced if the operations of its forward pass depend on values of tensors, or if it uses tensors other
-than its parameters. Such a model is trained with autograd instead. The results are the same, except that sums may be
-added in another order.
+A model cannot be traced if its operations depend on values of tensors, or if it uses tensors other than its parameters.
+A model that cannot be traced is trained with autograd. The results are the same, except that sums may be added in
+another order.
 
 Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
 network (``benchmarks/fast_paths.py``).
@@ -41,7 +41,7 @@ class TracedSGD:
         loss: The function to minimise.
         params: The initial parameters, which are copied.
         x: An example input (1, …). Only its shape and dtype matter.
-        y: An example label (1,). Only its dtype matters.
+        y: An example label (1,). Only the dtype of this label matters.
         weight_decay: The weight decay λ.
 
     Raises:
@@ -279,7 +279,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product; for a factor that is a view, also return the viewed node."""
+    """Return the factors of a product, and the viewed node of each factor that is a view."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor

@@ -61,7 +61,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
     All clients draw their classes simultaneously. If the draws of a class outnumber its samples, randomly chosen draws
-    get the samples. The other draws are repeated in another pass, among the classes with samples left.
+    get the samples. Draws without a sample are repeated in another pass, among the classes that still have samples.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).

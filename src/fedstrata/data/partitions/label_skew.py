@@ -152,12 +152,12 @@ def _held(
 
     Args:
         partition: The partition.
-        key: The setting with the number of classes, for messages.
+        key: The setting with the number of classes, for error messages.
         labels: The class (or domain) of every sample, shape (samples,).
         each: The number of classes of each client, shape (N,).
         size: The number of samples of each client; None to use all samples.
         rng: The generator of the choices.
-        kind: ``"class"`` or ``"domain"``, for messages.
+        kind: ``"class"`` or ``"domain"``, for error messages.
 
     Returns:
         The owner of every sample, shape (samples,).

@@ -30,7 +30,7 @@ class Natural(Partition):
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
-        """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
+        """Raise ``SpecError``, because this scheme overrides ``split`` instead of ``assign``."""
         raise SpecError(
             "partition.name",
             "requires client ids, which cannot be derived from labels. Use another partition.",
@@ -72,7 +72,7 @@ class SingleClient(Partition):
     """One client with samples of another partition, as a baseline for federated training.
 
     In centralised training, the single client has the samples of all clients of another partition. In local training,
-    it has the samples of one of these clients.
+    the single client has the samples of one of these clients.
 
     Args:
         clients: Number of clients, which is always 1.
@@ -86,7 +86,7 @@ class SingleClient(Partition):
     only: NonNegativeInt | None = None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
-        """Raise ``SpecError``, because this scheme divides the data in ``split`` instead."""
+        """Raise ``SpecError``, because this scheme overrides ``split`` instead of ``assign``."""
         problem = "needs the whole data set, not only its labels. Use another partition."
         raise SpecError("partition.name", problem, self.name)
 

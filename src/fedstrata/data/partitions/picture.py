@@ -23,7 +23,8 @@ BUBBLES = 100
 NAMED = 20
 """The largest number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The largest number of clients that a picture shows. If there are more, it shows an evenly spaced selection."""
+"""The largest number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
+selection."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light
@@ -103,7 +104,7 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
 
 
 def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
-    """Draw bubbles with areas proportional to the numbers of samples; the largest is ``widest`` points wide."""
+    """Draw bubbles with areas proportional to the numbers of samples. The largest bubble is ``widest`` points wide."""
     client, label = np.nonzero(table)
     amounts = table[client, label]
     largest = max(int(amounts.max(initial=1)), 1)
@@ -122,11 +123,11 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         assignment: The partition.
         dataset: The data set that was divided.
         rows: The number of clients to show. Three more rows show minimum, mean and maximum over all clients.
-        every: Whether the terminal shows all columns even if it is narrow.
+        every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. For more labels, it has two columns: the
-        number of labels at a client, and the percentage of samples with the client's most frequent label.
+        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns:
+        the number of labels at a client, and the percentage of samples with the client's most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

@@ -52,8 +52,8 @@ class Task(Setting):
     """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries of ``rows`` from which metrics are computed. The entry of many samples is the sum of the entries of
-    individual samples.
+    """The entries of ``rows`` from which metrics are computed. The entry of several samples is the sum of the samples'
+    entries.
     """
 
     weighted: ClassVar[bool] = False

@@ -11,7 +11,7 @@ from fedstrata.federation.messages import ModelRequest
 
 
 def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowed]:
-    """Wrap each request with a model into an ``Encoded`` request, in a list of allowed requests.
+    """Return a list of allowed requests in which each request with a model is wrapped in an ``Encoded`` request.
 
     Args:
         allowed: The allowed requests before encoding, as methods and samplers declare them.

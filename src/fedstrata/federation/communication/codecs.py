@@ -43,7 +43,7 @@ class Codec(Setting):
     """
 
     linear: ClassVar[bool] = False
-    """Whether decoding the sum of several payloads gives the sum of their decoded changes."""
+    """Whether the codec is linear: decoding the sum of several payloads gives the sum of the decoded changes."""
 
     @abstractmethod
     def forms(self, like: Params) -> Forms:
@@ -255,7 +255,7 @@ class QSGD(Codec):
         return _shaped(values.astype(np.float32), like)
 
     def _size(self, coordinates: int) -> int:
-        """Return the number of coordinates in a bucket, at most the number of coordinates of the change."""
+        """Return the number of coordinates in a bucket, which is at most the number of coordinates of the change."""
         return min(self.bucket, max(coordinates, 1))
 
 

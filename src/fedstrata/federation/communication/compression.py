@@ -1,4 +1,4 @@
-"""Compress messages at the server, which remembers each client's version of the model, and decodes replies."""
+"""Compress messages and decode replies at the server, which remembers each client's version of the model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its model update, and without tensors that stand for the update."""
+        """Return the reply without its model update. The tensors that represent the update are removed, too."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
@@ -274,7 +274,7 @@ class Compression:
         return answers
 
     def _renew(self, round: int, params: Params) -> None:
-        """Make the server's parameters the next version of the clients' model, if not yet done in this round."""
+        """Once per round, make the server's parameters the next version of the clients' model."""
         if self._renewed_in == round and self._renewed_from is params:
             return
         self._renewed_in, self._renewed_from = round, params

@@ -75,7 +75,7 @@ def repeated_forms(request: Encoded) -> list[Request]:
     """Return the variants in which an encoded request may be repeated after an exchange failed.
 
     The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, because a
-    client that already has the model does not get it again.
+    client never gets the same model twice.
     """
     same = replace(request, exchange=0)
     if (delivery := request.delivery) is None:

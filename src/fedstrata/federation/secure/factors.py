@@ -3,8 +3,8 @@
 The first sum is Σ M_k Q over the clients' updates M_k, from which the server computes P. The second sum is Σ w_k M_kᵀ
 P, where w_k is the weight of client k.
 
-Both sums must have the same contributors. If only one sum contained client k, the server could compute Pᵀ M_k Q from
-the difference. A server that chooses P and Q could then read elements of the client's update.
+The two sums must contain the updates of the same clients. If only one sum contained client k, the server could compute
+Pᵀ M_k Q from the difference. A server that chooses P and Q could then read elements of the client's update.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
         up: The codec of the clients' updates.
 
     Raises:
-        SpecError: The updates have no secure sum with this codec.
+        SpecError: Secure sums of these updates are not possible with this codec.
     """
     if not isinstance(up, PowerSGD):
         return forms
@@ -168,7 +168,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of the only sum of updates in a form.
+    """Return the name and the description of the sum of updates in a form, which must be the only such sum.
 
     Raises:
         SpecError: The form has another sum that depends on the clients' models.
@@ -196,7 +196,7 @@ def _factor(name: str) -> str:
 
 
 def _entry(name: str, part: str) -> Any:
-    """Return a function that returns one tensor of a payload."""
+    """Return a function that takes a payload and returns one of its tensors."""
 
     def values(sent: Weights, term: Any) -> Params:
         payload: Mapping[str, Mapping[str, Tensor]] = term.payload if isinstance(term, _Term) else term

@@ -27,7 +27,7 @@ class Weight:
     """The factor of a client's numbers in a sum.
 
     Args:
-        name: The name of the sum of all factors. The name is ``"clients"`` for equal weights; otherwise it is a key of
+        name: The name of the sum of all factors. The name is ``"clients"`` for equal weights, and otherwise a key of
             the sums.
         of: A function that computes the factor from the client's reply.
         largest: The largest factor. A client with a larger factor does not answer.
@@ -66,9 +66,10 @@ class Numbers:
         like: Tensors with the names, shapes and dtypes of the numbers.
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
-        update: The same sum as a sum of updates that a codec may compress; None for other numbers.
-        needs_model: Whether ``values`` reads a model. If so, the numbers cannot be summed together with a compressed
-            update.
+        update: The description of the numbers as updates, if a codec may compress them; None for numbers that are not
+            updates.
+        needs_model: Whether ``values`` reads a model. Numbers that need a model cannot be summed together with a
+            compressed update.
     """
 
     values: Callable[[Weights, Any], Params]

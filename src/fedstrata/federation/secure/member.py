@@ -30,7 +30,7 @@ class KeyIsCertificate:
 
 @dataclass
 class Member:
-    """A client in the protocol, with the new state that the client keeps until the server has unmasked the sum.
+    """A client in the protocol, and its new state, which becomes valid when the server has unmasked the sum.
 
     Args:
         site: The state machine of the protocol.

@@ -14,7 +14,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Words, rounding
 from fedstrata.federation.vectors import changes
 
 UPDATE = "update"
-"""The name of the only part of a vector with noise."""
+"""The name of the part of a vector to which noise is added. A vector has only this part."""
 
 
 class NoisyForm:
@@ -30,7 +30,8 @@ class NoisyForm:
         params: The parameters that clients train, with their names and shapes.
 
     Raises:
-        SpecError: The masks do not protect against so many colluding clients, or there is too much noise for the ring.
+        SpecError: The masks do not protect against this number of colluding clients, or the noise is too large for the
+            ring.
     """
 
     def __init__(self, config: FederationConfig, clients: int, params: Params) -> None:

@@ -132,7 +132,7 @@ def seal(key: bytes, content: bytes, public: bytes) -> bytes:
     Args:
         key: The key.
         content: The content.
-        public: Bytes that are authenticated but not sent, because the receiver knows them.
+        public: Bytes that are authenticated but not sent, because the receiver already has these bytes.
     """
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, public)
 

@@ -60,8 +60,8 @@ revealed R' therefore needs t − m honest votes in its own context, and the sam
 The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
 colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-A question may *continue* the previous one: both sums then have the same contributors. The question's hash contains the
-set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
+A question may *continue* the previous question: both sums then have the same contributors. The question's hash contains
+the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
 have therefore voted for it before, so no other set was opened before.
 
 The protocol has limits. In other exchanges, the server may unmask sums over two sets that differ by only one site. A
@@ -88,10 +88,11 @@ if TYPE_CHECKING:
 MOST_SITES = 64
 MOST_EXCHANGES = 64
 FEWEST = 3
-"""The smallest number of sites in a sum. With two, each site would know the other one's part."""
+"""The smallest number of sites in a sum. With two sites, each site could compute the other site's vector."""
 
 Confirm = Literal["needed", "always"]
-"""When sites sign the set before they reveal shares: if a site is missing (``needed``), or always."""
+"""The cases in which sites sign the set before they reveal shares: only if a site is missing (``needed``), or
+always."""
 Seed = Literal["self", "pair"]
 
 
@@ -211,7 +212,7 @@ class Roster(Message):
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the names of the sites that use a name, a key or a seed twice, or in common with another site."""
+    """Return the names of the sites that use a name, a key or a seed twice, or share it with another site."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
@@ -345,8 +346,8 @@ class Shares(Message):
     """The shares that a site reveals, of other sites' seeds and of its own seeds.
 
     Args:
-        selfs: A mapping from the owner of each self seed to the share.
-        pairs: A mapping from the owner of each pair seed to the share. No site is in both mappings.
+        selfs: A mapping from the owner of each self seed to the share of this seed.
+        pairs: A mapping from the owner of each pair seed to the share of this seed. No site is in both mappings.
     """
 
     selfs: dict[str, bytes]

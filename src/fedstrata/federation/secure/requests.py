@@ -101,7 +101,7 @@ class Dealt(Message):
 
 
 FAILED = "secure sum failed"
-"""The kind of event of a sum that too few clients answered, or that could not be opened."""
+"""The kind of the event that is recorded if too few clients answered, or if the sum could not be opened."""
 
 
 @dataclass(frozen=True)

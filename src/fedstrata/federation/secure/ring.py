@@ -27,7 +27,7 @@ Words = NDArray[np.uint32]
 """A vector of the ring: numbers modulo 2³²."""
 
 LARGEST = 2**31 - 1
-"""The largest absolute value of a sum that does not wrap."""
+"""The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
 """The number of standard deviations of the noise for which a sum has room. Larger noise reduces the accuracy, but not
 the privacy.
@@ -35,7 +35,8 @@ the privacy.
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
 _CHUNK = 1 << 14
-"""The number of elements that are encoded together, which is even. Their numbers fit into a processor's cache."""
+"""The number of elements that are encoded together, which is even. The numbers of these elements fit into a processor's
+cache."""
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class Exchange:
     """One secure sum, from the question to the opened sum.
 
     Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
-    Then send the last messages in ``outgoing``, to which sites do not reply.
+    Afterwards, send the last messages in ``outgoing``, to which sites do not reply.
 
     Args:
         server: The server, which collects the events.
@@ -217,7 +217,7 @@ class Exchange:
         number: The index of the exchange in the roster.
         question: The hash of the question.
         length: Number of elements of each site's vector.
-        only: The sites that must all contribute; None if t of them are enough.
+        only: The sites that must all contribute; None if t sites are enough.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class Exchange:
         return None
 
     def _suspect(self, owner: str, numbers: Mapping[str, int], right: Sequence[str]) -> None:
-        """Note the holders whose shares do not belong to the polynomial that the shares of other holders determine."""
+        """Record the holders whose shares contradict the polynomial of the other shares."""
         wrong = [
             name
             for name, number in sorted(numbers.items())

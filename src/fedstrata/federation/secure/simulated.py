@@ -85,7 +85,7 @@ def ask_sum(
         request: The question.
         ring: The layout of the replies.
         work: See ``Federation.ask``.
-        continues: Whether all clients must answer, because their previous sum contains the replies of all of them.
+        continues: Whether all clients must answer, because the previous sum contains the replies of all these clients.
 
     Returns:
         The sum; None if too few clients answered. An event then gives the reason.
@@ -132,7 +132,7 @@ class Masks:
     Args:
         federation: The federation.
         clients: The clients that are online.
-        continues: Whether the clients' previous sum contains the replies of all of them.
+        continues: Whether the previous sum contains the replies of all these clients.
     """
 
     def __init__(self, federation: Federation, clients: Sequence[ClientId], continues: bool) -> None:

@@ -60,7 +60,7 @@ class _Own:
 class _Joined:
     """A roster in which this site has dealt shares.
 
-    ``shares`` has a mapping per exchange, from the kind and the owner of a seed to this site's share of it.
+    For each exchange, ``shares`` maps the kind and the owner of a seed to this site's share of the seed.
     """
 
     roster: Roster
@@ -130,8 +130,8 @@ class Site:
         answered: Iterable[bytes] = (),
     ) -> None:
         if parties < protocol.FEWEST:
-            problem = f"must be at least {protocol.FEWEST}, because each site of a sum knows its own part."
-            raise SpecError("parties", f"{problem} Raise it.", parties)
+            problem = "because one of two sites could compute the other site's part. Use a larger number."
+            raise SpecError("parties", f"must be at least {protocol.FEWEST}, {problem}", parties)
         self.job, self.identity, self.trust = job, identity, trust
         self.parties, self.peers, self.confirm, self.exchanges = parties, peers, confirm, exchanges
         self._job_key, self._box_key = signing_key(), agreement_key()
@@ -142,7 +142,8 @@ class Site:
         self._current: _Exchange | None = None
         self._last_vote: list[str] | None = None
         self.answered = set(answered)
-        """The hashes of the questions that the site has answered. Save them before a masked vector leaves the site."""
+        """The hashes of the questions that the site has answered. Save these hashes before a masked vector leaves the
+        site."""
 
     @property
     def name(self) -> str:
@@ -408,7 +409,7 @@ def _add_shares(shares: list[dict[tuple[Seed, str], bytes]], owner: str, content
     """Add the shares of one owner's seeds to the shares of each exchange.
 
     Args:
-        shares: The shares of each exchange, to which the new ones are added.
+        shares: The shares of each exchange, to which the owner's shares are added.
         owner: The owner of the seeds.
         content: The content of a box: the shares of all exchanges.
 

@@ -85,7 +85,7 @@ def within(points: Curve, place: int, budget: float) -> float | None:
     Args:
         points: The points of the run's curve; see ``running.curve``.
         place: The index of the cost within each point of the curve.
-        budget: The largest cost. Runs may exceed it by ``FEW_MORE``.
+        budget: The largest cost. Runs may exceed this cost by the factor ``FEW_MORE``.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:

@@ -27,9 +27,9 @@ INTERVALS = (
     "Only the p-values decide which differences are significant, because they are corrected by Holm's method. The "
     "intervals of differences are not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
-"""How to read the intervals and the p-values of the page."""
+"""An explanation of the intervals and the p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
-"""Measures in the summary, as fractions. The cells have percentages."""
+"""The measures that the summary contains as fractions. The stored results of cells are percentages."""
 
 
 def write(
@@ -153,7 +153,7 @@ def _column(verdicts: Verdicts) -> list[str]:
 
 
 def _sentences(verdicts: Verdicts) -> list[str]:
-    """Return what a column shows: the comparison with the baseline, the ranking, and the best entries at equal cost."""
+    """Return sentences about a column: comparison with the baseline, ranking, and best entries at equal cost."""
     above = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) > 0]
     below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
     others = len(verdicts.complete) - 1 - len(above) - len(below)

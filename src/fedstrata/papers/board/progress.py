@@ -23,10 +23,10 @@ def progress(
     """Return how many of the board's cells are finished.
 
     Returns:
-        A dict with the keys ``columns`` and ``entries``. Each contains a dict per column or entry, with its ``name``,
-        its numbers of ``cells`` and of ``done`` cells, and the expected ``hours`` for the missing cells on one core. A
-        cell is a trial or a seed. Entries that cannot run in a column have no cells in the column; ``refused`` counts
-        such entries.
+        A dict with the keys ``columns`` and ``entries``. The value of each key contains a dict per column or entry. The
+        dict has the ``name``, the numbers of ``cells`` and of ``done`` cells, and the expected ``hours`` for the
+        missing cells on one core. A cell is a trial or a seed. Entries that cannot run in a column have no cells in the
+        column; ``refused`` counts such entries.
     """
     seconds = measured(out, protocol)
     counts = [

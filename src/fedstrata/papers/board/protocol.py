@@ -26,7 +26,8 @@ BASELINE = "fedavg"
 TUNED = "tuned"
 """The word in the keys of cells that run with the chosen settings, in place of the number of a trial."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
-"""Entries whose clients use personal models. Their settings are chosen by the accuracy of these models."""
+"""Entries whose clients use personal models. The settings of these entries are chosen by the accuracy of the personal
+models."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Protocol:
         tuning: The settings that change in trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of further columns to their settings. These columns run only if the user names
-            them.
+        more: A mapping from the names of further columns to their settings. Further columns run only if the user names
+            these columns.
         grid: A mapping from each method to the setting that is tuned and the values that are tried.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds of a run on one core. The key "" stands for all other

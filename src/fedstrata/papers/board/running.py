@@ -27,7 +27,7 @@ REFUSED = "refused"
 TRAFFIC = ("bytes_up", "bytes_down")
 """Columns of a run's metrics that add up to its bytes."""
 LATE = 0.2
-"""The last fraction of a run's rounds, in whose evaluations accuracies are averaged."""
+"""The last fraction of a run's rounds. Accuracies are means over the evaluations in these rounds."""
 
 
 def results_of(out: Path, column: Column) -> Results:
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all cells without a result. Repeat this while cells wait for trials of other processes."""
+        """Run all cells without a result. Try again while cells wait for trials of other processes."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -99,7 +99,7 @@ class Board:
         return sum(progress)
 
     def _can_run(self, column: Column, trials: Sequence[tuple[Cell, dict[str, Any]]]) -> bool:
-        """Return whether an entry can run in a column; if it is refused, store the reason."""
+        """Return True if an entry can run in a column. If the entry cannot run, store the reason."""
         results = results_of(self.out, column)
         if any(cell.hash in results for cell, _ in trials):
             return refusal(trials, results) is None
@@ -141,8 +141,8 @@ def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, An
 
     Args:
         history: The history of the trial.
-        personal: Whether personal models on the clients' own test samples are measured. If not, the global model is
-            measured on the validation samples.
+        personal: True to measure personal models on the clients' own test samples; False to measure the global model on
+            the validation samples.
     """
     column = "personal.accuracy.mean" if personal else "validation.accuracy"
     values = [number_in(record, column) for record in late(history)]
@@ -155,9 +155,9 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
 
     Returns:
         A dict of results. The values ``accuracy`` and ``worst_class`` are measured on the test set. The value
-        ``worst_client`` is the mean accuracy of the worst tenth of the clients on their own test samples, and
-        ``client_mean`` is the mean over all clients. For each evaluation, ``curve`` has the round, the accuracy, and
-        the bytes and sample-gradients until this round.
+        ``client_mean`` is the mean accuracy of all clients on their own test samples, and ``worst_client`` is the mean
+        of the worst tenth of the clients. For each evaluation, ``curve`` has the round, the accuracy, and the bytes and
+        sample-gradients until this round.
     """
     records = late(history)
     by_class = np.array([record["per_class"] for record in records], dtype=np.float64)

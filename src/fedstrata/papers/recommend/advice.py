@@ -34,7 +34,7 @@ class Reason:
         source: The page, paper or column of the board that supports the reason.
         property: The measured property; empty for a result of the board.
         value: The value of the property, or the difference from FedAvg in percentage points.
-        interval: The 95 % interval of the difference; None if it is unknown.
+        interval: The 95 % interval of the difference; None if the interval is unknown.
         n: The number of seeds; None for a property.
     """
 

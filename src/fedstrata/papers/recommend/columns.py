@@ -17,7 +17,8 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.spec.experiment import Experiment, deep_merge, read_toml
 
 FILE = Path(__file__).parents[1] / "board" / "absent-v1.json"
-"""The results of the board. The protocol, which has the settings of all columns, is the TOML file beside it."""
+"""The file with the results of the board. The TOML file in the same folder is the protocol, with the settings of all
+columns."""
 
 SECTIONS = ("data", "task", "partition", "availability", "training", "evaluation")
 """The sections of a column's spec on which measured properties depend."""
@@ -26,7 +27,7 @@ BASELINE = "fedavg"
 """The method from which the differences of all other methods are computed."""
 
 CLEAR = 0.1
-"""A property differs clearly between two specs if it is farther apart than this number; see ``apart``.
+"""A property differs clearly between two specs if the distance of its values is above this number; see ``apart``.
 
 Two seeds of one column of the board did not differ clearly in any property."""
 
@@ -128,7 +129,7 @@ def by_distance(board: Board, own: Properties) -> list[Column]:
 
 
 def _measured(board: Board) -> Iterator[tuple[str, Properties]]:
-    """Yield the name and the properties of each column. Columns with the same data share one copy of them."""
+    """Yield the name and the properties of each column. Columns with the same data share one copy of the data."""
     loaded: dict[str, Dataset] = {}
     for name, spec in board.specs().items():
         key = f"{spec.data!r} {spec.seed}"

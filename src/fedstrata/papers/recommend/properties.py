@@ -183,7 +183,7 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """For each round and class, return whether none of the clients that take part has samples of the class.
+    """Return True for each round and class if none of the clients that take part has samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).

@@ -39,7 +39,7 @@ def simulate(prepared: Prepared, seed: int) -> Simulated:
 
     Args:
         prepared: The experiment.
-        seed: The seed. It replaces the spec's seed after the partition.
+        seed: The seed. This seed replaces the spec's seed after the partition.
     """
     spec, config = prepared.spec, replace(prepared.config, seed=seed)
     clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())

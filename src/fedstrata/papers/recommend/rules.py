@@ -21,13 +21,13 @@ class Claim(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that recommends methods: if a property is at least ``least``, it is a reason to compare the methods.
+    """A rule that recommends methods: a property of at least ``least`` is a reason to compare the methods.
 
     Args:
         key: The name of the property in ``Properties``.
-        least: The limit. The limits are conventions, because we have not measured from which value on a method helps.
-            However, if a rule cites one of our own results, the rule holds in the setting of this result.
-        methods: A mapping from each method to the claim about it.
+        least: The limit. The limits are conventions, because we have not measured the values above which a method
+            helps. However, if a rule cites one of our own results, the rule holds in the setting of this result.
+        methods: A mapping from each method to the claim about the method.
     """
 
     key: str

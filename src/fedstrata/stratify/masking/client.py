@@ -89,7 +89,7 @@ def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
 
 @handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
-    """Send the public keys that all clients share. Create the keys if they do not exist yet."""
+    """Send the public keys that all clients share. Create the keys if there are no keys yet."""
     keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
@@ -159,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each of the client's labels, which fraction of all clients' samples the client has."""
+    """Report the fraction of all clients' samples that the client has, for each of the client's labels."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -32,8 +32,9 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The random number that each placeholder has for clients, shape (P,).
 
     Returns:
-        Two values. First, the entries of ``held`` for the clients that answered. Second, the encrypted number of
-        samples of each placeholder over exactly these clients, sorted by name. Each ciphertext contains many numbers.
+        Two values: the entries of ``held`` for the clients that answered, and the encrypted number of samples of each
+        placeholder over exactly these clients. The numbers are sorted by name, and each ciphertext contains many
+        numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []

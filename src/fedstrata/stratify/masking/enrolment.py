@@ -46,8 +46,8 @@ class Roll:
             use the server's own numbers 0 … P − 1 of the placeholders.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its numbers of samples, in the order of the client's placeholders in
-            ``held``. The mapping contains only clients that reported counts, which they do if labels are not masked, or
-            if selection is weighted.
+            ``held``. The mapping contains only clients that reported counts. Clients report counts if labels are not
+            masked, or if selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With this knowledge, the server recognises the labels of clients that join later.
@@ -132,7 +132,7 @@ def enrol(
     before: Roll | None = None,
     watch: Watch = lambda phase: None,
 ) -> Roll:
-    """Ask clients for their labels, and give each label a placeholder, which is a number that stands for it.
+    """Ask clients for their labels, and give each label a placeholder (a number that stands for the label).
 
     Args:
         federation: The federation, through which the server asks clients.

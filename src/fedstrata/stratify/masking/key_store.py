@@ -102,7 +102,7 @@ class Keys:
         """Read the keys that ``write`` wrote to a folder.
 
         Raises:
-            DataError: The file does not exist, other users may read it, or it is damaged.
+            DataError: The file does not exist, is damaged, or can be read by other users.
         """
         path = folder / FILE
         try:
@@ -127,9 +127,9 @@ class Keys:
 class KeyRing:
     """A source of the shared keys for the clients of one process.
 
-    There are three cases:
+    The keys come from one of three places:
 
-    - Without a folder, the keys are in memory, and the first client that is asked makes them. This case is for
+    - Without a folder, the keys are in memory, and the first client that is asked makes the keys. This case is for
       simulations in one process.
 
     - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
@@ -179,7 +179,7 @@ class KeyRing:
         return self._keys
 
     def make(self) -> Keys:
-        """Return the keys. If there are no keys yet and this ring may make keys, make them first."""
+        """Return the keys. If there are no keys yet and this ring may make keys, make new keys."""
         if self._keys is None and (self.folder is None or (self.create and not (self.folder / FILE).exists())):
             self._keys = Keys.make()
             if self.folder is not None:

@@ -40,7 +40,7 @@ class PublicKeys(Reply):
 
 @record("OpenKeys")
 class OpenKeys(Request):
-    """A request for the public keys that all clients share. The client makes the keys if they do not exist yet.
+    """A request for the public keys that all clients share. The client makes the keys if there are no keys yet.
 
     Args:
         comparing: Whether the server also needs the key for comparisons, in addition to the key for counts.

@@ -1,4 +1,4 @@
-"""Compute keyed hashes of labels. Without the key, they look like values of a random function (PRF)."""
+"""Compute keyed hashes of labels. Without the key, the hashes look like values of a random function (PRF)."""
 
 from __future__ import annotations
 

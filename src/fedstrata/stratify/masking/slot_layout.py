@@ -9,17 +9,17 @@ labels than rows sends several ciphertexts, called *sheets*. If C exceeds the nu
 ciphertexts, called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has one of these
 two codes.
 
-A client must learn only whether a difference d is zero. It is not enough to multiply d by a random number r, because
-the product r·d of real numbers still reveals the magnitude of d. The server therefore computes
+A client must learn only whether a difference d is zero. Multiplying d by a random number r is not enough, because the
+product r·d of real numbers still reveals the magnitude of d. The server therefore computes
 
     z = r·d + p·s + u
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z equals
-r·d. This is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum of
-s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p / S,
-which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together, noise
-and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison. This hides
-how the ciphertext was computed.
+r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum
+of s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p /
+S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
+noise and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison. This
+hides how the ciphertext was computed.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class UniqueList:
         """Compare the labels of one client after another with the list, and add new labels until the list is complete.
 
         Returns:
-            Two values. First, a mapping from each client that answered to its placeholders (the numbers that stand for
-            its labels). Second, the clients that were not asked.
+            A mapping from each client that answered to its placeholders (the numbers that stand for its labels), and
+            the clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
