@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -133,6 +133,8 @@ class Model:
         """
         if self._installed is None and self.untrained.sent:
             raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
+        if not self.untrained.any:
+            return {}
         self.untrained.refuse_changes()
         self.untrained.gather()
         return _copies(self.untrained.sent)
@@ -227,19 +229,16 @@ class Model:
         _check(params, self._leaves, "parameter")
         _check(buffers, self.untrained.sent, "buffer")
         training = self.module.training
-        self.untrained.gather()
-        self.untrained.watch()
         installed = self._installed = dict(self._leaves)
         try:
-            _copy_into(self._leaves, params)
-            _copy_into(self.untrained.sent, buffers)
-            self.train_mode(train)
-            yield installed
-            self.untrained.refuse_changes()
+            with self.untrained.watched() if self.untrained.any else nullcontext():
+                _copy_into(self._leaves, params)
+                _copy_into(self.untrained.sent, buffers)
+                self.train_mode(train)
+                yield installed
         finally:
             self._installed = None
             installed.clear()
-            self.untrained.gather()
             for name in self._shared:  # give these parameters memory of their own again; see ``share``
                 self._leaves[name].data = torch.empty_like(self._initial_params[name])
             self._shared.clear()
@@ -278,7 +277,8 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("share() can be called only inside 'with model.loaded(...)'")
-        self.untrained.restore(buffers or {})
+        if self.untrained.any:
+            self.untrained.restore(buffers or {})
         for name, leaf in self._leaves.items():
             given, initial = params[name], self._initial_params[name]
             if given is self._shared.get(name):
