@@ -482,28 +482,22 @@ MUTANTS = [
     sgd(
         "decay before the clip",
         (
-            "gradient = corrected(gradient, correction, self.training.clip)\n"
+            "if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)\n"
             "        if self.training.weight_decay:\n"
             "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)"
         ),
         (
             "if self.training.weight_decay:\n"
             "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)\n"
-            "        gradient = corrected(gradient, correction, self.training.clip)"
+            "        if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)"
         ),
     ),
-    sgd(
-        "the clip before the correction",
-        (
-            "if correction is not None:\n"
-            "        gradient = torch._foreach_add(gradient, correction)\n"
-            "    return gradient if clip is None else clipped(gradient, clip)"
-        ),
-        (
-            "if clip is not None:\n"
-            "        gradient = clipped(gradient, clip)\n"
-            "    return gradient if correction is None else torch._foreach_add(gradient, correction)"
-        ),
+    local(
+        "a correction that is not clipped",
+        "gradient = torch._foreach_add(gradient, [correction[name] for name in names])",
+        "torch._foreach_add_(trained, [correction[name] for name in names], alpha=-context.lr)",
     ),
     sgd("short gradients grow", "max=1.0)", "max=1e9)"),
     sgd(

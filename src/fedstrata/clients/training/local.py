@@ -361,8 +361,10 @@ def _descend(
     steps = steps_of(training, context.lr, trained, optimizer_state)
     for batch in batches:
         loss, gradient = of_batch(batch)
-        correction = objective.correction(params, context) if setup.corrects else None
-        steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
+        if setup.corrects and (correction := objective.correction(params, context)) is not None:
+            with torch.no_grad():
+                gradient = torch._foreach_add(gradient, [correction[name] for name in names])
+        steps.step(trained, gradient)
         losses.append(loss)
         seen += batch.y.shape[0] * objective.gradients_per_step
     return losses, seen, steps.state() if training.optimizer_state == "keep" else None
