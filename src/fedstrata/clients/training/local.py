@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -233,8 +233,9 @@ def train(
         weights, message, kept = to_device((weights, message, kept), device)
     counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
+    precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=training.precision == "bf16")
     if setup.prepares:  # the objective uses the samples without augmentation
-        with computing(training, device.type):
+        with precision():
             received = setup.objective.client_prepare(model, weights, data.in_order, message)
             context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:
@@ -251,7 +252,7 @@ def train(
         extra, kept = Extra(), context.kept
         if setup.finishes:
             done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
-            with torch.no_grad(), computing(training, device.type):
+            with torch.no_grad(), precision():
                 extra, kept = setup.objective.client_final(done, context)
     if device != CPU:
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
@@ -297,18 +298,6 @@ def _take_steps(
     return descend(context, config.training, batches, optimizer_state)
 
 
-def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
-    """Return a context manager for forward and backward passes with the precision ``training.precision``.
-
-    Parameters must not change inside the context, because autocast caches converted copies of parameters.
-
-    Args:
-        training: The settings.
-        device: Type of the device that computes, ``cpu`` or ``cuda``.
-    """
-    return torch.autocast(device, torch.bfloat16) if training.precision == "bf16" else nullcontext()
-
-
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
@@ -342,9 +331,12 @@ def _descend(
         return losses, seen, None
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
+    # Parameters must not change inside this context, because autocast caches converted copies of parameters.
+    device = next(iter(params.values())).device
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
-        with computing(training, batch.y.device.type):
+        with precision:
             loss = objective.loss(model, params, batch, context)
         # ``materialize_grads`` returns the gradient zero for parameters that the loss does not use, so that the
         # objective's correction and weight decay still apply to them.
