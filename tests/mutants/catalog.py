@@ -541,8 +541,8 @@ MUTANTS = [
     crops("crops that never move down", "randint(-self.padding, self.padding + 1", "randint(-self.padding, 1"),
     local(
         "one batch for each epoch",
-        "if end == n:\n                    break",
-        "if end >= size:\n                    break",
+        "[*range(size, n, size), n]",
+        "[size]",
     ),
     randomness("the client is no part of it", "{seed}|{purpose}|{round}|{client}", "{seed}|{purpose}|{round}|{round}"),
     randomness("the seed is no part of it", "{seed}|{purpose}|{round}|{client}", "0|{purpose}|{round}|{client}"),

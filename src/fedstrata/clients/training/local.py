@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -100,28 +101,22 @@ class LocalData:
         size = min(training.batch_size * training.accumulate, n)
         if n < (2 if pairs else 1):
             return
-        full_batches = training.local_steps is not None
-        batches = -(-n // size) - (pairs and size > 1 and n % size == 1)
-        steps = training.local_steps or (training.local_epochs or DEFAULT_EPOCHS) * batches
-        done = 0
-        while done < steps:
+        ends = [*range(size, n, size), n]
+        if pairs and size > 1 and n % size == 1:
+            del ends[-2]  # the last sample joins the previous batch
+        steps = training.local_steps or (training.local_epochs or DEFAULT_EPOCHS) * len(ends)
+        once = steps <= len(ends)
+        if training.local_steps is not None:
+            ends = list(range(size, n + 1, size))  # all batches are full
+        for done in range(0, steps, len(ends)):
             order = generator.permutation(n)
+            bounds = pairwise([0, *ends[: steps - done]])
             # Putting all samples in order at once is faster if the remaining steps use at least half of them.
-            whole = self._fits and steps - done > n // size // 2
-            shuffled = self._permuted(order, once=steps <= batches) if whole else None
-            for begin in range(0, n - size + 1 if full_batches else n, size):
-                if done == steps:
-                    return
-                end = begin + size
-                if pairs and size > 1 and n - end == 1 and not full_batches:
-                    end = n
-                if shuffled is None:
-                    yield self.batch(order[begin:end])
-                else:
-                    yield shuffled[begin:end]
-                done += 1
-                if end == n:
-                    break
+            if self._fits and steps - done > n // size // 2:
+                whole = self._permuted(order, once)
+                yield from [whole[begin:end] for begin, end in bounds]
+            else:
+                yield from (self.batch(order[begin:end]) for begin, end in bounds)
 
     def _permuted(self, order: NDArray[np.int64], once: bool) -> Batch:
         """Return all samples in a new order, so that each mini-batch can be a slice of the result without a copy.
