@@ -1193,8 +1193,8 @@ MUTANTS = [
     site_sums("a site brings another's part", "if set(part.places) != places.get(site) or", "if"),
     rebafl(
         "prototypes of few samples leave",
-        "table = of_enough(table, trained.least)",
-        "table = table",
+        "len(context.counts), trained.least)",
+        "len(context.counts))",
         "objectives/test_rebafl.py",
         "objectives/test_prototypes.py",
         "clients/test_minimum.py",

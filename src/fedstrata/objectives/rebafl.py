@@ -40,7 +40,6 @@ from fedstrata.objectives.prototypes import (
     feature_size,
     merged,
     no_prototypes,
-    of_enough,
     updated,
 )
 
@@ -121,7 +120,7 @@ class Rebalanced(CountsIdle):
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """Return an example of a client's message: a table of zeros with the required shapes."""
-        return {"prototypes": self.init(weights, config)} if self.mu else {}
+        return {"prototypes": no_prototypes(config.strata, feature_size(config.model))} if self.mu else {}
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
@@ -208,8 +207,7 @@ class Rebalanced(CountsIdle):
         """Return the client's prototypes as the message and as the state. The trained model computes them (Eq. 21)."""
         if not self.mu:
             return {}, None
-        table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
-        table = of_enough(table, trained.least)
+        table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)
         return {"prototypes": table}, table if self.keep_prototypes else None
 
 
