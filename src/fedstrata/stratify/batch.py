@@ -278,7 +278,7 @@ class BatchPlan:
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
-            rows = roster.rows_of(place)
+            rows = roster.rows[place]
             if not roster.available[rows].any():
                 if self._waiting[rows].any():
                     roster.available[rows], self._waiting[rows] = self._waiting[rows], False
@@ -306,7 +306,8 @@ class BatchPlan:
             requests[client] = Reserve(batches=torch.from_numpy(self.batch_of[theirs]), **fields)
         replies: dict[int, ReserveReply] = roster.federation.ask(requests, requests, check=self._check)
         roster.answered.update(replies)
-        self._remove(set(requests) - set(replies))
+        if lost := set(requests) - set(replies):
+            self._remove(lost)
         still_open = []
         for client, theirs in positions_of.items():
             reply = replies.get(client)
@@ -355,7 +356,7 @@ class BatchPlan:
             # The client waits, and is chosen again when the label has no other unused samples. If it then holds its
             # samples back again, its positions are given up.
             if not self._last[place] or place not in none_left:
-                rows = self.roster.rows_of(place)
+                rows = self.roster.rows[place]
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
@@ -366,5 +367,4 @@ class BatchPlan:
 
     def _remove(self, clients: set[int]) -> None:
         self.roster.remove(clients)
-        if clients:
-            self._waiting[np.isin(self.roster.holders.clients, list(clients))] = False
+        self._waiting[np.isin(self.roster.holders.clients, list(clients))] = False
