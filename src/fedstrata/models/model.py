@@ -223,17 +223,14 @@ class Model:
         """
         if self._installed is not None:
             raise RuntimeError("this model is loaded already. Use a clone().")
-        buffers = {} if buffers is None else buffers
         if missing := self._leaves.keys() - params.keys():
             raise ValueError(f"these parameters are missing: {', '.join(sorted(missing))}")
-        _check(params, self._leaves, "parameter")
-        _check(buffers, self.untrained.sent, "buffer")
-        training = self.module.training
+        training, buffers = self.module.training, buffers or {}
         installed = self._installed = dict(self._leaves)
         try:
             with self.untrained.watched() if self.untrained.any else nullcontext():
-                _copy_into(self._leaves, params)
-                _copy_into(self.untrained.sent, buffers)
+                _copy_into(self._leaves, params, "parameter")
+                _copy_into(self.untrained.sent, buffers, "buffer")
                 self.train_mode(train)
                 yield installed
         finally:
@@ -379,16 +376,14 @@ def _copies(tensors: Mapping[str, Tensor]) -> Params:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _check(given: Mapping[str, Tensor], expected: Params, kind: str) -> None:
-    for name, tensor in given.items():
-        if name not in expected:
-            raise ValueError(f"{name!r} is not a {kind} of this model. Use one of: {', '.join(expected) or 'none'}")
-        if tensor.shape != expected[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
-            shapes = f"{tuple(tensor.shape)}, but must have shape {tuple(expected[name].shape)}"
+def _copy_into(targets: Params, sources: Mapping[str, Tensor], kind: str = "tensor") -> None:
+    """Copy values into tensors of the same names and shapes."""
+    for name, tensor in sources.items():
+        if name not in targets:
+            raise ValueError(f"{name!r} is not a {kind} of this model. Use one of: {', '.join(targets) or 'none'}")
+        if tensor.shape != targets[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
+            shapes = f"{tuple(tensor.shape)}, but must have shape {tuple(targets[name].shape)}"
             raise ValueError(f"{kind} {name!r} has shape {shapes}")
-
-
-def _copy_into(targets: Params, sources: Mapping[str, Tensor]) -> None:
     if sources:
         with torch.no_grad():
             torch._foreach_copy_([targets[name] for name in sources], list(sources.values()))
