@@ -181,6 +181,16 @@ def test_parameters_that_an_objective_does_not_train_stay(tiny):
     assert moved == set(federation.config.model.head_names) < set(before)
 
 
+def test_the_correction_is_clipped_with_the_gradient(tiny):
+    class Pulled(fs.Objective):
+        def correction(self, params, context):
+            return {name: torch.ones_like(w) for name, w in params.items()}
+
+    federation = tiny(objective=Pulled(), batch_size=8, lr=0.3, clip=0.05)
+    after, before = one_fit(federation).weights.params, federation.weights.params
+    assert torch.cat([(after[name] - w).flatten() for name, w in before.items()]).norm() == pytest.approx(0.3 * 0.05)
+
+
 # BatchNorm's buffers.
 
 

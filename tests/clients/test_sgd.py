@@ -9,11 +9,11 @@ from fedstrata.clients.training.steps import SGD, clipped
 from fedstrata.federation.settings import Training
 
 
-def test_the_correction_is_clipped_with_the_gradient_and_the_decay_is_not():
-    """g + r = (3, 4) has norm 5 and becomes (0.6, 0.8) under a clip of 1; λ w = (0.5, 0) comes on top of it."""
+def test_the_gradient_is_clipped_and_the_decay_is_not():
+    """g = (3, 4) has norm 5 and becomes (0.6, 0.8) under a clip of 1; λ w = (0.5, 0) comes on top of it."""
     w = [torch.tensor([1.0, 0.0])]
     training = Training(clip=1.0, weight_decay=0.5)
-    SGD(training, lr=0.1).step(w, [torch.tensor([1.0, 6.0])], [torch.tensor([2.0, -2.0])])
+    SGD(training, lr=0.1).step(w, [torch.tensor([3.0, 4.0])])
     torch.testing.assert_close(w[0], torch.tensor([1.0 - 0.1 * (0.6 + 0.5), -0.1 * 0.8]))
 
 

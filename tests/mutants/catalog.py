@@ -482,28 +482,22 @@ MUTANTS = [
     sgd(
         "decay before the clip",
         (
-            "gradient = corrected(gradient, correction, self.training.clip)\n"
+            "if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)\n"
             "        if self.training.weight_decay:\n"
             "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)"
         ),
         (
             "if self.training.weight_decay:\n"
             "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)\n"
-            "        gradient = corrected(gradient, correction, self.training.clip)"
+            "        if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)"
         ),
     ),
-    sgd(
-        "the clip before the correction",
-        (
-            "if correction is not None:\n"
-            "        gradient = torch._foreach_add(gradient, correction)\n"
-            "    return gradient if clip is None else clipped(gradient, clip)"
-        ),
-        (
-            "if clip is not None:\n"
-            "        gradient = clipped(gradient, clip)\n"
-            "    return gradient if correction is None else torch._foreach_add(gradient, correction)"
-        ),
+    local(
+        "a correction that is not clipped",
+        "gradient = torch._foreach_add(gradient, [correction[name] for name in names])",
+        "torch._foreach_add_(trained, [correction[name] for name in names], alpha=-context.lr)",
     ),
     sgd("short gradients grow", "max=1.0)", "max=1e9)"),
     sgd(
@@ -547,8 +541,8 @@ MUTANTS = [
     crops("crops that never move down", "randint(-self.padding, self.padding + 1", "randint(-self.padding, 1"),
     local(
         "one batch for each epoch",
-        "if end == n:\n                    break",
-        "if end >= size:\n                    break",
+        "[*range(size, n, size), n]",
+        "[size]",
     ),
     randomness("the client is no part of it", "{seed}|{purpose}|{round}|{client}", "{seed}|{purpose}|{round}|{round}"),
     randomness("the seed is no part of it", "{seed}|{purpose}|{round}|{client}", "0|{purpose}|{round}|{client}"),
@@ -582,11 +576,11 @@ MUTANTS = [
     sizes("LDP's estimate", "(1 - alpha) * bound * clients / 2", "(1 - alpha) * (bound - 1) * clients / 2"),
     sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
     ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
-    fedsampling("answers are kept", "state if self.reuse else AnswersState.empty()", "state"),
-    ldp("pooled estimates with the minimum", "estimate_of = unbiased_total if pooled else", "estimate_of ="),
+    fedsampling("answers are kept", "state if self.reuse else None", "state"),
+    ldp("pooled estimates with the minimum", "if not pooled:", "if True:"),
     ldp("a share that the sites do not check", "        return self.share\n", "        return None\n"),
     ldp("sizes that a share discloses", "is not None or self.share is not None", "is not None"),
-    ldp("answers are asked again", "state.answered if self.reuse else AnswersState.empty()", "AnswersState.empty()"),
+    ldp("answers are asked again", "state.answered if self.reuse else None", "None"),
     fedsampling("never more than one", "min(1.0, self.samples / estimate)", "min(1.0, self.samples / (2 * estimate))"),
     choice("the best, not the worst", "len(asked)), -losses))[:m]", "len(asked)), losses))[:m]"),
     choice("candidates without sizes", "replace=False, p=sizes / sizes.sum())", "replace=False)"),
@@ -654,13 +648,17 @@ MUTANTS = [
     fedtan("statistics go on moving", "            _freeze(model.module)\n", ""),
     fit(
         "the statistics are told",
-        "result = Weights(result.params, {**result.buffers, **sent})",
+        "buffers = buffers | {name: b for name, b in request.weights.buffers.items() if name in names}",
         "pass",
         "clients/test_local.py",
         "models/test_batchnorm.py",
         "clients/test_fit.py",
     ),
-    fit("counters are told", "result = Weights(result.params, {**result.buffers, **counters})", "pass"),
+    fit(
+        "counters are told",
+        "buffers = buffers | {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}",
+        "pass",
+    ),
     fit("samples are told", "if request.counts else (0, 0, 0)", "if True else (0, 0, 0)"),
     fit(
         "all samples",
@@ -1195,8 +1193,8 @@ MUTANTS = [
     site_sums("a site brings another's part", "if set(part.places) != places.get(site) or", "if"),
     rebafl(
         "prototypes of few samples leave",
-        "table = of_enough(table, trained.least)",
-        "table = table",
+        "len(context.counts), trained.least)",
+        "len(context.counts))",
         "objectives/test_rebafl.py",
         "objectives/test_prototypes.py",
         "clients/test_minimum.py",

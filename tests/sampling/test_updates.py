@@ -83,13 +83,12 @@ def test_strangers_are_drawn_alike_and_the_aggregate_stays_unbiased(tiny):
     assert (np.abs(mean - 1 / 12) < 4.5 * error).all()
 
 
-@pytest.mark.parametrize(("clients", "refresh"), [(1000, "all"), (1001, "participants")])
-def test_who_is_asked_by_default(clients, refresh):
+@pytest.mark.parametrize(("clients", "renewal", "asked"), [(1000, "all", "all"), (1001, "updates", "participants")])
+def test_who_is_asked_by_default(clients, renewal, asked):
     config = fs.prepare(fs.Experiment(method="fedsts", partition=fs.IID(clients=clients))).config
-    assert Stratified()._refreshes(config) == refresh
-    assert Stratified()._uses_updates(config) == (refresh == "participants")
-    assert Stratified(gradients="updates")._refreshes(config) == "participants"
-    assert not Stratified(gradients="asked")._uses_updates(config)
+    assert Stratified()._renewal(config) == renewal
+    assert Stratified(gradients="updates")._renewal(config) == "updates"
+    assert Stratified(gradients="asked")._renewal(config) == asked
 
 
 def test_there_are_no_updates_of_everybody():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -134,6 +134,8 @@ class Model:
         """
         if self._installed is None and self.untrained.sent:
             raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
+        if not self.untrained.any:
+            return {}
         self.untrained.refuse_changes()
         self.untrained.gather()
         return _copies(self.untrained.sent)
@@ -222,25 +224,19 @@ class Model:
         """
         if self._installed is not None:
             raise RuntimeError("this model is loaded already. Use a clone().")
-        buffers = {} if buffers is None else buffers
         if missing := self._leaves.keys() - params.keys():
             raise ValueError(f"these parameters are missing: {', '.join(sorted(missing))}")
-        _check(params, self._leaves, "parameter")
-        _check(buffers, self.untrained.sent, "buffer")
-        training = self.module.training
-        self.untrained.gather()
-        self.untrained.watch()
+        training, buffers = self.module.training, buffers or {}
         installed = self._installed = dict(self._leaves)
         try:
-            _copy_into(self._leaves, params)
-            _copy_into(self.untrained.sent, buffers)
-            self.train_mode(train)
-            yield installed
-            self.untrained.refuse_changes()
+            with self.untrained.watched() if self.untrained.any else nullcontext():
+                _copy_into(self._leaves, params, "parameter")
+                _copy_into(self.untrained.sent, buffers, "buffer")
+                self.train_mode(train)
+                yield installed
         finally:
             self._installed = None
             installed.clear()
-            self.untrained.gather()
             for name in self._shared:  # give these parameters memory of their own again; see ``share``
                 self._leaves[name].data = torch.empty_like(self._initial_params[name])
             self._shared.clear()
@@ -279,7 +275,8 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("share() can be called only inside 'with model.loaded(...)'")
-        self.untrained.restore(buffers or {})
+        if self.untrained.any:
+            self.untrained.restore(buffers or {})
         for name, leaf in self._leaves.items():
             given, initial = params[name], self._initial_params[name]
             if given is self._shared.get(name):
@@ -380,16 +377,14 @@ def _copies(tensors: Mapping[str, Tensor]) -> Params:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _check(given: Mapping[str, Tensor], expected: Params, kind: str) -> None:
-    for name, tensor in given.items():
-        if name not in expected:
-            raise ValueError(f"{name!r} is not a {kind} of this model. Use one of: {', '.join(expected) or 'none'}")
-        if tensor.shape != expected[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
-            shapes = f"{tuple(tensor.shape)}, but must have shape {tuple(expected[name].shape)}"
+def _copy_into(targets: Params, sources: Mapping[str, Tensor], kind: str = "tensor") -> None:
+    """Copy values into tensors of the same names and shapes."""
+    for name, tensor in sources.items():
+        if name not in targets:
+            raise ValueError(f"{name!r} is not a {kind} of this model. Use one of: {', '.join(targets) or 'none'}")
+        if tensor.shape != targets[name].shape:  # ``copy_`` would broadcast some wrong shapes without an error
+            shapes = f"{tuple(tensor.shape)}, but must have shape {tuple(targets[name].shape)}"
             raise ValueError(f"{kind} {name!r} has shape {shapes}")
-
-
-def _copy_into(targets: Params, sources: Mapping[str, Tensor]) -> None:
     if sources:
         with torch.no_grad():
             torch._foreach_copy_([targets[name] for name in sources], list(sources.values()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ class Untrained:
         """The frozen parameters and the constant buffers, which are neither sent nor saved nor copied."""
         self.all: dict[str, Tensor] = {**parameters, **{name: named[name] for name in named if name in saved}}
         """The frozen parameters and all saved buffers, in an order that does not depend on ``constant``."""
+        self.any = bool(named or parameters)
+        """Whether the module has buffers or frozen parameters. Otherwise, nothing must be watched."""
         self._parameters = parameters
         names = {id(buffer): name for name, buffer in named.items()}
         self._places = [
@@ -79,6 +82,17 @@ class Untrained:
     def sums(self) -> dict[str, str]:
         """Return the sum of each tensor as text. A change of ``tensor.data`` changes the sum, but not the version."""
         return {name: repr(tensor.detach().sum(dtype=torch.float64).item()) for name, tensor in self.all.items()}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Refuse changes of ``frozen`` during the ``with`` block, and call ``gather`` at its start and at its end."""
+        self.gather()
+        self.watch()
+        try:
+            yield
+            self.refuse_changes()
+        finally:
+            self.gather()
 
     def watch(self) -> None:
         """Begin to watch ``frozen`` for changes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -282,7 +283,7 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
         raise SpecError("model.name", problem, name)
 
 
-class Classifier(nn.Module):
+class Classifier(nn.Sequential):
     """A module of layers that compute features, and a head that computes logits.
 
     Args:
@@ -291,14 +292,7 @@ class Classifier(nn.Module):
     """
 
     def __init__(self, *layers: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*layers)
-        self.head = head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the logits, shape (B, classes)."""
-        logits: torch.Tensor = self.head(self.body(x))
-        return logits
+        super().__init__(OrderedDict(body=nn.Sequential(*layers), head=head))
 
 
 def check_image(name: str, shape: tuple[int, ...], side: int) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from fedstrata.federation.messages import FitReply, Params
 from fedstrata.federation.secure.fit import Bounds, Count, Summands, Sums
 from fedstrata.models.model import Model
-from fedstrata.objectives.base import Batch, Context, PerSample
+from fedstrata.objectives.base import Batch, Context, Objective, PerSample
 
 EXCLUDED = -1e9
 """The shift that excludes a class from the softmax. The value is finite, because an infinite shift could make gradients
@@ -64,7 +64,7 @@ def _idle(reply: FitReply) -> bool:
     return reply.trained and reply.loss == 0
 
 
-class CountsIdle(PerSample):
+class CountsIdle(Objective):
     """An objective with which some clients may learn nothing; see ``idle_clients``."""
 
     needs_replies = ""

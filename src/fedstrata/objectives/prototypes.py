@@ -42,7 +42,7 @@ def no_prototypes(classes: int, size: int) -> Table:
 
 
 @torch.no_grad()
-def class_means(model: Model, params: Params, batches: Batches, classes: int) -> Table:
+def class_means(model: Model, params: Params, batches: Batches, classes: int, least: int = 1) -> Table:
     """Return a client's prototypes, which are the mean feature vectors of each class in evaluation mode (Eq. 21).
 
     Args:
@@ -50,6 +50,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
         params: The parameters that compute features.
         batches: A function that iterates over the client's samples.
         classes: The number C of classes.
+        least: The smallest number of samples of a prototype. Classes with fewer samples are left out.
     """
     device = next(iter(params.values())).device
     sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=device)
@@ -63,7 +64,8 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
                 raise SpecError("model.head", problem, model.head_name)
             sums.index_add_(0, batch.y, features.double())
             samples += torch.bincount(batch.y, minlength=classes)
-    return {"means": (sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}
+    means, enough = (sums / samples.clamp(min=1)[:, None]).float(), samples >= least
+    return {"means": torch.where(enough[:, None], means, 0.0), "samples": torch.where(enough, samples, 0.0)}
 
 
 def merged(first: Table, second: Table) -> Table:
@@ -72,20 +74,6 @@ def merged(first: Table, second: Table) -> Table:
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
         "samples": torch.where(known, first["samples"], second["samples"]),
-    }
-
-
-def of_enough(table: Table, least: int) -> Table:
-    """Return a table without prototypes that were computed from fewer than ``least`` samples.
-
-    >>> of_enough({"means": torch.tensor([[1.0], [5.0]]), "samples": torch.tensor([3.0, 1.0])}, 2)
-    {'means': tensor([[1.],
-            [0.]]), 'samples': tensor([3., 0.])}
-    """
-    enough = table["samples"] >= least
-    return {
-        "means": torch.where(enough[:, None], table["means"], 0.0),
-        "samples": torch.where(enough, table["samples"], 0.0),
     }
 
 

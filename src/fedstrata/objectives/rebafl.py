@@ -40,7 +40,6 @@ from fedstrata.objectives.prototypes import (
     feature_size,
     merged,
     no_prototypes,
-    of_enough,
     updated,
 )
 
@@ -119,7 +118,7 @@ class Rebalanced(CountsIdle):
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """Return an example of a client's message: a table of zeros with the required shapes."""
-        return {"prototypes": self.init(weights, config)} if self.mu else {}
+        return {"prototypes": no_prototypes(config.strata, feature_size(config.model))} if self.mu else {}
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
@@ -176,11 +175,11 @@ class Rebalanced(CountsIdle):
         cycle = torch.argsort(known.logical_not().to(torch.uint8), stable=True)
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 
-    def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the loss of every sample plus μ times the loss of its augmented features, shape (B,)."""
+    def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """Return the mean over the samples of the loss plus μ times the loss of the augmented features, a scalar."""
         prior = context.derived["log_prior"]
         if not self.mu:
-            return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none")
+            return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none").mean()
         features, logits = model.with_features(params, batch.x)
         augmented, labels = self.augment(features.detach().flatten(1), batch.y, context)
         augmented_logits = model.head(params, augmented)
@@ -188,7 +187,7 @@ class Rebalanced(CountsIdle):
             counts = torch.bincount(labels, minlength=logits.shape[1]).float()
             augmented_logits = augmented_logits + log_prior(counts, self.epsilon)
         second = F.cross_entropy(augmented_logits, labels, reduction="none")
-        return F.cross_entropy(logits + prior, batch.y, reduction="none") + self.mu * second
+        return (F.cross_entropy(logits + prior, batch.y, reduction="none") + self.mu * second).mean()
 
     def augment(self, features: Tensor, labels: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Move the features of each sample from its own class to another class (Eq. 15).
@@ -206,8 +205,7 @@ class Rebalanced(CountsIdle):
         """Return the client's prototypes as the message and as the state. The trained model computes them (Eq. 21)."""
         if not self.mu:
             return {}, None
-        table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
-        table = of_enough(table, trained.least)
+        table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)
         return {"prototypes": table}, table if self.keep_prototypes else None
 
 

@@ -88,18 +88,18 @@ class Answered:
 
 
 def ask_new_sizes(
-    federation: Federation, state: AnswersState, clients: Sequence[int], epsilon: float | None, bound: int
+    federation: Federation, state: AnswersState | None, clients: Sequence[int], epsilon: float | None, bound: int
 ) -> Answered:
     """Ask only the clients without a known answer for their numbers of samples.
 
     Args:
         federation: The federation, through which the server asks the clients.
-        state: The known answers.
+        state: The known answers, if there are any.
         clients: The participants of the round.
         epsilon: The privacy parameter ε; None if clients report their true numbers.
         bound: The public bound M on a client's number of samples.
     """
-    answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True))
+    answers = {} if state is None else dict(zip(state.known.tolist(), state.answers.tolist(), strict=True))
     request = size_report(federation, epsilon, bound)
     replies = federation.ask([client for client in clients if client not in answers], request)
     answers = dict(sorted((answers | {client: reply.samples for client, reply in replies.items()}).items()))

@@ -100,7 +100,7 @@ class FedSamplingData(DataSampler):
         """Ask clients for unknown sizes, estimate the total number ñ of samples, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
-        known = state if self.reuse else AnswersState.empty()
+        known = state if self.reuse else None
         answered = ask_new_sizes(federation, known, sorted(clients), self.epsilon, self.bound)
         if not answered.responses:
             return 1.0, answered.state, {}

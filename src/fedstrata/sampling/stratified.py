@@ -141,7 +141,7 @@ class Stratified(ClientSampler):
             return self.allocation
         if self.replacement or self.draws == "systematic":
             return "neyman-random"
-        return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
+        return "neyman" if self._renewal(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
         """Refuse settings that do not fit each other, the clients or the model. Warn about fewer draws than strata."""
@@ -149,13 +149,13 @@ class Stratified(ClientSampler):
         if self.replacement and self.draws == "systematic":
             problem = "draws each client at most once, but replacement = true. Set replacement to false."
             raise SpecError("method.client_sampler.draws", problem, self.draws)
-        if self._refreshes(config) == "all" and self.gradients == "updates":
+        if self._renewal(config) == "all" and self.gradients == "updates":
             problem = "only participants send updates. Set method.refresh = 'participants', or use 'asked'."
             raise SpecError("method.gradients", problem, self.gradients)
-        if self.compared == "centroids" and self._uses_updates(config):
+        if self.compared == "centroids" and self._renewal(config) == "updates":
             problem = "updates are not compressed and have no centroids. Use 'restored', or set gradients = 'asked'."
             raise SpecError("method.compared", problem, self.compared)
-        if self._uses_updates(config) and not config.training.optimizer.is_sgd:
+        if self._renewal(config) == "updates" and not config.training.optimizer.is_sgd:
             problem = "gradients can be computed from updates only if clients use SGD. Use 'sgd', "
             problem += "or method.gradients = 'asked'."
             raise SpecError("training.optimizer", problem, config.training.optimizer.label)
@@ -185,18 +185,18 @@ class Stratified(ClientSampler):
         The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, the number
         of local steps depends on the client's number of samples.
         """
-        if self._uses_updates(config) and config.training.local_steps is None:
+        if self._renewal(config) == "updates" and config.training.local_steps is None:
             problem = "updates would disclose the sizes of clients, which method.data_sampler keeps private"
             accepted = "Use 'asked', or set training.local_steps."
             raise SpecError("method.gradients", f"{problem}. {accepted}", "updates")
 
     @override
     def learns(self, config: FederationConfig) -> bool:
-        return self._uses_updates(config)
+        return self._renewal(config) == "updates"
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for compressed gradients. The list is empty if updates are used as gradients."""
-        if self._uses_updates(agreed):
+        if self._renewal(agreed) == "updates":
             return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
         length = f"{self.coordinates} random combinations of" if self.coordinates else "all of"
@@ -215,7 +215,7 @@ class Stratified(ClientSampler):
         state, candidates = self._refresh(federation, state, weights, candidates)
         is_known = np.isin(candidates, state.known)
         known = candidates[is_known]
-        unseen = candidates[~is_known] if self._uses_updates(config) else candidates[:0]
+        unseen = candidates[~is_known] if self._renewal(config) == "updates" else candidates[:0]
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
@@ -292,7 +292,7 @@ class Stratified(ClientSampler):
             each stratum (see ``allocation.spread``), shape (H,); and the spread over all clients.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
-        if len(rows) > FITTED and self._refreshes(federation.config) != "all":
+        if len(rows) > FITTED and self._renewal(federation.config) != "all":
             # Few rows change per round, so k-means continues from the centres of the last round. k-means starts from
             # scratch when half of the rows have been renewed, when a stratum is empty, or when the number of strata
             # changes.
@@ -319,13 +319,13 @@ class Stratified(ClientSampler):
             out.
         """
         config = federation.config
-        refresh, training = self._refreshes(config), config.training
-        if self._uses_updates(config):
+        renewal, training = self._renewal(config), config.training
+        if renewal == "updates":
             sent = sketch(weights.params, self.coordinates, config.seed)
             lr, steps = training.lr_at(federation.round), training.local_steps or 1
             return replace(state, sent=sent, lr=lr, steps=steps, seed=config.seed), candidates
         asked = candidates
-        if refresh == "participants":
+        if renewal == "participants":
             # Ask the last round's participants for new gradients. Also ask as many clients without a gradient as a
             # round invites, because only clients with a gradient can be drawn.
             unseen = np.setdiff1d(candidates, state.known)
@@ -335,29 +335,27 @@ class Stratified(ClientSampler):
         request = Compress(federation.round, weights, self.centres, self.coordinates)
         replies = federation.ask(asked, request, work=float)
         if not replies:
-            return state, candidates[:0] if refresh == "all" else candidates
-        answered = np.array(sorted(replies), dtype=np.int64)
-        points = np.stack([self._point(replies[int(client)]) for client in answered])
+            return state, candidates[:0] if renewal == "all" else candidates
+        answered, restored = np.fromiter(replies, dtype=np.int64), self.compared == "restored"
+        points = [reply.restored if restored else self._centroids(reply) for reply in replies.values()]
         # If all clients were asked, leave out clients that did not answer, because they would probably not train
         # either.
-        return state.learned(answered, points), answered if refresh == "all" else candidates
+        return state.learned(answered, np.stack(points)), answered if renewal == "all" else candidates
 
-    def _point(self, reply: CompressReply) -> Floats32:
-        """Return the vector by which a client is compared with other clients; see the setting ``compared``.
+    def _centroids(self, reply: CompressReply) -> Floats32:
+        """Return the values that occur in a compressed gradient, shape (d',).
 
-        The vector is the compressed gradient, shape (d,), or the values that occur in it, shape (d',). If there are
-        fewer than d' values, the last value is repeated.
+        If there are fewer than d' values, the last value is repeated.
         """
-        if self.compared == "restored":
-            return reply.restored
         centres: Floats32 = reply.centres.numpy()
         return np.pad(centres, (0, self.centres - len(centres)), mode="edge")
 
-    def _refreshes(self, config: Agreed) -> str:
-        return self.refresh or ("all" if config.clients <= LARGE and self.gradients != "updates" else "participants")
-
-    def _uses_updates(self, config: Agreed) -> bool:
-        return self._refreshes(config) == "participants" and self.gradients != "asked"
+    def _renewal(self, config: Agreed) -> Literal["all", "participants", "updates"]:
+        """Return how gradients are renewed: all clients are asked, only participants are asked, or updates are used."""
+        few = config.clients <= LARGE and self.gradients != "updates"
+        if self.refresh == "all" or (self.refresh is None and few):
+            return "all"
+        return "participants" if self.gradients == "asked" else "updates"
 
 
 def stratify(points: Floats32, count: int, seed: int, round: int, start: Start | None = None) -> Ints:

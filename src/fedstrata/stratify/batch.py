@@ -16,13 +16,11 @@ from fedstrata.base.arrays import Bools, Floats, Ints
 from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.records import Tree
 from fedstrata.clients.training.steps import clipped
-from fedstrata.federation.allowed import Agreed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Summed
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.settings import Training, scheduled
 from fedstrata.stratify.messages import (
-    ALL,
     NO_SUCH_BATCH,
     GatheredReply,
     Gradient,
@@ -38,20 +36,6 @@ from fedstrata.stratify.secure import GradientForm, ask_gradients
 from fedstrata.stratify.selection import select_batches
 
 LRRule = Literal["none", "linear", "sqrt"]
-
-
-def rate(training: Training, server: ServerOptimizer | None, scale: float, round: int) -> float:
-    """Return the learning rate of a round's batches, which is the product of three factors.
-
-    Args:
-        training: The training settings. The first factor is the learning rate of the round.
-        server: The server's optimiser. The second factor is this optimiser's learning rate ``lr`` according to its
-            schedule, or 1 without an optimiser.
-        scale: The third factor; see ``BatchMode.scale``.
-        round: The round, counted from 1.
-    """
-    factor = 1.0 if server is None else scheduled(server.lr or 1.0, server.schedule, round, training.rounds)
-    return training.lr_at(round) * factor * scale
 
 
 @cache
@@ -76,14 +60,17 @@ class BatchMode:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
 
-    def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
-        """Return batch mode for every round, and the range (0, 1), which is the whole label schedule."""
-        return self, ALL
+    def rate(self, training: Training, round: int) -> float:
+        """Return the learning rate of a round's batches, which is the product of three factors.
 
-    def scale(self, training: Training) -> float:
-        """Return the factor by which ``batch_size`` and ``lr_rule`` change the learning rate."""
+        The factors are the clients' learning rate in the round, the server's learning rate in the round (1 without
+        ``server``), and the factor of ``lr_rule``.
+        """
+        server = self.server
+        factor = 1.0 if server is None else scheduled(server.lr or 1.0, server.schedule, round, training.rounds)
         ratio = (self.batch_size or training.batch_size) / training.batch_size
-        return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
+        scale = float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
+        return training.lr_at(round) * factor * scale
 
     def form(self, config: FederationConfig) -> GradientForm:
         """Return the form in which secure sums (``privacy.sums``) add the gradients of a batch."""
@@ -108,7 +95,7 @@ class BatchMode:
         training, together = federation.config.training, federation.config.model.has_batchnorm
         plan = BatchPlan(roster, wanted, self.batch_size or training.batch_size, pairs=together)
         plan.reserve(np.arange(len(wanted)))
-        lr = rate(training, self.server, self.scale(training), federation.round)
+        lr = self.rate(training, federation.round)
         server = self.server or sgd(training.momentum, training.weight_decay)
         stepper = Stepper(server, weights.params, optimizer, lr=lr)
         samples, weight, loss, transfers, scaled = 0, 0.0, 0.0, 0, 0
@@ -281,7 +268,7 @@ class BatchPlan:
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
-            rows = roster.rows_of(place)
+            rows = roster.rows[place]
             if not roster.available[rows].any():
                 if self._waiting[rows].any():
                     roster.available[rows], self._waiting[rows] = self._waiting[rows], False
@@ -309,7 +296,8 @@ class BatchPlan:
             requests[client] = Reserve(batches=torch.from_numpy(self.batch_of[theirs]), **fields)
         replies: dict[int, ReserveReply] = roster.federation.ask(requests, requests, check=self._check)
         roster.answered.update(replies)
-        self._remove(set(requests) - set(replies))
+        if lost := set(requests) - set(replies):
+            self._remove(lost)
         still_open = []
         for client, theirs in positions_of.items():
             reply = replies.get(client)
@@ -358,7 +346,7 @@ class BatchPlan:
             # The client waits, and is chosen again when the label has no other unused samples. If it then holds its
             # samples back again, its positions are given up.
             if not self._last[place] or place not in none_left:
-                rows = self.roster.rows_of(place)
+                rows = self.roster.rows[place]
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
@@ -369,5 +357,4 @@ class BatchPlan:
 
     def _remove(self, clients: set[int]) -> None:
         self.roster.remove(clients)
-        if clients:
-            self._waiting[np.isin(self.roster.holders.clients, list(clients))] = False
+        self._waiting[np.isin(self.roster.holders.clients, list(clients))] = False

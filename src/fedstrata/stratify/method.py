@@ -19,7 +19,7 @@ from fedstrata.federation.messages import Fact, Weights
 from fedstrata.federation.secure.fit import Forms
 from fedstrata.methods.base import Method
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
-from fedstrata.stratify.batch import BatchMode, LRRule, rate
+from fedstrata.stratify.batch import BatchMode, LRRule
 from fedstrata.stratify.hybrid import HybridMode
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking
@@ -177,12 +177,13 @@ class Stratify(Method):
         """Return the requests of enrolment, and the requests of training in batches, sample by sample, or both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
-        mode = self._mode
-        window = by_round("what has arrived" if hybrid else "all", lambda round: mode.phase(agreed, round)[1])
-        before = mode.batch_rounds(agreed) if isinstance(mode, HybridMode) else 0
+        before, window = 0, by_round("all", lambda _: ALL)
+        if isinstance(self._mode, HybridMode):
+            before, phase = self._mode.batch_rounds(agreed), self._mode.phase
+            window = by_round("what has arrived", lambda round: phase(agreed, round)[1])
         if self.mode != "single":
-            scale, size = self._batches.scale(training), self.batch_size or training.batch_size
-            lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
+            size = self.batch_size or training.batch_size
+            lr = by_round("the round's", lambda round: self._batches.rate(training, round))
             rounds = range(1, before + 1) if hybrid else None
             requests += allowed_in_batches(size, window, lr, self.local_steps, rounds, self._weighted)
         if self.mode != "batch":
@@ -215,7 +216,9 @@ class Stratify(Method):
     def run_round(self, federation: Federation, state: StratifyState) -> tuple[StratifyState, dict[str, Any]]:
         """Train one epoch of the schedule."""
         config, holders = federation.config, state.holders
-        mode, window = self._mode.phase(config, federation.round)
+        mode, window = self._mode, ALL
+        if isinstance(mode, HybridMode):
+            mode, window = mode.phase(config, federation.round)
         totals = holders.totals()
         if window != ALL:
             totals = (totals * (window[1] - window[0])).round().astype(totals.dtype)

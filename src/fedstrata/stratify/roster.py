@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class Roster:
     ) -> None:
         self.federation, self.holders, self.weighted, self.window = federation, holders, weighted, window
         self.generator = federation.rng("client-sampling")
+        self.rows = [slice(begin, end) for begin, end in pairwise(holders.offsets.tolist())]
+        """For each placeholder, the rows (indices of pairs) of its holders; see ``holders.offsets``."""
         self.places: Ints = np.repeat(np.arange(len(holders.placeholders)), np.diff(holders.offsets))
         """For each pair (placeholder, holder): the index of the placeholder in ``holders.placeholders``, shape (R,)."""
         # ``candidates`` leaves out clients whose absence was announced. Other absences become known only when a client
@@ -61,10 +64,6 @@ class Roster:
         """
         self._by_client = np.argsort(holders.clients, kind="stable")
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
-
-    def rows_of(self, place: int) -> slice:
-        """Return the rows (indices of pairs) of the placeholder ``placeholders[place]``, as a slice."""
-        return slice(self.holders.offsets[place], self.holders.offsets[place + 1])
 
     def empty_rows(self, client: int, missing: Ints, exhausted: Tensor) -> Ints:
         """Return the rows (indices of pairs) of the labels for which ``client`` has no unused samples left.
@@ -97,7 +96,7 @@ class Roster:
         Returns:
             True if a holder is present.
         """
-        rows = self.rows_of(place)
+        rows = self.rows[place]
         clients = self.holders.clients[rows][self.present[rows]].tolist()
         if not clients:
             reason = f"{positions} positions of placeholder {place}: no client with this label is present"

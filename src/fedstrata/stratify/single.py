@@ -13,10 +13,9 @@ import torch
 from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
-from fedstrata.federation.allowed import Agreed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.stratify.messages import ALL, Steps, StepsReply
+from fedstrata.stratify.messages import Steps, StepsReply
 from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
@@ -56,10 +55,6 @@ class SingleMode:
         if config.training.momentum > 0:
             problem = "in single-sample mode, clients cannot pass momentum on with the model. Use 0."
             raise SpecError("training.momentum", problem, config.training.momentum)
-
-    def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
-        """Return this mode for every round, and the range (0, 1), because all samples are used."""
-        return self, ALL
 
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree

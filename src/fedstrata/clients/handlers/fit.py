@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.clients.training.devices import on_device
-from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
+from fedstrata.clients.training.local import OBJECTIVE, LocalData, train
 from fedstrata.clients.training.personal import LAYERS, train_in_stages, with_kept_layers
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, ModelRequest, WeightedFitReply, Weights
@@ -19,8 +19,8 @@ BUFFERS = "buffers"
 
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
-    """Train on the client's samples for this round, and store the objective's new state."""
-    weights, chosen = starting_point(client, request), np.arange(len(client))
+    """Train on the client's samples for this round, and store what stays at the client in its state."""
+    config, weights, chosen = client.context.config, starting_point(client, request), np.arange(len(client))
     if request.keep < 1:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
     client.authorize_update(len(chosen))
@@ -29,8 +29,20 @@ def fit(client: Client, request: Fit) -> FitReply:
         outcome = train_in_stages(client, weights, data, request)
     else:
         outcome = train(client, weights, data, round=request.round, message=request.message)
-    reply = fit_reply(client, request, len(chosen), outcome)
-    return weighted(reply, data) if client.context.config.task.weighted and request.counts else reply
+    if outcome.kept is not None:
+        client.state[OBJECTIVE] = outcome.kept
+    params, buffers = outcome.weights.params, outcome.weights.buffers
+    if config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
+        # The client keeps its own BatchNorm statistics. The reply contains the statistics from the request instead.
+        client.state[BUFFERS] = {name: b for name, b in buffers.items() if name in names}
+        buffers = buffers | {name: b for name, b in request.weights.buffers.items() if name in names}
+    counts = (len(chosen), outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
+    if not request.counts:
+        # BatchNorm counts its batches, which would reveal the number of samples. The reply contains the counters from
+        # the request instead.
+        buffers = buffers | {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
+    reply = FitReply(Weights(params, buffers), *counts, outcome.loss, outcome.message, outcome.steps > 0)
+    return weighted(reply, data) if config.task.weighted and request.counts else reply
 
 
 def weighted(reply: FitReply, data: LocalData) -> FitReply:
@@ -44,32 +56,6 @@ def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)
     return Weights(sent.params, {**sent.buffers, **kept}) if local and isinstance(kept, dict) else sent
-
-
-def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> FitReply:
-    """Return the reply to a training request, and store the results that stay at the client in its state.
-
-    Args:
-        client: The client.
-        request: The request.
-        samples: Number of samples that were used.
-        outcome: The result of local training.
-    """
-    if outcome.kept is not None:
-        client.state[OBJECTIVE] = outcome.kept
-    result = outcome.weights
-    if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
-        # The client keeps its own BatchNorm statistics. The reply contains the statistics from the request instead.
-        client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
-        sent = {name: b for name, b in request.weights.buffers.items() if name in names}
-        result = Weights(result.params, {**result.buffers, **sent})
-    counts = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
-    if not request.counts:
-        # BatchNorm counts its batches, which would reveal the number of samples. The reply contains the counters from
-        # the request instead.
-        counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
-        result = Weights(result.params, {**result.buffers, **counters})
-    return FitReply(result, *counts, outcome.loss, outcome.message, outcome.steps > 0)
 
 
 def statistics(context: ClientContext) -> frozenset[str]:

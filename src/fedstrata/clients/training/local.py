@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -100,28 +101,22 @@ class LocalData:
         size = min(training.batch_size * training.accumulate, n)
         if n < (2 if pairs else 1):
             return
-        full_batches = training.local_steps is not None
-        batches = -(-n // size) - (pairs and size > 1 and n % size == 1)
-        steps = training.local_steps or (training.local_epochs or DEFAULT_EPOCHS) * batches
-        done = 0
-        while done < steps:
+        ends = [*range(size, n, size), n]
+        if pairs and size > 1 and n % size == 1:
+            del ends[-2]  # the last sample joins the previous batch
+        steps = training.local_steps or (training.local_epochs or DEFAULT_EPOCHS) * len(ends)
+        once = steps <= len(ends)
+        if training.local_steps is not None:
+            ends = list(range(size, n + 1, size))  # all batches are full
+        for done in range(0, steps, len(ends)):
             order = generator.permutation(n)
+            bounds = pairwise([0, *ends[: steps - done]])
             # Putting all samples in order at once is faster if the remaining steps use at least half of them.
-            whole = self._fits and steps - done > n // size // 2
-            shuffled = self._permuted(order, once=steps <= batches) if whole else None
-            for begin in range(0, n - size + 1 if full_batches else n, size):
-                if done == steps:
-                    return
-                end = begin + size
-                if pairs and size > 1 and n - end == 1 and not full_batches:
-                    end = n
-                if shuffled is None:
-                    yield self.batch(order[begin:end])
-                else:
-                    yield shuffled[begin:end]
-                done += 1
-                if end == n:
-                    break
+            if self._fits and steps - done > n // size // 2:
+                whole = self._permuted(order, once)
+                yield from [whole[begin:end] for begin, end in bounds]
+            else:
+                yield from (self.batch(order[begin:end]) for begin, end in bounds)
 
     def _permuted(self, order: NDArray[np.int64], once: bool) -> Batch:
         """Return all samples in a new order, so that each mini-batch can be a slice of the result without a copy.
@@ -233,8 +228,9 @@ def train(
         weights, message, kept = to_device((weights, message, kept), device)
     counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
+    precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=training.precision == "bf16")
     if setup.prepares:  # the objective uses the samples without augmentation
-        with computing(training, device.type):
+        with precision():
             received = setup.objective.client_prepare(model, weights, data.in_order, message)
             context = setup.objective.client_init(model, replace(context, received=received))
     with ExitStack() as stack:
@@ -251,7 +247,7 @@ def train(
         extra, kept = Extra(), context.kept
         if setup.finishes:
             done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
-            with torch.no_grad(), computing(training, device.type):
+            with torch.no_grad(), precision():
                 extra, kept = setup.objective.client_final(done, context)
     if device != CPU:
         after, extra, kept, optimizer_state = to_device((after, extra, kept, optimizer_state), CPU)
@@ -298,18 +294,6 @@ def _take_steps(
     return descend(context, config.training, batches, optimizer_state)
 
 
-def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
-    """Return a context manager for forward and backward passes with the precision ``training.precision``.
-
-    Parameters must not change inside the context, because autocast caches converted copies of parameters.
-
-    Args:
-        training: The settings.
-        device: Type of the device that computes, ``cpu`` or ``cuda``.
-    """
-    return torch.autocast(device, torch.bfloat16) if training.precision == "bf16" else nullcontext()
-
-
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
@@ -343,9 +327,12 @@ def _descend(
         return losses, seen, None
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
+    # Parameters must not change inside this context, because autocast caches converted copies of parameters.
+    device = next(iter(params.values())).device
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:
-        with computing(training, batch.y.device.type):
+        with precision:
             loss = objective.loss(model, params, batch, context)
         # ``materialize_grads`` returns the gradient zero for parameters that the loss does not use, so that the
         # objective's correction and weight decay still apply to them.
@@ -362,8 +349,10 @@ def _descend(
     steps = steps_of(training, context.lr, trained, optimizer_state)
     for batch in batches:
         loss, gradient = of_batch(batch)
-        correction = objective.correction(params, context) if setup.corrects else None
-        steps.step(trained, gradient, None if correction is None else [correction[name] for name in names])
+        if setup.corrects and (correction := objective.correction(params, context)) is not None:
+            with torch.no_grad():
+                gradient = torch._foreach_add(gradient, [correction[name] for name in names])
+        steps.step(trained, gradient)
         losses.append(loss)
         seen += batch.y.shape[0] * objective.gradients_per_step
     return losses, seen, steps.state() if training.optimizer_state == "keep" else None

@@ -185,8 +185,10 @@ def descend_privately(
     steps = steps_of(training, context.lr, values, optimizer_state)
     for batch in batches:
         loss, noisy = gradient(params, names, batch)
-        correction = gradient.objective.correction(params, context)
-        steps.step(values, noisy, None if correction is None else [correction[name] for name in names])
+        if (correction := gradient.objective.correction(params, context)) is not None:
+            with torch.no_grad():
+                noisy = torch._foreach_add(noisy, [correction[name] for name in names])
+        steps.step(values, noisy)
         losses.append(loss)
     state = steps.state() if training.optimizer_state == "keep" else None
     return losses, int(len(losses) * gradient.expected), state

@@ -20,13 +20,13 @@ OPTIMIZER = "optimizer"
 
 
 class SGD:
-    """SGD with momentum: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+    """SGD with momentum: d = clip(g) + λ w; v ← μ v + d; w ← w − η v.
 
-    The gradient is g, and the correction is r. An instance keeps the velocity v, so all its steps must update the same
-    parameters w.
+    The gradient g includes the correction of the objective. An instance keeps the velocity v, so all its steps must
+    update the same parameters w.
 
     Args:
-        training: The settings, which contain the momentum μ, the weight decay λ, and the largest norm of g + r
+        training: The settings, which contain the momentum μ, the weight decay λ, and the largest norm of g
             (``clip``).
         lr: The learning rate η.
     """
@@ -36,15 +36,16 @@ class SGD:
         self.velocity: list[Tensor] | None = None
 
     @torch.no_grad()
-    def step(self, params: Tensors, gradient: Tensors, correction: Tensors | None = None) -> None:
+    def step(self, params: Tensors, gradient: Tensors) -> None:
         """Take one step, which changes the parameters in place.
 
         Args:
             params: The parameters w.
-            gradient: The gradient g, in the shapes of ``params``.
-            correction: The objective's correction r, in the shapes of ``params``, or None.
+            gradient: The gradient g, in the shapes of ``params``. It does not change, because autograd may return the
+                same tensor as the gradient of two parameters.
         """
-        gradient = corrected(gradient, correction, self.training.clip)
+        if self.training.clip is not None:
+            gradient = clipped(gradient, self.training.clip)
         if self.training.weight_decay:
             gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)
         if self.training.momentum:
@@ -61,16 +62,6 @@ class SGD:
         return self.velocity
 
 
-def corrected(gradient: Tensors, correction: Tensors | None, clip: float | None) -> Tensors:
-    """Return clip(g + r) for a gradient g and a correction r, without changing tensors in place.
-
-    Gradients must not change in place, because autograd may return the same tensor as the gradient of two parameters.
-    """
-    if correction is not None:
-        gradient = torch._foreach_add(gradient, correction)
-    return gradient if clip is None else clipped(gradient, clip)
-
-
 def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
     """Return a gradient that is scaled down so that its norm over all tensors is at most ``limit``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
@@ -79,7 +70,7 @@ def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
 
 
 class TorchSteps:
-    """Steps of a PyTorch optimiser with the gradient clip(g + r), where g is the gradient and r is the correction.
+    """Steps of a PyTorch optimiser with the gradient clip(g), where g includes the correction of the objective.
 
     Args:
         training: The settings, which contain the optimiser, its momentum and weight decay, and ``clip``.
@@ -98,9 +89,10 @@ class TorchSteps:
                 group["lr"] = lr
 
     @torch.no_grad()
-    def step(self, params: Tensors, gradient: Tensors, correction: Tensors | None = None) -> None:
+    def step(self, params: Tensors, gradient: Tensors) -> None:
         """Take one step, which changes the parameters in place. See ``SGD.step``."""
-        for parameter, part in zip(params, corrected(gradient, correction, self._clip), strict=True):
+        gradient = gradient if self._clip is None else clipped(gradient, self._clip)
+        for parameter, part in zip(params, gradient, strict=True):
             parameter.grad = part
         self._optimizer.step()
         self._optimizer.zero_grad()
