@@ -82,8 +82,8 @@ FAULTS = {
 CONFORMANCE = """\
 # Conformance of engines
 
-This page shows that all engines handle the same requests in the same way, and can train any model. An *engine* decides
-where clients run. `python tests/tables.py` runs the tests, and writes this page.
+An *engine* decides where clients run. All engines handle the same requests in the same way, and can train any model.
+`python tests/tables.py` runs the tests, and writes this page.
 
 ## The same cases on each engine
 
@@ -96,8 +96,7 @@ where clients run. `python tests/tables.py` runs the tests, and writes this page
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | sites of NVFlare, whose messages to each other pass through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. For example, only real sites can hang. The
-table gives the fault in brackets.
+If a row does not name an engine, the case cannot happen on this engine. The table gives the fault in brackets.
 
 :::{dropdown} All cases
 """
