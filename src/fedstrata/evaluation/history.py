@@ -204,8 +204,7 @@ class History(Sequence[Record]):
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in this column, and the column is neither a standard column nor the primary
-                metric.
+            SpecError: The column has no numbers, and is neither a standard column nor the primary metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
