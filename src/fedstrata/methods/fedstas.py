@@ -24,7 +24,7 @@ class FedSTS(Recipe):
     Args:
         aggregation: How models are averaged. ``paper``: within each stratum, then over strata (biased).
             ``horvitz-thompson``: with unbiased weights and draws with replacement. ``inclusion``: with unbiased weights
-            and systematic draws without replacement.
+            and systematic draws.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework (IEEE TNNLS)"

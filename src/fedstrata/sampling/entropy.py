@@ -44,8 +44,8 @@ class Entropy(ClientSampler):
     labels.
 
     Args:
-        buffer: Fraction of all clients in the buffer of most recently invited clients. The next round does not invite
-            these clients.
+        buffer: Fraction of all clients in the buffer of most recently invited clients, which the next round does not
+            invite.
     """
 
     tells_sizes = True

@@ -61,8 +61,8 @@ class Graph(ClientSampler):
             chosen clients.
         epsilon: Similarity ε above which two clients are joined by an edge.
         sigma: Constant σ² in the length exp(−V² / σ²) of the edge between two clients with similarity V.
-        counted: Events that count as choices: ``invited`` counts invitations, as in the paper, and ``returned`` counts
-            replies that the server used.
+        counted: Events that count as choices: invitations (``invited``), as in the paper, or used replies
+            (``returned``).
     """
 
     tells_sizes = True

@@ -104,22 +104,22 @@ class Stratified(ClientSampler):
         strata: Number of strata.
         centres: Number d' of different values in a compressed gradient. With 0, gradients are not rounded.
         coordinates: Number of coordinates of a gradient after a random projection. With 0, gradients are not projected.
-        refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or the ``participants`` of
-            the round. Default: ``all`` for up to 1,000 clients, except with ``gradients = "updates"``.
+        refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or the ``participants``.
+            Default: ``all`` for up to 1,000 clients, except with ``gradients = "updates"``.
         gradients: Source of the gradients. ``asked``: each client computes its gradient at the global model, in one
-            pass over its data. ``updates``: a client's last update, divided by learning rate and number of steps.
+            pass over its data. ``updates``: the client's last update, divided by learning rate and number of steps.
             Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Features by which clients are compared: the compressed gradient (``restored``), as in the paper, or
             only its d' different values (``centroids``), as in FedSTaS's code.
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once from its stratum.
-        draws: How clients are drawn without replacement, in proportion to the norms of their gradients. ``sequential``:
-            as in the paper. ``systematic``: with known probabilities (Madow 1949).
-        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to size times spread, so
-            that a stratum may get zero draws. ``neyman-random``: ``neyman`` with unbiased random rounding.
-            ``neyman-at-least-one``: ``neyman`` with at least one draw. ``proportional``: in proportion to size, with at
-            least one draw. Default: ``neyman-random`` with replacement or systematic draws. For sequential draws, the
-            default is ``neyman`` with ``refresh = "all"``, otherwise ``neyman-at-least-one``.
+        draws: How clients are drawn without replacement, in proportion to their gradients' norms: ``sequential``, as in
+            the paper, or ``systematic``, with known probabilities (Madow 1949).
+        allocation: Number of draws from each stratum. ``neyman``: in proportion to size times spread, possibly zero.
+            ``neyman-random``: ``neyman`` with unbiased random rounding. ``neyman-at-least-one``: ``neyman`` with at
+            least one draw. ``proportional``: in proportion to size, at least one. Default: ``neyman-random`` with
+            replacement or systematic draws. For sequential draws, the default is ``neyman`` with ``refresh = "all"``,
+            otherwise ``neyman-at-least-one``.
     """
 
     needs_replies = "groups clients by their gradients"

@@ -21,8 +21,8 @@ class Weighted(ClientSampler):
     of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
-            sampling (Madow 1949).
+        replacement: Whether a client may be drawn more than once per round. If false, draws are systematic (Madow
+            1949).
     """
 
     tells_sizes = True

@@ -60,8 +60,8 @@ class Stratify(Method):
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
             travels from client to client, with one step per sample. ``hybrid``: first ``batch``, then ``single`` on new
             samples.
-        schedule: Number of samples of each label in an epoch. ``uncapped``: all samples. ``capped``: at most ``cap``
-            samples. ``uniform``: the mean number of samples per label.
+        schedule: Number of samples per label in an epoch: all (``uncapped``), at most ``cap`` (``capped``), or the mean
+            over the labels (``uniform``).
         label_weights: Whether a sample's loss is weighted by its label's share of all samples, divided by the label's
             share of the epoch; only in batch mode.
         cap: Largest number of samples of a label in an epoch, with ``schedule = "capped"``. Default: the median over
@@ -75,13 +75,12 @@ class Stratify(Method):
             batch equals one step of centralised SGD.
         server: Optimiser of the server; only in batch mode. The optimiser's ``lr`` (default 1) is multiplied by
             ``training.lr``. Default: SGD with the momentum and weight decay of ``training``.
-        chunk_size: Number of consecutive labels in a *chunk*; only in single-sample mode. A larger value means fewer
+        chunk_size: Number of consecutive labels in a *chunk*; only in single-sample mode. Larger values mean fewer
             transfers of the model.
-        retain: Fraction of a label's clients that may train on the label within a chunk; only in single-sample mode. A
-            larger value means fewer transfers, but favours clients with many labels.
-        pretraining: Number of initial rounds in batch mode; only in hybrid mode. Default: half of all rounds.
-        stream: Fraction of each client's samples that are available only after the rounds in batch mode; only in hybrid
-            mode.
+        retain: Fraction of a label's clients that may train on the label within a chunk; only in single-sample mode.
+            Larger values mean fewer transfers, but favour clients with many labels.
+        pretraining: Number of initial rounds in batch mode; only in mode ``hybrid``. Default: half of all rounds.
+        stream: Fraction of each client's samples that arrive only after ``pretraining``; only in mode ``hybrid``.
         masking: Form in which the server sees labels: unchanged (``none``), as keyed hashes (``prf``) or encrypted
             (``ckks``).
     """
