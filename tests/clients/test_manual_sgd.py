@@ -53,17 +53,16 @@ def test_the_gradient_is_that_of_autograd_in_the_order_of_the_parameters():
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "x"),
     [
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
-        nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(16, 4, bias=False), nn.ReLU()), nn.Linear(4, 3)),
-        Tabular().build((16,), 3),
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), X),
+        (nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(16, 4, bias=False), nn.ReLU()), nn.Linear(4, 3)), X),
+        (Tabular().build((16,), 3), X.flatten(1)),
     ],
     ids=["linear", "nested", "tabular"],
 )
-def test_chains_of_ones_own(module):
+def test_chains_of_ones_own(module, x):
     chain, params = ManualSGD.of(module), own(module)
-    x = X.flatten(1) if isinstance(module, nn.Sequential) is False else X
     loss = F.cross_entropy(module(x), Y)
     torch.testing.assert_close(chain.step(params, Batch(x, Y), 0.1).clone(), loss.detach())
 
