@@ -16,7 +16,6 @@ from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import ALPHA, Ranking
 from fedstrata.papers.comparing import difference_text
-from fedstrata.papers.pages import duration
 from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 from fedstrata.reporting.tables import markdown_table
 
@@ -24,8 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the summary."""
 QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
 INTERVALS = (
-    "Only the p-values decide which differences are significant, because they are corrected by Holm's method. The "
-    "intervals of differences are not corrected, so an interval can exclude 0 although p is at least 0.05."
+    "Only the p-values, which are corrected by Holm's method, decide which differences are significant. The intervals "
+    "are not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
 """How to read the intervals and the p-values of the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -117,11 +116,9 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
     complete = sum(len(each.complete) for each in shown)
     if not complete:
         return "This page will rank the methods. No method has finished all seeds yet."
-    hours = sum(outcome.hours for each in shown for outcome in each.outcomes.values())
     return (
-        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page compares "
-        f"{complete} tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired "
-        f"seeds per method. All runs together took {duration(hours)} on one core.\n\n{INTERVALS}"
+        f"This page ranks {complete} tuned methods for training with dropouts, in {len(shown)} "
+        f"column{'s' * (len(shown) != 1)} with {len(protocol.seeds)} paired seeds per method.\n\n{INTERVALS}"
     )
 
 
@@ -148,7 +145,7 @@ def _column(verdicts: Verdicts) -> list[str]:
     if verdicts.missing:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
-        lines += [f"{has}. All verdicts on this column are provisional until all methods have finished.", ""]
+        lines += [f"{has}. All verdicts on this column are provisional.", ""]
     return lines + _folded(f"{len(verdicts.outcomes)} methods: accuracies in %, and costs", _table(verdicts))
 
 
