@@ -154,8 +154,11 @@ def _sentences(verdicts: Verdicts) -> list[str]:
     above = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) > 0]
     below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
     others = len(verdicts.complete) - 1 - len(above) - len(below)
-    lines = [_listed(above, "more accurate"), _listed(below, "less accurate")]
-    lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
+    lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
+    if lines:
+        lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
+    else:
+        lines.append(f"None of the {others} other methods differs significantly from FedAvg.")
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
         rule = f"ranks that differ by less than {ranking.critical:.1f} cannot be distinguished"
         lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {rule}.")
@@ -168,8 +171,6 @@ def _mean(verdicts: Verdicts, name: str) -> float:
 
 
 def _listed(names: Sequence[str], what: str) -> str:
-    if not names:
-        return f"No method is significantly {what} than FedAvg."
     verb = "is" if len(names) == 1 else "are"
     return f"{', '.join(f'`{name}`' for name in names)} {verb} {what} than FedAvg (paired t-test, Holm, 5 %)."
 
