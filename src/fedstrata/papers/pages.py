@@ -21,7 +21,7 @@ from fedstrata.papers.judging import Judgement
 from fedstrata.papers.published import Panel, draw_published
 from fedstrata.papers.readings import FEW_MORE
 from fedstrata.papers.running import Results, known
-from fedstrata.papers.table_lines import folded, lines_of_table, markdown, missing_runs, rows_of
+from fedstrata.papers.table_lines import folded, lines_of_table, markdown, rows_of
 from fedstrata.papers.tables import PAPERS, Table, tables
 from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 
@@ -39,16 +39,16 @@ QUICK = "\n**At small scale, to test the software: these figures say nothing abo
 ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
-The figure shows differences in accuracy. Blue differences are as claimed, orange differences are the opposite, and
-grey differences are not significant. A thick line is the 95 % interval of one comparison. All thin intervals of a claim
-hold together with 95 % confidence. *#C=1* means one class per client."""
+In the figure, blue differences in accuracy are as claimed, orange differences are the opposite, and grey differences
+are not significant. A thick line is the 95 % interval of one comparison. All thin intervals of a claim hold together
+with 95 % confidence. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
     f"Download the [claims]({CLAIMS_CSV}) and the [figures]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
-Each table shows the paper's figure, our figure with its 95 % interval over seeds, and our paired difference from a
-baseline. The intervals are not corrected for several comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
+The tables show 95 % intervals over seeds, and differences between runs with the same seed. The intervals are not
+corrected for several comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
 """
 
 
@@ -131,7 +131,7 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
             data = ", ".join([each.claim.about["data"], *seeds])
             claims.append([title, chip(each.verdict), each.evidence, data])
     lines += [*markdown(rows), "", "## Headline claims", "", *markdown(claims), "", ABOUT_FOREST, ""]
-    left = f"{cells - done:,} of {cells:,} runs are missing. The missing runs need about {hours:.0f} core hours"
+    left = f"{cells - done:,} of {cells:,} runs are missing, and need about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
 
 
@@ -322,9 +322,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
     """Return the page of a paper: its claims, its tables, and the differences between its experiments and ours."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
-    counts = (
-        f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."
-    )
+    counts = f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}))."
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
     shown = [each for each in of_paper if each.decisive or each.verdict not in UNTESTED]
     computed = [each for each in shown if each.claim.kind == "reading"]
@@ -341,7 +339,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
         if table.paper == paper:
             section = lines_of_table(name, table, results, quick=quick)
             tables_shown += ["", f"### {table.title}", "", *section] if section else []
-            waiting += [] if section else [f"`{table.name}` ({missing_runs(table, results) or 'one seed'})"]
+            waiting += [] if section else [f"`{table.name}`"]
     if tables_shown:
         lines += ["", "## Results", "", ABOUT_TABLES.strip()]
         if panels := panels_of(paper, results, quick=quick):
@@ -352,7 +350,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     lines += ["", differences.strip()]
     if waiting:
         where = f"[{TABLES_CSV}]({TABLES_CSV})"
-        lines += ["", f"Unfinished tables (with their missing runs) are only in {where}: {', '.join(waiting)}."]
+        lines += ["", f"Unfinished tables are only in {where}: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 

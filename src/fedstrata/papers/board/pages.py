@@ -16,7 +16,6 @@ from fedstrata.papers.board.picture import critical_difference_picture
 from fedstrata.papers.board.protocol import BASELINE, Column, Entry, Protocol
 from fedstrata.papers.board.ranks import ALPHA, Ranking
 from fedstrata.papers.comparing import difference_text
-from fedstrata.papers.pages import duration
 from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 from fedstrata.reporting.tables import markdown_table
 
@@ -24,8 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the summary."""
 QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
 INTERVALS = (
-    "Only the p-values decide which differences are significant, because they are corrected by Holm's method. The "
-    "intervals of differences are not corrected, so an interval can exclude 0 although p is at least 0.05."
+    "Only the p-values, which are corrected by Holm's method, decide which differences are significant. The intervals "
+    "are not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
 """An explanation of the intervals and the p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -117,11 +116,9 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
     complete = sum(len(each.complete) for each in shown)
     if not complete:
         return "This page will rank the methods. No method has finished all seeds yet."
-    hours = sum(outcome.hours for each in shown for outcome in each.outcomes.values())
     return (
-        f"This page ranks methods for training with dropouts, under the protocol `{protocol.name}`. The page compares "
-        f"{complete} tuned methods in {len(shown)} column{'s' * (len(shown) != 1)}, with {len(protocol.seeds)} paired "
-        f"seeds per method. All runs together took {duration(hours)} on one core.\n\n{INTERVALS}"
+        f"This page ranks {complete} tuned methods for training with dropouts, in {len(shown)} "
+        f"column{'s' * (len(shown) != 1)} with {len(protocol.seeds)} paired seeds per method.\n\n{INTERVALS}"
     )
 
 
@@ -148,7 +145,7 @@ def _column(verdicts: Verdicts) -> list[str]:
     if verdicts.missing:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
-        lines += [f"{has}. All verdicts on this column are provisional until all methods have finished.", ""]
+        lines += [f"{has}. All verdicts on this column are provisional.", ""]
     return lines + _folded(f"{len(verdicts.outcomes)} methods: accuracies in %, and costs", _table(verdicts))
 
 
@@ -157,8 +154,11 @@ def _sentences(verdicts: Verdicts) -> list[str]:
     above = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) > 0]
     below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
     others = len(verdicts.complete) - 1 - len(above) - len(below)
-    lines = [_listed(above, "more accurate"), _listed(below, "less accurate")]
-    lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
+    lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
+    if lines:
+        lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
+    else:
+        lines.append(f"None of the {others} other methods differs significantly from FedAvg.")
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
         rule = f"ranks that differ by less than {ranking.critical:.1f} cannot be distinguished"
         lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {rule}.")
@@ -171,8 +171,6 @@ def _mean(verdicts: Verdicts, name: str) -> float:
 
 
 def _listed(names: Sequence[str], what: str) -> str:
-    if not names:
-        return f"No method is significantly {what} than FedAvg."
     verb = "is" if len(names) == 1 else "are"
     return f"{', '.join(f'`{name}`' for name in names)} {verb} {what} than FedAvg (paired t-test, Holm, 5 %)."
 
