@@ -67,7 +67,7 @@ class Aggregator(Setting):
         """
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why too few clients replied to change the model; an empty text if enough replied."""
+        """Return the reason why the replies are too few to change the model; an empty text if they are enough."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:

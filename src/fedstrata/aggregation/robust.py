@@ -47,7 +47,7 @@ class RobustAggregator(Aggregator):
             )
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why too few clients replied to change the model; an empty text if enough replied."""
+        """Return the reason why the replies are too few to change the model; an empty text if they are enough."""
         if 0 < replies < self.least_replies:
             return f"{self.name} needs at least {self.least_replies} replies, and {replies} clients answered"
         return ""

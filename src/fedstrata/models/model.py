@@ -267,8 +267,8 @@ class Model:
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
         """Let a loaded module use other parameters without copying them, and copy buffers. Shapes are not checked.
 
-        The module and ``params`` then share memory. Use this method only for passes that read parameters. The tensors
-        ``params`` must not change until other parameters are loaded or shared.
+        The module and ``params`` then share memory, so use this method only for passes that do not change parameters.
+        The tensors ``params`` must not change until other parameters are loaded or shared.
 
         Raises:
             RuntimeError: The model is not loaded.

@@ -148,7 +148,7 @@ class NVFlareEngine(Engine):
                 cannot be used.
 
         Returns:
-            A mapping from each site that can take part to its answer.
+            The answers of the sites that can take part, by the name of the site.
 
         Raises:
             FedstrataError: No site can take part, or too few sites can take part and ``fewer`` does not allow this.

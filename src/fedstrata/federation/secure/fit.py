@@ -91,7 +91,7 @@ class Count:
 
     Args:
         value: A function that computes the number (at least 0) from the client's reply.
-        most: The largest number. A client with a larger number does not answer.
+        most: The largest count that a client may report. A client with a larger count does not answer.
     """
 
     value: Callable[[Any], int]

@@ -157,7 +157,7 @@ class Package(Message):
         return statement("package", job, self.name, *public)
 
     def hash(self, job: bytes) -> bytes:
-        """Return the hash of everything in the package."""
+        """Return the hash of all keys and signatures in this site's message."""
         return digest("whole package", self.signed(job), self.certificate, self.job_key)
 
     @property
@@ -207,7 +207,7 @@ class Roster(Message):
         return [package.name for package in self.packages]
 
     def hash(self, job: bytes) -> bytes:
-        """Return the hash of the roster, which all signatures and keys contain."""
+        """Return the hash of the roster. All later signatures and keys depend on this hash."""
         return digest("roster", job, self.threshold, [package.hash(job) for package in self.packages])
 
 
