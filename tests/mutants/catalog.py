@@ -577,7 +577,7 @@ MUTANTS = [
     sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
     ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
     fedsampling("answers are kept", "state if self.reuse else None", "state"),
-    ldp("pooled estimates with the minimum", "if not pooled:", "if True:"),
+    ldp("pooled estimates with the minimum", "estimate_of = unbiased_total if pooled else", "estimate_of ="),
     ldp("a share that the sites do not check", "        return self.share\n", "        return None\n"),
     ldp("sizes that a share discloses", "is not None or self.share is not None", "is not None"),
     ldp("answers are asked again", "state.answered if self.reuse else None", "None"),

@@ -209,7 +209,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _may_change(key: str) -> MayChange | None:
-    """Return the ``MayChange`` mark of a setting, which permits changes in resumed runs; None if there is no mark."""
+    """Return the ``MayChange`` mark of a setting, which permits changes in resumed runs; None without a mark."""
     section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None

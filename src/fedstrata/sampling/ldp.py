@@ -21,6 +21,7 @@ from fedstrata.sampling.client_sizes import (
     Epsilon,
     allowed_sizes,
     ask_new_sizes,
+    estimated_total_of_sum,
     unbiased_total,
 )
 
@@ -135,11 +136,10 @@ class FedSTaSData(DataSampler):
             return self.fraction, state, {}
         responses, bound, alpha = answered.responses, answered.bound, answered.alpha
         pooled = self.estimates == "pooled"
-        estimate = unbiased_total(sum(responses), len(responses), bound, alpha)
         # The pooled estimate is a mean over rounds. Errors in both directions average out only if the estimate of each
-        # round has no lower limit.
-        if not pooled:
-            estimate = max(1.0, estimate)
+        # round has no lower limit. The other function has the lower limit 1.
+        estimate_of = unbiased_total if pooled else estimated_total_of_sum
+        estimate = estimate_of(sum(responses), len(responses), bound, alpha)
         state = replace(state, total=state.total + estimate, rounds=state.rounds + 1)
         if self.reuse:
             state = replace(state, answered=answered.state)
