@@ -68,6 +68,7 @@ exclude_patterns = ["_build", "Thumbs.db", "**/README.md", "gallery/*.py", "conc
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 
 # Markdown
+highlight_language = "none"  # blocks without a language are equations and outputs, not Python
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline", "attrs_block"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
