@@ -104,7 +104,7 @@ def test_unknown_names_say_what_there_is(folder):
         Data("x" * 5000).load()
     with pytest.raises(SpecError, match="not a known data set"):
         Data("../data/mine").load()
-    with pytest.raises(DataError, match=r"no cifar10\.npz in") as missing:
+    with pytest.raises(DataError, match=r"the file cifar10\.npz was not found in") as missing:
         Data("cifar10").load()
     assert str(folder) in str(missing.value)
     with pytest.raises(DataError, match=r"there is no file .*gone\.npz"):

@@ -380,8 +380,10 @@ def _read(name: str) -> Arrays:
                 return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
-        problem = f"there is no {name}.npz in {looked}. Put the file there, with the arrays {', '.join(NEEDED)}"
-        raise DataError(f"{problem}, or use a data set of Hugging Face: data.name = 'hub:owner/name'.")
+        problem = f"the file {name}.npz was not found in {looked}. Put the file there, with the arrays"
+        raise DataError(
+            f"{problem} {', '.join(NEEDED)}, or use a data set of Hugging Face: data.name = 'hub:owner/name'."
+        )
     available = ", ".join(["digits", *names_there()])
     accepted = f"Use one of: {available} (found in {looked}), a path that ends in .npz, .csv or .parquet, or "
     accepted += "'hub:owner/name'."
