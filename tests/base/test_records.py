@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -301,6 +302,16 @@ def test_the_size_of_every_dtype_beside_others(dtype):
         mixed = [torch.zeros(shape, dtype=each) for each in (torch.bool, dtype, torch.float32, dtype, torch.int64)]
         tree = {"many": [*mixed, *mixed, *mixed], "n": (1, 0.5, 2**70, True)}
         assert size(tree) == len(encode(tree)) == size(tree)
+
+
+def test_the_tensors_of_a_message_are_a_block_that_safetensors_would_write():
+    shapes = ((), (0,), (3,), (12, 1, 105))
+    tensors = [torch.ones(shape, dtype=dtype) for shape in shapes for dtype in records._SAFETENSORS]
+    strided = [torch.arange(12.0).reshape(3, 4).T, torch.arange(8)[::2], torch.ones(1).expand(5), torch.arange(8)[::8]]
+    named = {str(place): tensor.contiguous() for place, tensor in enumerate([*tensors, *strided])}
+    data = encode([*tensors, *strided])
+    text = int.from_bytes(data[:8], "little")
+    assert data[8 + text :] == safetensors.torch.save(named)
 
 
 def test_trees_of_one_form_are_told_from_others():

@@ -57,6 +57,7 @@ _SAFETENSORS = {
     torch.bool: "BOOL",
 }
 """A mapping from common dtypes to their names in safetensors, in the order in which safetensors sorts tensors."""
+_RANK = {dtype: rank for rank, dtype in enumerate(_SAFETENSORS)}
 T = TypeVar("T")
 
 
@@ -116,8 +117,7 @@ def encode(tree: Tree) -> bytes:
     {'a': (1, None), 'b': tensor([1., 1.])}
     """
     text, named = _separated(tree)
-    block = safetensors.torch.save(_apart(named)) if named else b""
-    return b"".join((_LENGTH.pack(len(text)), text, block))
+    return b"".join((_LENGTH.pack(len(text)), text, *_block(named)))
 
 
 def size(tree: Tree) -> int:
@@ -129,7 +129,7 @@ def size(tree: Tree) -> int:
     length = _SIZES.get(form)
     if length is None:
         text, named = _separated(tree)
-        signature = [(name, tensor.dtype, tensor.shape) for name, tensor in named.items()]
+        signature = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
         if len(_SIZES) >= _MOST_FORMS:
             _SIZES.clear()
         length = _SIZES[form] = _LENGTH.size + len(text) + _block_size(signature)
@@ -175,19 +175,59 @@ def _form(tree: Tree) -> Hashable:
     return tuple(form)
 
 
-def _block_size(signature: list[tuple[str, torch.dtype, torch.Size]]) -> int:
-    """Return the length of a safetensors block: its JSON header, padded to 8 bytes, and the tensors' data."""
+Signature = Mapping[str, tuple[torch.dtype, torch.Size]]
+"""A mapping from the names of tensors to their dtypes and shapes."""
+
+
+def _block(named: Mapping[str, Tensor]) -> list[Any]:
+    """Return the parts of a safetensors block: its header, and the data of each tensor.
+
+    Most messages have many small tensors, for which ``safetensors.torch.save`` takes five times as long.
+    """
+    signature = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
+    if not signature:
+        return []
+    if _is_rare(signature):
+        return [safetensors.torch.save({name: tensor.clone() for name, tensor in named.items()})]
+    names, header, _ = _layout(signature)
+    return [header, *(_bytes_of(named[name].cpu().contiguous()) for name in names)]
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    # ``reshape(-1)`` may keep a stride other than 1 for a tensor with one element, and ``view`` then fails.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def _block_size(signature: Signature) -> int:
+    """Return the length of a safetensors block."""
     if not signature:
         return 0
-    if any(dtype not in _SAFETENSORS for _, dtype, _ in signature):
-        return len(safetensors.torch.save({name: torch.empty(shape, dtype=dtype) for name, dtype, shape in signature}))
-    order = list(_SAFETENSORS)
+    if _is_rare(signature):
+        return len(
+            safetensors.torch.save({name: torch.empty(shape, dtype=d) for name, (d, shape) in signature.items()})
+        )
+    _, header, end = _layout(signature)
+    return len(header) + end
+
+
+def _is_rare(signature: Signature) -> bool:
+    return any(dtype not in _SAFETENSORS for dtype, _ in signature.values())
+
+
+def _layout(signature: Signature) -> tuple[list[str], bytes, int]:
+    """Return the names of tensors in the order of a safetensors block, the block's header, and the length of the data.
+
+    The header is a JSON text, padded to 8 bytes, with its length in front.
+    """
+    names = sorted(signature, key=lambda name: (_RANK[signature[name][0]], name))
     header, end = {}, 0
-    for name, dtype, shape in sorted(signature, key=lambda part: (order.index(part[1]), part[0])):
+    for name in names:
+        dtype, shape = signature[name]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": (begin, end)}
-    length = len(json.dumps(header, separators=(",", ":")))
-    return 8 + -(-length // 8) * 8 + end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return names, _LENGTH.pack(len(text)) + text, end
 
 
 def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
@@ -281,18 +321,6 @@ def _stored(kind: str, value: T, values: list[T]) -> dict[str, int]:
 
 def _neither(node: object) -> TypeError:
     return TypeError(f"{type(node).__module__}.{type(node).__qualname__} is neither a record nor a plain value")
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; copy tensors that share memory with an earlier tensor, which safetensors refuses."""
-    seen: set[int] = set()
-    result = {}
-    for key, tensor in tensors.items():
-        contiguous = tensor.contiguous()
-        address = contiguous.untyped_storage().data_ptr()
-        result[key] = contiguous.clone() if address in seen else contiguous
-        seen.add(address)
-    return result
 
 
 def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
