@@ -300,6 +300,15 @@ def test_another_process_of_a_site_knows_the_questions(tmp_path: Path) -> None:
     assert one.read() == {b"1" * 32, b"2" * 32}
 
 
+def test_a_hash_that_a_crash_cut_off_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    path.write_bytes(b"1" * 32 + b"2" * 7)
+    answered = Answered(path)
+    assert answered.read() == {b"1" * 32}
+    answered.add(b"3" * 32)
+    assert path.read_bytes() == b"1" * 32 + b"3" * 32
+
+
 def plain_question(server: Malicious) -> Any:
     return server.ask("a", server.fit())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from filelock import FileLock
 
 from fedstrata.base.errors import DataError, SpecError, WireError
-from fedstrata.base.jsonl import replace_file
 from fedstrata.base.locking import LOCK
 from fedstrata.clients.store import StateStore
 from fedstrata.federation.engine import FederationConfig
@@ -102,11 +103,12 @@ class Answered:
 
     def __init__(self, path: Path, most: int | None = None) -> None:
         self._path, self._most = path, most
+        self._lock = FileLock(path.with_name(LOCK))
 
     def read(self) -> set[bytes]:
-        """Return all hashes in the file."""
+        """Return all hashes in the file. An incomplete hash at the end, which a crash left, is ignored."""
         data = self._path.read_bytes() if self._path.exists() else b""
-        return {data[begin : begin + KEY_BYTES] for begin in range(0, len(data), KEY_BYTES)}
+        return {data[end - KEY_BYTES : end] for end in range(KEY_BYTES, len(data) + 1, KEY_BYTES)}
 
     def add(self, question: bytes) -> None:
         """Write a hash to the disk, before the answer leaves the site.
@@ -116,13 +118,17 @@ class Answered:
                 answered the largest number of questions.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._path.with_name(LOCK)):
+        with self._lock:
             known = self.read()
             if question in known:
                 raise RefusedError("question", "this question was answered before")
             if self._most is not None and len(known) >= self._most:
                 raise RefusedError("participations", f"the site adds noise to at most {self._most} answers of this job")
-            replace_file(self._path, b"".join(known) + question, mode=0o600)
+            with open(self._path, "ab", opener=partial(os.open, mode=0o600)) as file:
+                file.truncate(file.tell() // KEY_BYTES * KEY_BYTES)  # removes an incomplete hash
+                file.write(question)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 class KeptSite(Site):
