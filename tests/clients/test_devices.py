@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from adapters import find_example, passages, spec_of
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
@@ -66,10 +70,15 @@ def test_trees_move_as_they_are():
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def compare(table: dict[str, object]) -> None:
+def compare(table: dict[str, Any], data: Any = None) -> None:
     """Run a spec on the CPU and on a GPU, and compare accuracy and parameters."""
     here, there = (
-        fs.run(fs.Experiment.from_table({**table, "training": {**TABLE["training"], "lr": 0.01, "device": device}}))
+        fs.run(
+            fs.Experiment.from_table(
+                {**table, "training": {**TABLE["training"], "lr": 0.01, **table.get("training", {}), "device": device}}
+            ),
+            data=data,
+        )
         for device in ("cpu", "cuda")
     )
     assert there.final_accuracy == pytest.approx(here.final_accuracy, abs=0.02)
@@ -91,3 +100,23 @@ def test_a_gpu_computes_what_the_processor_does(method):
 def test_a_gpu_adds_the_same_noise_to_gradients():
     pytest.importorskip("dp_accounting")
     compare({**TABLE, "privacy": {"dp": {"clip": 1.0, "noise": 0.5}}})
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedprox"])
+def test_a_gpu_gives_the_same_secure_sums(method):
+    pytest.importorskip("cryptography")
+    compare({**TABLE, "method": method, "privacy": {"sums": "secure"}})
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_a_gpu_trains_adapters_as_the_processor_does(monkeypatch):
+    pytest.importorskip("peft")
+    find_example(monkeypatch)
+    import bert
+
+    # Dropout draws other random numbers on a GPU.
+    config = partial(bert.BertConfig, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    monkeypatch.setattr(bert, "BertConfig", config)
+    compare(spec_of().to_spec(), passages())
