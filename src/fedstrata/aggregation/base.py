@@ -225,7 +225,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """The mean of the clients' models, weighted by each client's number of samples in the round (FedAvg).
+    """The mean of the clients' models, weighted by the number of samples that each client used (FedAvg).
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
     draw has the same weight instead.
@@ -292,7 +292,7 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """An unbiased mean of the updates, if clients were drawn with known probabilities (Horvitz and Thompson 1952).
+    """An unbiased estimate of all clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
 
     The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, draws_k is how often
     client k was drawn, and m_h is the number of draws from stratum h. One draw from the stratum picks client k with

@@ -80,7 +80,7 @@ class Intervals(Remembering):
 
 
 class LastUpdates(Remembering):
-    """The mean of the most recent update of every client, also of absent clients (MIFA).
+    """The mean of every client's most recent update, including absent clients (MIFA).
 
     The new model is w ← w_t + (1/N) Σ_k y_k. The last update that client k sent is y_k. Before the client's first
     reply, y_k is zero. Stored updates are not rescaled if the clients' learning rate changes. The model also changes in
@@ -166,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models. Updates are multiplied by the number of rounds since the last reply (FedAWE).
+    """The mean of the clients' models. An update counts once per round since the client's last reply (FedAWE).
 
     The new model is the mean of x_k + (t − τ_k) Δ_k over the replies. Client k last replied in round τ_k, and x_k is
     the global model after round τ_k. Before the client's first reply, x_k is the initial model, and τ_k = 0. In round

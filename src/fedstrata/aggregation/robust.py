@@ -143,7 +143,7 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 
 
 class Krum(RobustAggregator):
-    """The single update that is closest to its nearest neighbours among the updates (Blanchard et al. 2017).
+    """Krum: the single update with the smallest distances to its nearest neighbours (Blanchard et al. 2017).
 
     With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
     update with the smallest score is used, and all other updates are ignored.
@@ -184,7 +184,7 @@ class Krum(RobustAggregator):
 
 
 class MultiKrum(Krum):
-    """The mean of several updates that are closest to their nearest neighbours among the updates (see ``krum``).
+    """Multi-Krum: the mean of several updates with the smallest distances to their nearest neighbours.
 
     Args:
         attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
@@ -220,7 +220,8 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         steps: Number of steps of the Weiszfeld algorithm, which approximates the geometric median.
-        smoothing: Minimum distance ν in the weight of an update, which is 1 / max(ν, distance to the current estimate).
+        smoothing: Constant ν. The weight of an update is 1 / max(ν, d), where d is its distance to the current
+            estimate.
     """
 
     steps: PositiveInt = Field(default=3, le=1000)
@@ -240,15 +241,15 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of the updates, after updates far from the current estimate are scaled down (Karimireddy et al. 2021).
+    """The mean of the updates, with distant updates moved towards the current estimate (Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the unchanged
     global model. In the paper, a round starts with the result of the previous round.
 
     Args:
-        radius: Maximum distance τ between an update and the current estimate of the mean. The distance of more distant
-            updates is reduced to τ.
+        radius: Clipping radius τ. Updates that are further from the current estimate of the mean are moved to the
+            distance τ.
         steps: Number of clipping steps per round.
     """
 

@@ -118,7 +118,8 @@ class Extrapolated(Mean):
     numbers of samples.
 
     Args:
-        eps: Constant ε in the factor's denominator, which keeps the factor small if the mean update is near zero.
+        eps: Constant ε in the denominator of the factor that multiplies the mean update. It limits the factor if the
+            mean update is near zero.
     """
 
     needs_replies = ""

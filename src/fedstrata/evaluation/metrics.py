@@ -324,7 +324,7 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve of the second class if there are two, otherwise the mean over all classes.
+    """Area under the ROC curve: of the second class if there are two classes, otherwise averaged over all classes.
 
     The curve of a class separates samples of this class from all other samples. The mean leaves out a class if all
     samples, or none of the samples, belong to this class. With the histograms that real sites send, the value is

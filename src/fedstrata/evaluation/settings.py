@@ -38,8 +38,8 @@ class Evaluation(Setting):
         test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
             held-out clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model, before the model is evaluated on
-            the client's test samples. With 0, the model is personal only through the client's own state, such as
-            BatchNorm statistics.
+            the client's test samples. With 0, only the client's own state, such as BatchNorm statistics, differs from
+            the global model.
         unheard: Number n of recent evaluations. A client is *unheard* if the server has not used a reply of the client
             since the first of these evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.

@@ -203,8 +203,8 @@ class Grouped(Availability):
     """Groups of clients with different probabilities of being online (ReBaFL).
 
     Args:
-        groups: List of groups, with the number of clients and their probability ``p``: ``[{clients = 4, p = 0.5},
-            {clients = 16, p = 0.2}]``. Groups are in the order of client ids.
+        groups: List of groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
+            0.2}]``. Each client of a group is online with the group's probability ``p``.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)

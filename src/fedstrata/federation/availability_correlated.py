@@ -94,7 +94,7 @@ class SizeCorrelated(Correlated):
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Exponent e. A client with n samples is online with a probability in proportion to n^e.
+        exponent: Exponent e. A client with n samples is online with a probability proportional to n^e.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

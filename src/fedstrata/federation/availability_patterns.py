@@ -55,8 +55,8 @@ class Diurnal(Availability):
     """The probability that a client is online follows a sine wave over the day.
 
     Args:
-        lowest: Minimum probability that a client is online, over the day.
-        highest: Maximum probability that a client is online, over the day.
+        lowest: Probability that a client is online at the lowest point of the sine wave.
+        highest: Probability that a client is online at the highest point of the sine wave.
         period: Length of a day, in rounds.
         spread: Range of the clients' random time zones, as a fraction of a day. With 0, all clients have the same time
             zone.

@@ -220,7 +220,7 @@ class Training(Setting):
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use
             statistics of the test batches.
         execution: How an engine computes sums over clients. ``fused``: the engine may compute a sum over several
-            clients in one pass. ``per-client``: results are exactly equal in all engines, but Stratify is several times
+            clients in one pass. ``per-client``: results are bit-identical in all engines, but Stratify is several times
             slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
         workers: Number of processes that train clients on this machine. This number does not change results. Default:

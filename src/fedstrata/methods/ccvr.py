@@ -43,7 +43,7 @@ class CCVR(Recipe, HeadTuning):
     Classes without samples at any client have no virtual features.
 
     Args:
-        per_class: Number of virtual features that the server draws for each class.
+        per_class: Number of features that the server draws from the Gaussian of each class.
         every: Number of rounds from one calibration of the head to the next. Default: the server calibrates only after
             the last round.
         steps: Number of gradient steps per calibration of the head.

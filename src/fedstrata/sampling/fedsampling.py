@@ -68,7 +68,7 @@ class FedSamplingData(DataSampler):
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            errors of the reports average out over rounds, but T reports spend T ε.
+            random errors average out over rounds, but T reports spend a privacy budget of T ε.
     """
 
     needs_replies = ""

@@ -106,7 +106,8 @@ class Stratified(ClientSampler):
         coordinates: Number of coordinates to which a random projection reduces each gradient. With 0, gradients are not
             projected.
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or only the round's
-            ``participants``. Default: ``all`` for up to 1,000 clients, except with ``gradients = "updates"``.
+            ``participants``. Default: ``participants`` with more than 1,000 clients or with ``gradients = "updates"``,
+            otherwise ``all``.
         gradients: Source of the gradients by which clients are grouped. ``asked``: each client computes its gradient at
             the global model, in one pass over its data. ``updates``: the client's last update, divided by the learning
             rate and the number of steps. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.

@@ -77,7 +77,7 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Partition that first divides the samples among several clients.
-        only: Id (from 0) of a client in the partition ``of``, whose samples are used. Default: the samples of all
+        only: Id (from 0) of the client in the partition ``of`` whose samples are used. Default: the samples of all
             clients are used.
     """
 

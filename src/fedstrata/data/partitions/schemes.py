@@ -40,9 +40,9 @@ class Dirichlet(Partition):
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e-3, nearly all samples of a class go to one client.
             With 1e6, the partition is nearly IID.
-        balance: Use of the Dirichlet draws. ``class``: one draw per class divides the class among the clients, so
-            clients differ in size. ``client``: one draw per client gives its class probabilities, and all clients have
-            the same size (±1).
+        balance: Meaning of each Dirichlet draw. ``class``: the draw divides the samples of one class among the clients,
+            so clients differ in size. ``client``: the draw gives the class probabilities of one client, and all clients
+            have the same size (±1).
         prior: Parameters of the Dirichlet distribution, with ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -127,7 +127,7 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """Each client's samples are given in a list, for example by another program.
+    """The spec or a file lists the samples of each client.
 
     The lists need not contain all samples. All seeds use the same lists.
 
