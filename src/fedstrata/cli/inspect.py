@@ -21,7 +21,9 @@ def add_methods(commands: Commands) -> None:
         fedstrata settings method stratify
     """
     parser = add_command(commands, "methods", "list the federated learning methods", examples, work=_methods)
-    parser.add_argument("--papers", action="store_true", help="also show the paper that describes each method")
+    parser.add_argument(
+        "--papers", action="store_true", help="show the paper of each method instead of its description"
+    )
     add_output(parser, progress=False)
 
 
@@ -42,7 +44,7 @@ def add_datasets(commands: Commands) -> None:
         fedstrata datasets
         FEDSTRATA_DATA=/data fedstrata datasets
     """
-    help = "list the data sets that fedstrata knows, and whether each was found on this machine"
+    help = "list the data sets that fedstrata knows, and show which of them were found on this machine"
     add_output(add_command(commands, "datasets", help, examples, work=_datasets), progress=False)
 
 

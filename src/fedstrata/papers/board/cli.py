@@ -76,7 +76,7 @@ def _add_show(actions: common.Commands) -> None:
 
 def _add_selection(parser: argparse.ArgumentParser, methods: str = METHOD) -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=methods)
-    help = "columns of the board, separated by commas (default: the twelve columns without FedAU's settings)"
+    help = "columns of the board, separated by commas (default: all except the columns fedau-…)"
     parser.add_argument("--columns", help=help)
     help = "folder of the results (default: board, or quick-board with --quick)"
     parser.add_argument("--out", type=Path, help=help)

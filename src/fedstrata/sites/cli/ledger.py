@@ -28,7 +28,7 @@ def add_ledger(commands: common.Commands) -> None:
     help = "show what a site sent according to its ledger (log of replies), and check that the ledger is intact"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
     parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, created by 'fedstrata deploy'")
-    help = "verify all checksums and, with --told, that the last entries are complete; the exit code is 1 on failure"
+    help = "verify all checksums and, with --told, that the ledger was not cut off; the exit code is 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
     help = "server's run folder, or the file ledgers.jsonl in this folder, to compare the ledger with; needs --verify"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
