@@ -208,7 +208,7 @@ class Schema(Setting):
         label: Name of the column with the label.
         client: Name of the column with the client of each row, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role. In deployments, the default
-            is all keys of ``columns``.
+            is the list of keys in ``columns``.
         columns: Type or settings of each feature column, and of a label column with numbers. For columns that are not
             listed, simulations guess the type from the cells. In deployments, every feature must be listed.
         classes: Names of all classes, in the order of the model's outputs. Default: the labels of the table in sorted

@@ -178,7 +178,7 @@ class Gaussian(Attack):
 
 
 class LittleIsEnough(Attack):
-    """Attackers hide their updates among honest updates (ALIE, Baruch et al. 2019).
+    """Attackers send updates that differ little from honest updates (ALIE, Baruch et al. 2019).
 
     In each coordinate, an attacker sends the mean of the round's honest updates plus z standard deviations of these
     updates.

@@ -54,12 +54,12 @@ class DPSGD(Setting):
 
     Args:
         clip: Maximum L2 norm C of the gradient of one sample. Longer gradients are scaled down.
-        noise: Noise multiplier. The noise that is added to the sum of gradients has the standard deviation ``noise`` ×
-            ``clip``.
+        noise: Noise multiplier: noise with the standard deviation ``noise`` × ``clip`` is added to the sum of
+            gradients.
         delta: Value of δ in (ε, δ)-differential privacy. For a client with n samples, choose a value below 1 / n.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget. In
-            deployments, the server checks the budget only from round 2, because it learns the numbers of samples in
-            round 1. With secure sums, each site sets the budget in its policy instead.
+            deployments, the server learns the numbers of samples in round 1, and checks the budget only from round 2.
+            With secure sums, each site sets the budget in its policy instead.
     """
 
     clip: PositiveFloat
@@ -87,8 +87,8 @@ class ClientDP(Setting):
 
     Args:
         clip: Maximum L2 norm C of a client's update. Longer updates are scaled down.
-        noise: Noise multiplier. The noise that is added to the sum of updates has the standard deviation ``noise`` ×
-            ``clip``. Noise from the clients has at least this standard deviation.
+        noise: Noise multiplier: noise with the standard deviation ``noise`` × ``clip`` is added to the sum of updates.
+            Noise from the clients has at least this standard deviation.
         delta: Value of δ in (ε, δ)-differential privacy. With N clients, choose a value below 1 / N.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget.
         participations: Maximum number of rounds to which a client is invited. If set, ε is computed without privacy

@@ -141,7 +141,7 @@ class LogitMargins(CountsIdle, Calibrated):
     (``idle_clients``).
 
     Args:
-        tau: Factor τ of all margins. With 0, logits are unchanged.
+        tau: Factor τ by which all margins are multiplied. With 0, logits are unchanged.
         missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves out these classes.
             ``one``: each of these classes counts as if the client had one sample.
     """
