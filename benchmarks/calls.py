@@ -236,9 +236,11 @@ def printed(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count the calls of a round and the size of the package.")
-    parser.add_argument("--size", action="store_true", help="sizes only, without running anything")
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier result, as --json printed it")
+    parser.add_argument("--size", action="store_true", help="print only the size of the package, without a run")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="JSON file of an earlier result, to compare the new result with"
+    )
     options = parser.parse_args()
     before = json.loads(options.against.read_text(encoding="utf-8")) if options.against else None
     found: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}

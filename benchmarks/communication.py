@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table", "speed"])
     parser.add_argument("--out", type=Path, default=Path("runs/communication"))
     parser.add_argument("--study", nargs="+", choices=list(STUDIES), default=list(STUDIES))
-    parser.add_argument("--only", nargs="+", default=[], help="cells whose label holds one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="words of which a cell's label must contain at least one")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--page", type=Path, default=Path("docs/results/compression.md"))
     options = parser.parse_args()

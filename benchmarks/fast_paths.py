@@ -183,8 +183,12 @@ def quiet() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", nargs="+", help="beginnings of names")
-    parser.add_argument("--results", type=Path, help="renew what was measured in its fast_paths.json and .md")
+    parser.add_argument("--only", nargs="+", help="prefixes of the names of fast paths to measure")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="folder whose fast_paths.json and fast_paths.md to update with the new measurements",
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

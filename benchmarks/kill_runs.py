@@ -261,8 +261,8 @@ def table_of(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--chains", type=int, default=4, help="for each spec and signal")
-    parser.add_argument("--jobs", type=int, default=2, help="chains at the same time")
+    parser.add_argument("--chains", type=int, default=4, help="number of chains for each spec and signal")
+    parser.add_argument("--jobs", type=int, default=2, help="number of chains to run at the same time")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--only", default=",".join(SPECS))
     parser.add_argument("--signals", default=",".join(SIGNALS))

@@ -336,8 +336,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(ROUNDS))
     parser.add_argument("--codec", default="none", choices=CODECS)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of each job, in which things happen")
-    parser.add_argument("--place", type=Path, help="where kits and logs stay")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="number of minutes per job during which processes are killed or stopped",
+    )
+    parser.add_argument("--place", type=Path, help="folder to keep kits and logs in (default: a temporary folder)")
     options = parser.parse_args()
     chosen = options.kinds.split(",")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

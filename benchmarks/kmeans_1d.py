@@ -46,7 +46,7 @@ def gradient() -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, help="write kmeans_1d.json and .md there")
+    parser.add_argument("--results", type=Path, help="folder to write kmeans_1d.json and kmeans_1d.md to")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     import torch

@@ -53,8 +53,8 @@ def measured(view: View, count: int, draws: int, seed: int, start: Start) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help="run folders of FedSTS or FedSTaS")
-    parser.add_argument("--starts", type=int, default=40, help="number of starts")
-    parser.add_argument("--results", type=Path, help="write kmeans_start.json there")
+    parser.add_argument("--starts", type=int, default=40, help="number of random starts of k-means")
+    parser.add_argument("--results", type=Path, help="folder to write kmeans_start.json to")
     options = parser.parse_args()
     rows = []
     for folder in options.runs:

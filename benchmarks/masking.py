@@ -241,10 +241,12 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="path of the results, without an ending")
-    parser.add_argument("--page", type=Path, default=PAGE, help="page that shows the largest cell")
-    parser.add_argument("--quick", action="store_true", help="leave out slow cells, and leave the page as it is")
-    parser.add_argument("--show", action="store_true", help="measure nothing, write the tables of what was measured")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="path of the result files, without a suffix")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page that shows the result of the largest cell")
+    parser.add_argument("--quick", action="store_true", help="skip slow cells, and do not change the page")
+    parser.add_argument(
+        "--show", action="store_true", help="write the tables of earlier measurements, without new measurements"
+    )
     options = parser.parse_args()
     file = options.out.with_suffix(".json")
     if options.show:

@@ -660,7 +660,7 @@ def main() -> None:
     parser.add_argument("work", choices=["run", "show"])
     parser.add_argument("runs", type=Path)
     parser.add_argument("--tables", nargs="+", default=[])
-    parser.add_argument("--only", nargs="+", default=[], help="labels")
+    parser.add_argument("--only", nargs="+", default=[], help="labels of the cells to run or show (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     options = parser.parse_args()
 

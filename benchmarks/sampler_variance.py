@@ -242,8 +242,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=10_000)
-    parser.add_argument("--results", type=Path, help="write sampler_variance.json, .md and .png there")
-    help = f"write the biases that are in the results to this page (default: {PAGE.name}), and draw nothing"
+    parser.add_argument("--results", type=Path, help="folder to write sampler_variance.json, .md and .png to")
+    help = f"page to write the biases of earlier results to, without new draws (default: {PAGE.name})"
     parser.add_argument("--page", type=Path, nargs="?", const=PAGE, help=help)
     options = parser.parse_args()
     if options.page:

@@ -133,7 +133,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, help="write samplers_scale.json and .md there")
+    parser.add_argument("--results", type=Path, help="folder to write samplers_scale.json and samplers_scale.md to")
     parser.add_argument("--clients", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--sampler", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)

@@ -63,7 +63,7 @@ def measure(data: str, clients: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="mnist")
-    parser.add_argument("--page", type=Path, help="write the table between its marks there")
+    parser.add_argument("--page", type=Path, help="page to write the table to, between the table's marks")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

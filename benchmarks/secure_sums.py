@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--small", action="store_true", help="three sites and few samples, to check the program")
+    parser.add_argument(
+        "--small", action="store_true", help="use three sites and few samples, to test the program itself"
+    )
     options = parser.parse_args()
     table: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     with tempfile.TemporaryDirectory(prefix="fedstrata-secure-") as folder:

@@ -190,10 +190,14 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], warm: flo
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=40.0)
-    parser.add_argument("--rate", type=float, default=0.0, help="exchanges a second, at most")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="maximum number of exchanges per second (default: not limited)"
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--warm", type=float, default=WARM / 60, help="minutes that do not count")
-    parser.add_argument("--again", action="store_true", help="only make the table of DIR/soak.json anew")
+    parser.add_argument(
+        "--warm", type=float, default=WARM / 60, help="number of initial minutes to leave out of the results"
+    )
+    parser.add_argument("--again", action="store_true", help="only write the table of an earlier DIR/soak.json again")
     options = parser.parse_args()
     if options.again:
         kept = json.loads((options.out / "soak.json").read_text())

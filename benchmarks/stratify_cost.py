@@ -172,7 +172,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12_800)
     parser.add_argument("--labels", default="cifar10")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", default="mlp,cnn,resnet9,hops", help="what to measure; other results stay")
+    parser.add_argument(
+        "--only",
+        default="mlp,cnn,resnet9,hops",
+        help="comma-separated parts to measure; results of other parts are kept",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     turns, only = arguments.turns, arguments.only.split(",")

@@ -130,7 +130,7 @@ def drop(out: Path, table: Table, cell: Cell) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["take", "repeat"])
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help="PAPER/TABLE; all unless given")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables to repeat, as PAPER/TABLE (default: all)")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()

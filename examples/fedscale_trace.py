@@ -33,11 +33,14 @@ def intervals(device, seconds):
 def main(arguments=None):
     """Write the trace of the first clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="file of FedScale, such as client_behave_trace")
+    parser.add_argument("source", type=Path, help="trace file of FedScale, such as client_behave_trace")
     parser.add_argument("target", type=Path, help="CSV file to write")
     parser.add_argument("--clients", type=int, required=True, help="number of clients")
     parser.add_argument(
-        "--seconds", type=int, required=True, help="length of the trace: rounds times seconds per round"
+        "--seconds",
+        type=int,
+        required=True,
+        help="length of the trace in seconds: number of rounds times seconds per round",
     )
     options = parser.parse_args(arguments)
     with options.source.open("rb") as file:

@@ -58,7 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=TRAINING["rounds"])
-    parser.add_argument("--whole", action="store_true", help="one step per round, with all clients and all sequences")
+    parser.add_argument(
+        "--whole", action="store_true", help="take one step per round, with all clients and all sequences"
+    )
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/fedstrata/peers").expanduser())
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "shakespeare.json")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

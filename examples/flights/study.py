@@ -118,10 +118,10 @@ def page(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the finished cells")
+    parser.add_argument("--out", type=Path, required=True, help="folder with the finished runs")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", type=Path, help="a JSON file for the figures")
-    parser.add_argument("--page", type=Path, help="a Markdown file that gets the table")
+    parser.add_argument("--results", type=Path, help="JSON file to write the numbers to")
+    parser.add_argument("--page", type=Path, help="Markdown file to write the table to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = study(options.out, options.seeds)

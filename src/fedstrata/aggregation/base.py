@@ -30,7 +30,8 @@ class Aggregator(Setting):
     """Base class of the aggregators, which combine the clients' updates with one weight a_k per client.
 
     Args:
-        server: Optimiser of the server. Default: the server adds the combined update to the global model.
+        server: Server optimiser, which applies the combined update to the global model. Default: the server adds the
+            update unchanged.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -224,7 +225,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 
 
 class MeanBySize(Aggregator):
-    """Weights in proportion to each client's number of samples in the round (FedAvg).
+    """The mean of the clients' models, weighted by the number of samples that each client used (FedAvg).
 
     The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
     draw has the same weight instead.
@@ -248,7 +249,7 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """Equal weights; a client that was drawn twice has twice the weight."""
+    """The mean of the clients' models, with equal weights. A client that was drawn twice counts twice."""
 
     needs_replies = ""
 
@@ -260,7 +261,7 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """The mean of each stratum's mean model, weighted by stratum sizes (FedSTS, FedSTaS).
+    """The mean model of each stratum, averaged over strata in proportion to their sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply are left
@@ -291,7 +292,7 @@ class StratumMean(Aggregator):
 
 
 class HorvitzThompson(Aggregator):
-    """Unbiased weights for draws with known probabilities, such as draws with replacement.
+    """An unbiased estimate of all clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
 
     The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, draws_k is how often
     client k was drawn, and m_h is the number of draws from stratum h. One draw from the stratum picks client k with

@@ -37,7 +37,7 @@ class Remembering(Aggregator):
 
 
 class Intervals(Remembering):
-    """Weights in proportion to a client's mean number of rounds between replies (FedAU).
+    """A sum of updates, each weighted by the mean number of rounds between the client's replies (FedAU).
 
     With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
     that client k replies in a round. With the update Δ_k of client k, the sum (1/N) Σ_k ω_k Δ_k is then an estimate of
@@ -46,8 +46,8 @@ class Intervals(Remembering):
     ω_k is 1. A client that was not invited counts as absent.
 
     Args:
-        cutoff: Largest interval K between two replies of a client, in rounds. A smaller value lowers the weights of
-            clients that rarely reply, but adds bias.
+        cutoff: Maximum length K of an interval between two replies of a client, in rounds. A smaller K lowers the
+            weights of clients that rarely reply, but adds bias.
     """
 
     cutoff: PositiveInt = 50
@@ -80,15 +80,14 @@ class Intervals(Remembering):
 
 
 class LastUpdates(Remembering):
-    """The mean of the last updates of all clients (MIFA).
+    """The mean of every client's most recent update, including absent clients (MIFA).
 
     The new model is w ← w_t + (1/N) Σ_k y_k. The last update that client k sent is y_k. Before the client's first
     reply, y_k is zero. Stored updates are not rescaled if the clients' learning rate changes. The model also changes in
     rounds in which no client replies. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
-            client.
+        memory_gb: Maximum memory for stored updates, in GB. The server and each checkpoint store one update per client.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -113,7 +112,7 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of all clients' last updates, corrected by the round's new updates (FedVARP).
+    """The mean of every client's last update, corrected with the new updates of this round (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
@@ -122,8 +121,7 @@ class VarianceReduced(LastUpdates):
     are averaged over the replies of the round.
 
     Args:
-        memory_gb: Largest memory for the stored updates, in GB. The server and each checkpoint store one update per
-            client.
+        memory_gb: Maximum memory for stored updates, in GB. The server and each checkpoint store one update per client.
     """
 
     @override
@@ -168,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models; updates after absences count several times (FedAWE).
+    """The mean of the clients' models. An update counts once per round since the client's last reply (FedAWE).
 
     The new model is the mean of x_k + (t − τ_k) Δ_k over the replies. Client k last replied in round τ_k, and x_k is
     the global model after round τ_k. Before the client's first reply, x_k is the initial model, and τ_k = 0. In round
@@ -184,9 +182,9 @@ class Echoes(Remembering):
     state, and each exchange has the same size.
 
     Args:
-        clip: Largest norm of the mean update. A larger mean is scaled down to this norm. The published algorithm does
-            not have this limit.
-        memory_gb: Largest memory for the stored models, in GB. The server stores at most one model per client.
+        clip: Maximum norm of the mean update. A longer mean update is scaled down to this norm. The published algorithm
+            does not limit the norm.
+        memory_gb: Maximum memory for stored models, in GB. The server stores at most one model per client.
     """
 
     own_starts = True

@@ -113,10 +113,11 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The coordinate-wise mean of the updates without the f smallest and f largest values (Yin et al. 2018).
+    """The mean of each coordinate of the updates, without the smallest and largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies per round that may come from attackers.
+        attackers: Number f of replies per round that may come from attackers. In each coordinate, the f smallest and f
+            largest values are left out.
     """
 
     attackers: NonNegativeInt = 1
@@ -142,7 +143,7 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 
 
 class Krum(RobustAggregator):
-    """The update with the smallest distances to its nearest updates (Blanchard et al. 2017).
+    """Krum: the single update with the smallest distances to its nearest neighbours (Blanchard et al. 2017).
 
     With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
     update with the smallest score is used, and all other updates are ignored.
@@ -183,11 +184,11 @@ class Krum(RobustAggregator):
 
 
 class MultiKrum(Krum):
-    """The mean of the updates with the smallest scores of Krum.
+    """Multi-Krum: the mean of several updates with the smallest distances to their nearest neighbours.
 
     Args:
         attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
-        chosen: Number of updates in the mean. Maximum and default: n − f, for n replies and f attackers.
+        chosen: Number of updates to average. With n replies and f attackers, the maximum and default is n − f.
     """
 
     chosen: PositiveInt | None = None
@@ -218,8 +219,9 @@ class GeometricMedian(RobustAggregator):
     update‖). The algorithm starts with v = 0, which is the unchanged global model.
 
     Args:
-        steps: Number of steps of the approximation.
-        smoothing: Constant ν, which limits each update's weight to 1 / ν.
+        steps: Number of steps of the Weiszfeld algorithm, which approximates the geometric median.
+        smoothing: Constant ν. The weight of an update is 1 / max(ν, d), where d is its distance to the current
+            estimate.
     """
 
     steps: PositiveInt = Field(default=3, le=1000)
@@ -239,14 +241,15 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of updates, with large updates scaled down (Karimireddy et al. 2021).
+    """The mean of the updates, with distant updates moved towards the current estimate (Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the unchanged
     global model. In the paper, a round starts with the result of the previous round.
 
     Args:
-        radius: Largest distance τ between an update and the result of the previous step.
+        radius: Clipping radius τ. Updates that are further from the current estimate of the mean are moved to the
+            distance τ.
         steps: Number of clipping steps per round.
     """
 

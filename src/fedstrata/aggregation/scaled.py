@@ -24,7 +24,7 @@ SQUARES = 4096.0
 
 
 class Normalised(MeanBySize):
-    """Weights that correct for different numbers of local steps (FedNova).
+    """A weighted mean of the updates that corrects for different numbers of local steps (FedNova).
 
     The weight of client k is p_k (Σ_j p_j τ_j) / τ_k for τ_k steps, where p_k is the client's weight in the aggregator
     ``size``. If the clients' SGD has momentum, the sum of all gradients' weights in the update replaces τ_k (see
@@ -118,7 +118,8 @@ class Extrapolated(Mean):
     numbers of samples.
 
     Args:
-        eps: Constant ε, which limits the factor.
+        eps: Constant ε in the denominator of the factor that multiplies the mean update. It limits the factor if the
+            mean update is near zero.
     """
 
     needs_replies = ""

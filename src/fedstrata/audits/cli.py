@@ -16,7 +16,7 @@ def add_audit(commands: common.Commands) -> None:
         fedstrata audit canaries runs/private
     """
     audits = common.add_command(
-        commands, "audit", "attack the messages of a run, to measure what they reveal", examples
+        commands, "audit", "attack the messages of a run, to measure what they reveal about samples", examples
     )
     kinds = audits.add_subparsers(required=True, metavar="WHAT")
     _add_updates(kinds)
@@ -30,7 +30,7 @@ def _add_gradients(kinds: common.Commands) -> None:
         fedstrata audit gradients runs/stratify
         fedstrata audit gradients runs/stratify --sizes 1 4 16
     """
-    help = "reconstruct labels and images from Stratify's gradients, for several numbers of samples"
+    help = "reconstruct labels and images from Stratify's gradients, for several numbers of samples per gradient"
     parser = _add_kind(kinds, "gradients", help, examples)
     _add_steps(parser)
     parser.add_argument(
@@ -40,7 +40,7 @@ def _add_gradients(kinds: common.Commands) -> None:
         "--parts",
         type=int,
         default=12,
-        help="largest number of gradients to attack for each number of samples (default: 12)",
+        help="maximum number of gradients to attack for each number of samples per gradient (default: 12)",
     )
     parser.set_defaults(work=_audit_gradients)
 
@@ -52,7 +52,7 @@ def _add_prototypes(kinds: common.Commands) -> None:
     """
     parser = _add_kind(kinds, "prototypes", "reconstruct clients' images from the prototypes that they sent", examples)
     _add_steps(parser)
-    parser.add_argument("--clients", type=int, default=3, help="largest number of clients to attack (default: 3)")
+    parser.add_argument("--clients", type=int, default=3, help="maximum number of clients to attack (default: 3)")
     help = "images that the attacker has: the test set (default), or training samples that no client has (spare)"
     parser.add_argument("--held-out", choices=("test", "spare"), default="test", help=help)
     parser.set_defaults(work=_audit_prototypes)
@@ -63,14 +63,14 @@ def _add_updates(kinds: common.Commands) -> None:
         fedstrata audit updates runs/fedavg
         fedstrata audit updates runs/secure --parts 40 --json
     """
-    help = "reconstruct images from updates and their sums, and find out which samples clients have"
+    help = "reconstruct images from updates and sums of updates, and infer which samples clients trained on"
     more = (
         "The audit attacks the update of each client, and the sum of all updates of a round. The two attacks are "
         "gradient inversion and membership inference. The table says whether the server sees updates or only their sum."
     )
     parser = _add_kind(kinds, "updates", help, examples, more)
     _add_steps(parser)
-    help = "largest number of updates, and of sums, to attack (default: 12)"
+    help = "maximum number of updates, and of sums of updates, to attack (default: 12)"
     parser.add_argument("--parts", type=int, default=12, help=help)
     parser.set_defaults(work=_audit_updates)
 
@@ -80,19 +80,20 @@ def _add_canaries(kinds: common.Commands) -> None:
         fedstrata audit canaries runs/private --canaries 5000
         fedstrata audit canaries runs/private --divide-noise 10
     """
-    help = "compute a lower bound of ε, from artificial samples that the attacker must find"
+    help = "compute a lower bound on ε, from artificial samples (canaries) that an attacker must detect"
     more = (
-        "The audit trains again from the first round. If the bound is above the accountant's ε, training reveals more "
-        "than this ε allows. With --divide-noise 10, the noise is too small on purpose, so the bound should be above ε."
+        "The audit repeats the training from the first round. If the bound is above the ε of the accountant, training "
+        "reveals more than this ε allows. With --divide-noise 10, the noise is too small on purpose, so the bound "
+        "should be above the ε of the accountant."
     )
     parser = _add_kind(kinds, "canaries", help, examples, more)
-    help = "number of artificial samples (default: 1000). With more samples, the bound can be larger"
+    help = "number of artificial samples (default: 1000); with more samples, the bound can be larger"
     parser.add_argument("--canaries", type=int, default=1000, metavar="N", help=help)
     parser.add_argument(
         "--client", type=int, metavar="ID", help="client with the artificial samples (default: the largest client)"
     )
-    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the bound (default: 0.95)")
-    help = "number by which to divide the noise, as a control (default: 1)"
+    parser.add_argument("--confidence", type=float, default=0.95, help="confidence level of the bound (default: 0.95)")
+    help = "number by which to divide the noise, to check the audit itself (default: 1)"
     parser.add_argument("--divide-noise", type=float, default=1.0, metavar="X", help=help)
     parser.set_defaults(work=_audit_canaries)
 

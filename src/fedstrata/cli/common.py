@@ -76,7 +76,7 @@ def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
 
 def add_columns(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``--columns``, which selects columns of a table."""
-    help = "columns of tables to print: fit (default: as many as fit the terminal) or all"
+    help = "columns of tables to print: fit (as many as fit the terminal; default) or all"
     parser.add_argument("--columns", choices=("fit", "all"), default="fit", help=help)
 
 
@@ -154,7 +154,7 @@ def add_spec(parser: argparse.ArgumentParser, help: str = SPEC_HELP) -> None:
 def add_overrides(
     parser: argparse.ArgumentParser,
     metavar: str = "SECTION.KEY=VALUE",
-    help: str = "key and its value, such as training.lr=0.1; takes precedence over the file; may be repeated",
+    help: str = "setting that overrides the spec, such as training.lr=0.1; may be repeated",
 ) -> None:
     """Add the argument ``--set``, which may be repeated."""
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar=metavar, help=help)

@@ -20,8 +20,10 @@ def add_methods(commands: Commands) -> None:
         fedstrata methods --papers
         fedstrata settings method stratify
     """
-    parser = add_command(commands, "methods", "list the methods", examples, work=_methods)
-    parser.add_argument("--papers", action="store_true", help="also show the paper that describes each method")
+    parser = add_command(commands, "methods", "list the federated learning methods", examples, work=_methods)
+    parser.add_argument(
+        "--papers", action="store_true", help="show the paper of each method instead of its description"
+    )
     add_output(parser, progress=False)
 
 
@@ -42,7 +44,7 @@ def add_datasets(commands: Commands) -> None:
         fedstrata datasets
         FEDSTRATA_DATA=/data fedstrata datasets
     """
-    help = "list the known data sets, and whether each was found"
+    help = "list the data sets that fedstrata knows, and show which of them were found on this machine"
     add_output(add_command(commands, "datasets", help, examples, work=_datasets), progress=False)
 
 
@@ -73,9 +75,9 @@ def add_settings(commands: Commands) -> None:
         "section", nargs="?", help="section to list, such as availability or method.objective (default: all)"
     )
     parser.add_argument(
-        "name", nargs="?", help="name of an entry of the section, such as bernoulli, or module:Class for your own class"
+        "name", nargs="?", help="name that the section accepts, such as bernoulli, or module:Class for your own class"
     )
-    help = "folder to write all sections to, as Markdown files"
+    help = "folder to write a Markdown description of all sections to"
     parser.add_argument("--markdown", type=Path, metavar="DIR", help=help)
     add_output(parser, progress=False)
 
@@ -100,7 +102,7 @@ def _settings(options: argparse.Namespace) -> None:
         section = find_section(options.section)
         common = section["common"]
         if common:
-            _keys(options.section, "The common keys.", common)
+            _keys(options.section, "The keys that all names in this section accept.", common)
         for name, kind in section["kinds"].items():
             rows = [row for row in kind["keys"] if row not in common]
             _keys(f"{options.section} {name}".strip(), kind["about"], rows)
@@ -174,7 +176,7 @@ def add_strata(commands: Commands) -> None:
         "TOML file that describes the experiment, or folder of a run (default: an experiment with default settings)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, help="number of rounds to run first, if SPEC is a file (default: 1)"
+        "--rounds", type=int, default=1, help="number of rounds to run before the plot, if SPEC is a file (default: 1)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("strata.png"), help="image file to write (default: strata.png)"

@@ -33,7 +33,7 @@ NOT_IMPORTED = (
 )
 
 REAL_SITES = """\
-The commands below let real sites, such as hospitals, train together over a network. Simulations do not need these \
+With the commands below, real sites such as hospitals train together over a network. Simulations do not need these \
 commands.
 
 Deploy to real sites"""

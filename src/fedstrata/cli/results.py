@@ -42,18 +42,18 @@ def add_table(commands: Commands) -> None:
         metavar="LABEL",
         help="label of the method that all other methods are compared with (default: the first label)",
     )
-    metrics = "comma-separated results to compare, such as final_accuracy, rounds_to_0.8 or a column of metrics.jsonl"
+    metrics = "comma-separated results to compare, such as final_accuracy, rounds_to_0.8 or a key of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
     budgets = (
-        "compare the primary metric at an equal cost in bytes, samples, seconds or simulated_seconds (default amount: "
-        "the largest that all runs reached)"
+        "cost at which the primary metric is compared: bytes, samples, seconds or simulated_seconds (default amount: "
+        "the largest amount that all runs reached)"
     )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
     tests = "significance test of the differences, paired by seed: t (default) or wilcoxon"
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
-    by_client = "show a metric of each client on its own test samples, with a row per client (default: accuracy)"
+    by_client = "metric to show for each client's own test samples, with a row per client (default: accuracy)"
     parser.add_argument("--by-client", nargs="?", const="accuracy", metavar="RESULT", help=by_client)
-    figure = ".pdf, .png or .svg file in which to draw the differences and their intervals, 3.5 inches wide"
+    figure = "file (.pdf, .png or .svg) for a plot of the differences and their intervals, 3.5 inches wide"
     parser.add_argument("--figure", type=Path, metavar="FILE", help=figure)
     parser.add_argument("--format", choices=FORMATS, default="console", help="format of the table (default: console)")
     common.add_columns(parser)
@@ -160,19 +160,20 @@ def add_sweep(commands: Commands) -> None:
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --set training.lr=0.01,0.03,0.1 --seeds 0,1
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
-    help = "find the best settings by grid or search, on validation samples"
+    help = "find the best settings on validation samples, by grid search or with Optuna"
     more = (
-        "The best settings have the best value of evaluation.primary on validation samples (evaluation.validation). "
+        "The best settings have the best value of the metric evaluation.primary on validation samples. The setting "
+        "evaluation.validation holds out these samples. "
         "The exit code is 3 if at least one run broke down; see 'fedstrata run --help'."
     )
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
-    overrides = "key and the values to try; a single value is a fixed setting; may be repeated"
+    overrides = "key and its values to try, separated by commas; a single value is fixed; may be repeated"
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
     ranges = "key and the range that Optuna searches: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "number of trials of a search, including earlier trials in the folder --out (default: 20)"
+    trials = "number of trials of the search, including earlier trials in the folder of --out (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
     no_pruning = "run every trial to its end, instead of stopping poor trials early"
     parser.add_argument("--no-pruning", action="store_true", help=no_pruning)
@@ -182,7 +183,7 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder to store the sweep in (default: a new folder runs/sweep-DATASET-TIME)"
     )
-    parser.add_argument("--jobs", type=int, help="number of simultaneous runs (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
     common.add_columns(parser)
     add_output(parser)
 

@@ -27,7 +27,7 @@ def add_run(commands: Commands) -> None:
     """
     more = (
         "The exit code is 0 for success, 1 for a failure, and 2 for invalid input. The exit code is 3 if the run broke "
-        "down: the server could not use any client's reply from some round to the end."
+        "down: from some round until the end, the server could not use any client's reply."
     )
     defaults = {
         "work": _run,
@@ -43,7 +43,7 @@ def add_run(commands: Commands) -> None:
     )
     sites = "TOML file that lists sites and their data files, to simulate these sites on this machine"
     parser.add_argument("--sites", type=Path, metavar="TOML", help=sites)
-    resume = "folder of a run to resume from its last checkpoint"
+    resume = "folder of the run to resume from its last checkpoint"
     parser.add_argument("--resume", type=Path, metavar="DIR", help=resume)
     common.add_output(parser)
 
@@ -113,7 +113,7 @@ def add_compare(commands: Commands) -> None:
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
     parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
     common.add_spec(parser)
-    labels = "comma-separated methods, or labels of [compare.LABEL] tables (default: all labels)"
+    labels = "comma-separated methods, or labels of the spec's tables [compare.LABEL] (default: all labels)"
     parser.add_argument("--methods", help=labels)
     parser.add_argument("--seeds", help="comma-separated seeds to run each method with (default: the seed of the spec)")
     out = "folder to store the comparison in (default: a new folder runs/compare-DATASET-TIME)"
@@ -122,11 +122,11 @@ def add_compare(commands: Commands) -> None:
         "--engine", default="local", help="program that runs the clients: local (default), ray or nvflare"
     )
     references = (
-        "comma-separated reference runs without federated learning: local (each client trains alone), centralised "
-        "(one data set)"
+        "comma-separated reference runs without federated learning: local (each client trains alone) or "
+        "centralised (one client has all samples)"
     )
     parser.add_argument("--references", help=references)
-    parser.add_argument("--jobs", type=int, help="number of simultaneous runs (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
     common.add_columns(parser)
     common.add_output(parser)
 

@@ -23,7 +23,7 @@ KINDS = {
     "availability": "an availability model, which decides when clients are online",
     "partition": "a partition, which assigns samples to clients",
     "metric": "a metric of the model's quality",
-    "task": "a task, which says what a model learns: its targets, loss and metrics",
+    "task": "a task, which defines what a model learns: its targets, loss and metrics",
 }
 """A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
 their templates."""
@@ -43,7 +43,7 @@ def add_new(commands: Commands) -> None:
         fedstrata new sampler && fedstrata run --set method.client_sampler=sampler:LongestAway
         fedstrata new availability nights.py && fedstrata run --set availability=nights:Nights
     """
-    help = "write a commented example file, which runs unchanged"
+    help = "write a commented example file, which runs without changes"
     more = "\n".join(f"  {kind:<14}{purpose}" for kind, purpose in KINDS.items())
     parser = add_command(commands, "new", help, examples, more, work=_new)
     parser.add_argument("kind", metavar="KIND", help="kind of file to write, from the list above")
@@ -193,7 +193,7 @@ def words(table: dict[str, Any]) -> list[str]:
 
 def add_completion(commands: Commands) -> None:
     """Add the command ``fedstrata completion``."""
-    help = "print the script that makes a shell complete commands, settings and names"
+    help = "print a script with which your shell completes commands, settings and names"
     more = "Add the line for your shell to its start-up file:\n\n" + "\n".join(f"  {line}" for line in SHELLS.values())
     parser = add_command(commands, "completion", help, "fedstrata completion bash", more, work=_completion)
     parser.add_argument("shell", choices=SHELLS, help="name of the shell")

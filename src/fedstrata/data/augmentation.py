@@ -46,12 +46,12 @@ class Augmentation(Setting):
 
 
 class CropFlip(Augmentation):
-    """A random crop of each padded image, which is mirrored with probability 1/2.
+    """Pads each image, crops it at a random position, and mirrors it with probability 1/2.
 
     The padding reflects the image at its edges.
 
     Args:
-        padding: Number of pixels that are added on each side of an image.
+        padding: Number of pixels that are added on each side of an image before cropping.
         flip: Whether images are mirrored at random. Use false if mirroring changes an image's meaning.
     """
 

@@ -43,23 +43,23 @@ SHOWN = 12
 
 
 class Column(Setting):
-    """A feature column.
+    """The type and preparation of a feature column.
 
     Args:
-        type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default, other keys such as
-            ``categories`` imply the type. Otherwise, simulations guess the type from the cells, and real sites use
-            ``number``.
-        unit: Unit of the numbers in messages, such as ``mm``.
-        range: Smallest and largest allowed number.
+        type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default,
+            other keys such as ``categories`` imply the type. Otherwise, simulations guess the type from the cells, and
+            sites of a deployment use ``number``.
+        unit: Unit of the numbers, such as ``mm``, which is shown in messages.
+        range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Texts that mark missing values, in addition to the schema's ``missing``.
+        missing: Contents of cells that mark missing values, in addition to the schema's setting ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
-            ``most-frequent``: statistics of the training rows. ``constant``: the key ``value``. ``separate-category``:
-            an additional category. Default: a missing value is an error.
-        step: Unit to which numbers are rounded for ``median`` and ``most-frequent``. Real sites need ``step`` for these
-            two rules.
-        value: Replacement of missing values if ``impute`` is ``constant``.
-        indicator: Whether to add a feature that is 1 if the value is missing.
+            ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
+            ``separate-category``: an additional category. Default: a missing value is an error.
+        step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
+            ``median`` and ``most-frequent`` require ``step``.
+        value: Value that replaces missing values, with ``impute = "constant"``.
+        indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
 
     type: Literal["number", "category", "boolean"] | None = None
@@ -202,20 +202,22 @@ def _columns(value: object, info: ValidationInfo) -> object:
 
 
 class Schema(Setting):
-    """The roles of a table's columns.
+    """The role of each column in a table, such as label or feature.
 
     Args:
-        label: Column with the label.
-        client: Column with the client of each row, for the partition ``natural``.
-        features: Feature columns. Default: all columns without another role; at real sites, the keys of ``columns``.
-        columns: Type or settings of each feature column, and of a numeric label. For other columns, simulations guess
-            the type from the cells. Real sites need every feature in this table.
-        classes: All labels, in the order of the model's outputs. Default: the sorted labels of the table.
-        missing: Texts that mark missing values, in addition to empty cells.
-        ignore: Columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, a column
-            that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
-        delimiter: Character between the cells of a CSV file.
+        label: Name of the column with the label.
+        client: Name of the column with the client of each row, for the partition ``natural``.
+        features: Names of the feature columns. Default: all columns without another role. In deployments, the default
+            is the list of keys in ``columns``.
+        columns: Type or settings of each feature column, and of a label column with numbers. For columns that are not
+            listed, simulations guess the type from the cells. In deployments, every feature must be listed.
+        classes: Names of all classes, in the order of the model's outputs. Default: the labels of the table in sorted
+            order.
+        missing: Contents of cells, such as ``NA``, that mark missing values. Empty cells always mark missing values.
+        ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
+        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, the name
+            of a column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+        delimiter: Character that separates the cells of a CSV file.
     """
 
     label: str

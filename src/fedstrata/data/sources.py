@@ -54,27 +54,28 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
-        """The data set and its preparation.
+        """The data set, and how it is read and normalised.
 
         Args:
             name: Name or path of the data set. ``fedstrata datasets`` lists the names. A path is a ``.npz``, ``.csv``
-                or ``.parquet`` file, or a folder of ``.npy`` files with ``/`` at the end. ``"hub:owner/name"`` or
+                or ``.parquet`` file, or a folder of ``.npy`` files whose path ends with ``/``. ``"hub:owner/name"`` or
                 ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
             normalize: Scaling of each channel or feature, computed from training samples. ``standard``: to mean 0 and
                 standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
                 integers, as token models require.
-            limit: Number of training samples, drawn at random from each class in proportion to its size. Default: all.
-            client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
-            schema: Columns of a ``.csv`` or ``.parquet`` file, or the name of the label column.
+            limit: Number of training samples to use, drawn at random from each class in proportion to the class's size.
+                Default: all samples.
+            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
+            schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
-                uses only the samples that clients train on. Real sites with arrays need ``shape`` and ``classes``.
-            classes: Number C of classes in an array file, whose labels must be 0 … C−1.
-            range: Smallest and largest allowed values of an array file.
-            shift: Number to subtract from each channel or feature. Default: depends on ``normalize``.
-            scale: Factor that multiplies each channel or feature after the subtraction of ``shift``. Set both ``shift``
-                and ``scale``, or neither.
+                uses only the samples that clients train on. In deployments, arrays require ``shape`` and ``classes``.
+            classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
+            range: Minimum and maximum allowed value in an array file.
+            shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
+            scale: Factors by which normalisation multiplies after the subtraction of ``shift``, one per channel or
+                feature. Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
-            custom: Description of arrays from a Python program. fedstrata sets this key itself.
+            custom: Description of arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

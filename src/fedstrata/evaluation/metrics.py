@@ -231,7 +231,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Fraction of correctly classified samples; for a single class, the recall."""
+    """Fraction of correctly classified samples. The accuracy of a single class is its recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -239,11 +239,11 @@ class Accuracy(_OfCounts):
 
 
 class BalancedAccuracy(_OfCounts):
-    """Mean recall of the classes with samples (scikit-learn's ``balanced_accuracy_score``)."""
+    """Recall, averaged over the classes that have samples (scikit-learn's ``balanced_accuracy_score``)."""
 
 
 class MacroF1(_OfCounts):
-    """Mean F1 of the classes with samples or predictions (scikit-learn's macro ``f1_score``)."""
+    """F1 score, averaged over the classes that have samples or predictions (scikit-learn's macro ``f1_score``)."""
 
     @override
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -251,7 +251,7 @@ class MacroF1(_OfCounts):
 
 
 class MicroF1(_OfCounts):
-    """F1 of the counts of all classes or labels together (scikit-learn's micro ``f1_score``)."""
+    """F1 score of the counts that are summed over all classes or labels (scikit-learn's micro ``f1_score``)."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -259,7 +259,7 @@ class MicroF1(_OfCounts):
 
 
 class MeanIoU(_OfCounts):
-    """Mean intersection over union (IoU) of true and predicted pixels over the classes.
+    """Intersection over union (IoU) of true and predicted pixels, averaged over the classes.
 
     The mean leaves out a class if neither the true pixels nor the predicted pixels have this class.
     """
@@ -324,14 +324,15 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve of the second of two classes, otherwise the mean over all classes.
+    """Area under the ROC curve: of the second class if there are two classes, otherwise averaged over all classes.
 
     The curve of a class separates samples of this class from all other samples. The mean leaves out a class if all
     samples, or none of the samples, belong to this class. With the histograms that real sites send, the value is
     approximate, and the record also contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in the histogram of each class's scores, which real sites send instead of scores.
+        bins: Number of bins in the histogram of each class's scores. The sites of a deployment send this histogram
+            instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -408,7 +409,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats."""
+    """Perplexity: the exponential of the mean cross-entropy in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -430,14 +431,14 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: the mean difference between confidence and accuracy.
+    """Expected calibration error: the mean absolute difference between confidence and accuracy.
 
     Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
     error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,
     weighted by the bins' numbers of samples.
 
     Args:
-        bins: Number of bins of equal width.
+        bins: Number of bins of equal width into which samples are divided by confidence.
     """
 
     higher_is_better = False
@@ -485,7 +486,7 @@ class _OfRows(Metric):
 
 
 class MeanAveragePrecision(_OfRows):
-    """Mean average precision over the labels.
+    """Average precision, averaged over the labels.
 
     Labels without samples are left out. The metric needs all predictions, so it cannot be computed from the sums that
     real sites send.

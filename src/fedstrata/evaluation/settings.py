@@ -24,27 +24,28 @@ class Evaluation(Setting):
     ``weight_diversity``.
 
     Args:
-        every: Number of rounds between evaluations. With 0, only the last round is evaluated.
+        every: Number of rounds from one evaluation to the next. With 0, only the last round is evaluated.
         batch_size: Number of samples per batch in evaluations.
         metrics: Metrics to compute, in addition to the loss.
-        primary: Metric that selects the best round and the best settings: ``accuracy``, ``loss`` or a metric in
-            ``metrics``.
-        targets: Target accuracies in (0, 1]. The summary gives the first round that reached each target. For other
-            metrics, use a table such as ``{ macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples that is held out to choose the best round and to stop early.
-        client_test: Fraction of each client's samples that is held out as its own test samples, stratified by label.
-            Real sites with separate test samples ignore this setting.
+        primary: Metric that selects the best round of a run and the best settings of a sweep: ``accuracy``, ``loss`` or
+            a metric in ``metrics``.
+        targets: Target accuracies in (0, 1]. The run's summary gives the first round that reached each target. For
+            other metrics, use a table such as ``{ macro-f1 = [0.5] }``.
+        validation: Fraction of the training samples that is held out for validation, to choose the best round and to
+            stop early.
+        client_test: Fraction of each client's samples that is held out as the client's own test samples, stratified by
+            label. Sites that have separate test samples ignore this setting.
         test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
-            clients.
+            held-out clients.
         fine_tune: Number of epochs for which each client fine-tunes the global model, before the model is evaluated on
-            the client's test samples. With 0, only the client's own state, such as BatchNorm statistics, makes the
-            model personal.
-        unheard: Number n of evaluations. A client is *unheard* if the server has not used its replies since the first
-            of the last n evaluations. Results of unheard clients are also reported separately.
-        checkpoint_every: Number of rounds between checkpoints. With 0, no checkpoint is written.
-        per_class: Whether to record the accuracy and other per-class metrics of every class.
-        weight_diversity: Whether to record Λ, the mean squared distance of the clients' models from their mean. SFL and
-            Stratify never record Λ.
+            the client's test samples. With 0, only the client's own state, such as BatchNorm statistics, differs from
+            the global model.
+        unheard: Number n of recent evaluations. A client is *unheard* if the server has not used a reply of the client
+            since the first of these evaluations. Results of unheard clients are also reported separately.
+        checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.
+        per_class: Whether to record the accuracy and other metrics of each class.
+        weight_diversity: Whether to record Λ, the mean squared distance between the clients' models and their mean. The
+            methods SFL and Stratify never record Λ.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1

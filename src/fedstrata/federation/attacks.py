@@ -29,8 +29,9 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of the clients that attack in every round. The seed decides which clients attack. Default: 0.2.
-        clients: Ids of the clients that attack. Set either ``clients`` or ``share``.
+        share: Fraction of clients that are attackers. The experiment's seed decides which clients attack in all rounds.
+            Default: 0.2.
+        clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 
     alters_replies: ClassVar[bool] = True
@@ -134,7 +135,7 @@ class Attack(Setting):
 
 
 class LabelFlip(Attack):
-    """Attackers replace label c of C classes by C − 1 − c, and otherwise follow the method."""
+    """Attackers train on false labels: with C classes, label c becomes C − 1 − c."""
 
     alters_replies = False
 
@@ -151,7 +152,7 @@ class SignFlip(Attack):
     """Attackers send their update with the opposite sign.
 
     Args:
-        scale: Factor by which the opposite update is multiplied.
+        scale: Factor by which attackers multiply their update, in addition to the change of sign.
     """
 
     scale: PositiveFloat = 1.0
@@ -162,10 +163,10 @@ class SignFlip(Attack):
 
 
 class Gaussian(Attack):
-    """Attackers send random numbers instead of an update.
+    """Attackers send normally distributed random numbers instead of an update.
 
     Args:
-        deviation: Standard deviation of the random numbers.
+        deviation: Standard deviation of the random numbers that attackers send.
     """
 
     deviation: PositiveFloat = 1.0
@@ -177,13 +178,13 @@ class Gaussian(Attack):
 
 
 class LittleIsEnough(Attack):
-    """Attackers hide their updates among honest updates (ALIE, Baruch et al. 2019).
+    """Attackers send updates that differ little from honest updates (ALIE, Baruch et al. 2019).
 
     In each coordinate, an attacker sends the mean of the round's honest updates plus z standard deviations of these
     updates.
 
     Args:
-        deviations: Number z of standard deviations that attackers add to the mean honest update.
+        deviations: Number z of standard deviations that attackers add to the mean honest update, in each coordinate.
     """
 
     deviations: PositiveFloat = 1.5
@@ -196,10 +197,11 @@ class LittleIsEnough(Attack):
 
 
 class InnerProduct(Attack):
-    """Attackers send the negative mean honest update (inner-product manipulation, Xie et al. 2019).
+    """Attackers send the mean honest update with the opposite sign (inner-product manipulation, Xie et al. 2019).
 
     Args:
-        scale: Factor ε by which the mean honest update is multiplied. A small factor is harder to detect.
+        scale: Factor ε by which attackers multiply the mean honest update, in addition to the change of sign. Attacks
+            with a small factor are harder to detect.
     """
 
     scale: PositiveFloat = 2.0

@@ -61,13 +61,15 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these clients.
-        deadline: Simulated seconds that the server waits for replies.
-        seconds_per_sample: Simulated seconds that a client of median speed needs per sample gradient.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds.
+        announced: Whether the server knows which clients are online, and invites only clients that are online.
+        deadline: Number of simulated seconds that the server waits for replies to a request. Default: the server waits
+            for all replies.
+        seconds_per_sample: Simulated seconds that a client of median speed needs to compute the gradient of one sample.
+        speed_spread: Standard deviation of the logarithm of the clients' speeds. With 0, all clients have the same
+            speed.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
-        latency: Additional simulated seconds per message, in each direction.
+        latency: Simulated network latency in seconds, which is added to each message in both directions.
     """
 
     always_online: ClassVar[bool] = False
@@ -170,7 +172,7 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client is online or offline for whole periods of rounds (ReBaFL §5.5.3).
+    """Each client is online or offline for a whole period of several rounds (ReBaFL §5.5.3).
 
     Args:
         p: Probability that a client is online in a period.
@@ -201,7 +203,8 @@ class Grouped(Availability):
     """Groups of clients with different probabilities of being online (ReBaFL).
 
     Args:
-        groups: Groups in the order of the client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``.
+        groups: List of groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
+            0.2}]``. Each client of a group is online with the group's probability ``p``.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)

@@ -19,12 +19,13 @@ class Correlated(Availability):
     """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
-        mean: Mean probability of being online, before each probability is limited to [``least``, 1].
-        least: Smallest probability that a client is online in a round.
-        pattern: Pattern over the rounds: ``independent`` draws, or as in the availability models ``markov`` and
-            ``cyclic``.
-        offline_rounds: Mean number of rounds that a client stays offline; only for ``markov``.
-        period: Length of a period, in rounds; only for ``cyclic``.
+        mean: Mean probability that a client is online in a round, before each client's probability is limited to
+            [``least``, 1].
+        least: Minimum probability that a client is online in a round.
+        pattern: How clients go online and offline over the rounds: by ``independent`` draws, or as in the availability
+            models ``markov`` and ``cyclic``.
+        offline_rounds: Mean number of rounds that a client stays offline, with ``pattern = "markov"``.
+        period: Length of a period in rounds, with ``pattern = "cyclic"``.
     """
 
     mean: float = Field(default=0.1, gt=0, le=1)
@@ -68,8 +69,8 @@ class LabelCorrelated(Correlated):
     if labels are balanced.
 
     Args:
-        concentration: Concentration of the Dirichlet distribution of the labels' weights. With a smaller value, fewer
-            labels have large weights.
+        concentration: Concentration of the Dirichlet distribution from which label weights are drawn. With a smaller
+            value, fewer labels have large weights. Clients with such labels are online more often.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
@@ -93,7 +94,7 @@ class SizeCorrelated(Correlated):
     A client with n samples is online with a probability proportional to n to the power of ``exponent``.
 
     Args:
-        exponent: Exponent e: the probability that a client with n samples is online is proportional to n^e.
+        exponent: Exponent e. A client with n samples is online with a probability proportional to n^e.
     """
 
     exponent: float = Field(default=1.0, ge=-10, le=10)

@@ -36,10 +36,10 @@ class Markov(Availability):
 
 
 class Cyclic(Availability):
-    """Each client is online for a fixed fraction of each period; periods begin at random rounds.
+    """Each client is online for a fixed fraction of each period. Each client's periods start at a random round.
 
     Args:
-        p: Fraction of a period in which a client is online; at least one round.
+        p: Fraction of each period in which a client is online. Each client is online for at least one round per period.
         period: Length of a period, in rounds.
     """
 
@@ -52,13 +52,14 @@ class Cyclic(Availability):
 
 
 class Diurnal(Availability):
-    """The probability of being online varies over a day, as a sine wave.
+    """The probability that a client is online follows a sine wave over the day.
 
     Args:
-        lowest: Smallest probability of being online.
-        highest: Largest probability of being online.
+        lowest: Probability that a client is online at the lowest point of the sine wave.
+        highest: Probability that a client is online at the highest point of the sine wave.
         period: Length of a day, in rounds.
-        spread: Spread of the clients' random time zones, as a fraction of a day.
+        spread: Range of the clients' random time zones, as a fraction of a day. With 0, all clients have the same time
+            zone.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)

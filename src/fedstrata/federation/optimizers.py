@@ -86,7 +86,7 @@ class AdamW(LocalOptimizer):
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and its square.
-        eps: Small number that is added to the denominator of each step.
+        eps: Small number that is added to the denominator of each step, for numerical stability.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

@@ -53,12 +53,13 @@ class DPSGD(Setting):
     follows from the seed.
 
     Args:
-        clip: Largest L2 norm C of the gradient of one sample.
-        noise: Standard deviation of the noise that is added to the sum of the gradients, as a multiple of ``clip``.
-        delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / n for a client with n samples.
-        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget. At real
-            sites, the server learns the numbers of samples only in the first round. With secure sums, each real site
-            sets the budget in its policy instead.
+        clip: Maximum L2 norm C of the gradient of one sample. Longer gradients are scaled down.
+        noise: Noise multiplier: noise with the standard deviation ``noise`` × ``clip`` is added to the sum of
+            gradients.
+        delta: Value of δ in (ε, δ)-differential privacy. For a client with n samples, choose a value below 1 / n.
+        budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget. In
+            deployments, the server learns the numbers of samples in round 1, and checks the budget only from round 2.
+            With secure sums, each site sets the budget in its policy instead.
     """
 
     clip: PositiveFloat
@@ -85,17 +86,18 @@ class ClientDP(Setting):
     In both cases, the sum is divided by the expected number of clients per round.
 
     Args:
-        clip: Largest L2 norm C of a client's update.
-        noise: Standard deviation of the noise that is added to the sum of the updates, as a multiple of ``clip``. Noise
-            from the clients has at least this standard deviation.
-        delta: Value of δ in (ε, δ)-differential privacy. δ should be smaller than 1 / N for N clients.
-        budget: Largest ε of a client. The run ends before a round in which a client could exceed the budget.
-        participations: Largest number of rounds to which a client is invited. With this limit, the random choice of
-            clients does not lower ε.
-        noise_from: Parties that add the noise: the ``server``, or the ``sites``, which are the clients. The value
-            ``sites`` needs ``privacy.sums = "secure"``.
-        colluding: Number of clients that may tell the server the noise that they added. Each client then adds more
-            noise. With 0, ε does not protect against other clients, because each client knows its own noise.
+        clip: Maximum L2 norm C of a client's update. Longer updates are scaled down.
+        noise: Noise multiplier: noise with the standard deviation ``noise`` × ``clip`` is added to the sum of updates.
+            Noise from the clients has at least this standard deviation.
+        delta: Value of δ in (ε, δ)-differential privacy. With N clients, choose a value below 1 / N.
+        budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget.
+        participations: Maximum number of rounds to which a client is invited. If set, ε is computed without privacy
+            amplification by client sampling.
+        noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
+            ``privacy.sums = "secure"``.
+        colluding: Number of clients that may reveal to the server the noise that they added. With a larger number, each
+            client adds more noise. With 0, ε does not protect against other clients, because each client knows its own
+            noise.
     """
 
     clip: PositiveFloat
@@ -115,25 +117,27 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples for each value that a client sends, such as an update or a column's mean.
-        below: Behaviour of a client with too few samples in a batch of Stratify. ``hold-back``: the client adds these
-            samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch ends.
-        dp: Clipping and noise for differential privacy of each sample.
-        clients: Clipping and noise for differential privacy of each client. Real sites support only noise from the
-            clients.
+        min_samples: Minimum number of samples from which a client computes each value that it sends, such as an update
+            or a column's mean.
+        below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
+            client adds these samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch
+            ends.
+        dp: Settings for differential privacy of individual samples: clipping and noise.
+        clients: Settings for differential privacy of whole clients: clipping and noise. Deployments support only noise
+            that the clients add.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
-            clients of a round, which needs the extra ``secure``. Some methods do not support secure sums, or only in
-            simulations.
+            clients of a round, which needs the extra ``secure``. Some methods do not support secure sums, or support
+            them only in simulations.
         simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
             down the run.
-        range: Largest absolute value of an element of an update in a secure sum. An update with a larger element is
+        range: Maximum absolute value of the elements of an update in a secure sum. An update with a larger element is
             scaled down.
-        buffer_range: Largest absolute change of one of BatchNorm's statistics in a secure sum.
-        message_range: Largest absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
+        buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
+        message_range: Maximum absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
             and ReBaFL's prototypes.
-        largest: Largest number of samples of a client in secure sums; larger clients do not answer. Default: the size
-            of the largest client. If sites use their own data, set a value.
-        parties: Smallest number of clients in a secure sum.
+        largest: Maximum number of samples of a client in secure sums. Clients with more samples do not answer. Default:
+            the number of samples of the largest client. If sites use their own data, you must set a value.
+        parties: Minimum number of clients in a secure sum.
     """
 
     min_samples: PositiveInt = 1
@@ -193,34 +197,38 @@ class Training(Setting):
         rounds: Number of rounds. You may increase this number when you resume a run.
         clients_per_round: Number of clients that the server invites per round. Default: 10, or all clients if there are
             fewer.
-        local_epochs: Number of epochs per client and round. Default: 5.
-        local_steps: Number of mini-batch steps per client and round. Set either ``local_steps`` or ``local_epochs``.
-        batch_size: Number of samples in a mini-batch. Smaller clients use all their samples in each mini-batch.
-        accumulate: Number of mini-batches per step. A step uses the mean gradient over ``batch_size`` × ``accumulate``
-            samples.
-        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for an optimiser of PyTorch.
+        local_epochs: Number of epochs that each client trains per round. Default: 5.
+        local_steps: Number of mini-batch steps that each client takes per round. Set either ``local_steps`` or
+            ``local_epochs``.
+        batch_size: Number of samples in a mini-batch. Clients with fewer samples use all their samples in each
+            mini-batch.
+        accumulate: Number of mini-batches whose gradients are combined in one step. A step uses the mean gradient over
+            ``batch_size`` × ``accumulate`` samples.
+        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
-            or the state after the client's latest round (``keep``). With ``adamw``, each client then stores twice as
-            many numbers as the model has.
+            or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores
+            twice as many numbers as the model has.
         lr: Learning rate η of the clients.
-        momentum: Momentum of the clients' SGD.
+        momentum: Momentum of the clients' optimiser ``sgd``.
         weight_decay: Factor of the weight decay, which ``sgd`` adds to the gradient and ``adamw`` applies separately.
         schedule: Learning rate in round t, counted from 0. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from
             η to zero along half a cosine wave.
         warmup: Number W of initial rounds with a reduced learning rate. In the k-th of these rounds, the rate is
             multiplied by k / (W + 1).
-        clip: Largest norm of a gradient. A longer gradient is scaled down to this norm.
-        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages them. ``local``: each
-            client keeps its own statistics, and evaluations of the global model use statistics of the test batches.
-        execution: How engines compute sums. ``fused``: an engine may sum over several clients in one pass.
-            ``per-client``: results are exactly equal in all engines, but Stratify is several times slower.
+        clip: Maximum norm of a gradient. A longer gradient is scaled down to this norm.
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
+            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use
+            statistics of the test batches.
+        execution: How an engine computes sums over clients. ``fused``: the engine may compute a sum over several
+            clients in one pass. ``per-client``: results are bit-identical in all engines, but Stratify is several times
+            slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
-        workers: Number of processes that train clients on this machine; results do not change. Default: one per core if
-            this is faster, otherwise one.
+        workers: Number of processes that train clients on this machine. This number does not change results. Default:
+            one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.
             Parameters and updates stay float32. Stratify and FedTAN always train in float32.
-        device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if there is one).
-            Results on different devices can differ in their last bits.
+        device: Device for training and evaluation: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` (a GPU if one is
+            available). Results on different devices can differ in their last bits.
     """
 
     later_settings = ("accumulate", "optimizer", "optimizer_state", "warmup")

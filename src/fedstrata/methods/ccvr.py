@@ -34,7 +34,7 @@ class CCVRState(RecipeState):
 
 
 class CCVR(Recipe, HeadTuning):
-    """FedAvg whose server calibrates the head after the last round, on virtual features of each class.
+    """FedAvg whose server retrains the head after the last round, on features drawn from a Gaussian per class.
 
     All clients send the moments of their features z. For each class c, the moments are the number of samples n_k(c), Σ
     z and Σ z zᵀ. From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
@@ -43,10 +43,11 @@ class CCVR(Recipe, HeadTuning):
     Classes without samples at any client have no virtual features.
 
     Args:
-        per_class: Number of virtual features of each class.
-        every: Number of rounds between two calibrations. Default: the server calibrates only after the last round.
-        steps: Number of gradient steps per calibration.
-        lr: Learning rate of the calibration.
+        per_class: Number of features that the server draws from the Gaussian of each class.
+        every: Number of rounds from one calibration of the head to the next. Default: the server calibrates only after
+            the last round.
+        steps: Number of gradient steps per calibration of the head.
+        lr: Learning rate with which the server calibrates the head.
     """
 
     paper = "Luo et al. 2021, No Fear of Heterogeneity: Classifier Calibration for FL with Non-IID Data (NeurIPS)"

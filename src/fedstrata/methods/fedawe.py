@@ -10,14 +10,14 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAWE(Recipe):
-    """FedAvg in which clients continue from the model of their last reply, and updates after absences are larger.
+    """FedAvg in which each client continues from the model of its last reply. Updates after absences count more.
 
     Client k starts at x_k, the global model after the round in which it last replied. The server stores the models x_k.
     The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
 
     Args:
-        clip: Largest norm of the mean update. See the aggregator ``fedawe``.
-        memory_gb: The largest memory for the models x_k, in GB. See the aggregator ``fedawe``.
+        clip: Maximum norm of the mean update. A longer mean update is scaled down to this norm.
+        memory_gb: Maximum memory for stored models, in GB. The server stores at most one model per client.
     """
 
     paper = (

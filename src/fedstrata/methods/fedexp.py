@@ -16,7 +16,8 @@ class FedExP(Recipe):
     Training continues from the last model. The aggregator ``fedexp`` defines the step.
 
     Args:
-        eps: Constant ε. See the aggregator ``fedexp``.
+        eps: Constant ε in the denominator of the step length. It limits the step length if the mean update is near
+            zero.
     """
 
     paper = "Jhunjhunwala et al. 2023, FedExP: Speeding Up Federated Averaging via Extrapolation (ICLR)"

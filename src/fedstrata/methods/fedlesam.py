@@ -10,7 +10,7 @@ from fedstrata.objectives.sharpness import GloballySharpnessAware
 
 
 class FedLESAM(Recipe):
-    """FedAvg whose clients compute gradients at a point that is shifted against the global model's last movement.
+    """FedAvg whose clients compute each gradient at a point that is shifted towards an earlier global model.
 
     A step is w ← w − η ∇F_k(w + ρ d / ‖d‖).
 

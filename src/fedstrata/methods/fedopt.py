@@ -20,8 +20,8 @@ class FedAvgM(Recipe):
     With the mean update Δ of the round, the server computes v ← β v + Δ and w ← w + η v.
 
     Args:
-        beta: Momentum β of the server.
-        server_lr: Learning rate of the server.
+        beta: Momentum β of the server optimiser.
+        server_lr: Learning rate of the server optimiser.
     """
 
     paper = (
@@ -42,8 +42,8 @@ class FedAdagrad(Recipe):
     The aggregator's server optimiser (``ServerOptimizer``) defines the step.
 
     Args:
-        server_lr: Learning rate of the server.
-        tau: Constant τ, which is added to √v.
+        server_lr: Learning rate of the server optimiser.
+        tau: Constant τ, which is added to the denominator of each step of the server optimiser.
     """
 
     paper = ADAPTIVE
@@ -60,9 +60,9 @@ class AdaptiveMoments(Recipe):
     """Base class of FedAdam and FedYogi, which differ in how v follows from Δ².
 
     Args:
-        server_lr: Learning rate of the server.
-        betas: Coefficients β₁ and β₂.
-        tau: Constant τ, which is added to √v.
+        server_lr: Learning rate of the server optimiser.
+        betas: Coefficients β₁ (first moment) and β₂ (second moment) of the server optimiser.
+        tau: Constant τ, which is added to the denominator of each step of the server optimiser.
     """
 
     paper = ADAPTIVE

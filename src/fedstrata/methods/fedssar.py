@@ -22,8 +22,8 @@ class FedSSAR(Recipe):
 
     Args:
         alpha: Strength of the proximal term, α.
-        aggregation: Weights of the clients' models. ``horvitz-thompson``: unbiased weights. Default: the paper's biased
-            weights, in proportion to sample counts.
+        aggregation: Weights with which the clients' models are averaged. ``horvitz-thompson``: unbiased weights.
+            Default: the paper's biased weights, in proportion to numbers of samples.
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization (Complex Intell. Syst.)"

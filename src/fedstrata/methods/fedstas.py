@@ -22,7 +22,7 @@ class FedSTS(Recipe):
     gradients are drawn more often (importance sampling).
 
     Args:
-        aggregation: How models are averaged. ``paper``: within each stratum, then over strata (biased).
+        aggregation: How the clients' models are averaged. ``paper``: within each stratum, then over strata (biased).
             ``horvitz-thompson``: with unbiased weights and draws with replacement. ``inclusion``: with unbiased weights
             and systematic draws.
     """

@@ -70,10 +70,10 @@ class Recipe(Method):
     that a setting affects, the spec must not contain this setting.
 
     Args:
-        client_sampler: How the clients of a round are chosen.
-        data_sampler: How a client's samples for a round are chosen.
-        objective: Loss that clients minimise.
-        aggregator: How the server combines the clients' models.
+        client_sampler: Client sampler, which chooses the clients of each round.
+        data_sampler: Data sampler, which chooses the samples that a client uses in a round.
+        objective: Objective: the loss that clients minimise in training.
+        aggregator: Aggregator, which combines the clients' models into a new global model.
 
     >>> from pydantic import Field
     >>> from fedstrata.objectives.fedprox import Proximal

@@ -26,7 +26,7 @@ class ResNet9(ModelSpec):
     channels and 10 classes, the network has 6,573,130 parameters.
 
     Args:
-        norm: Normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
+        norm: Type of the normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
     """
 
     norm: Norm = "bn"
@@ -49,12 +49,12 @@ class ResNet9(ModelSpec):
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18 (He et al. 2016) for small images: first a 3x3 convolution without pooling.
+    """ResNet-18 (He et al. 2016) for small images, with a first 3x3 convolution and without initial pooling.
 
     With 3 input channels and 10 classes, the network has 11,173,962 parameters.
 
     Args:
-        norm: Normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
+        norm: Type of the normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
     """
 
     norm: Norm = "bn"
@@ -71,7 +71,7 @@ class ResNet20(ModelSpec):
     With 3 input channels and 10 classes, the network has 272,474 parameters.
 
     Args:
-        norm: Normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
+        norm: Type of the normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
     """
 
     norm: Norm = "bn"

@@ -49,7 +49,7 @@ class MLP(ModelSpec):
     """Fully connected layers with ReLU, for flattened samples (McMahan et al. 2017).
 
     Args:
-        hidden: Width of each hidden layer; an empty list gives logistic regression.
+        hidden: Width of each hidden layer. An empty list gives logistic regression.
 
     >>> sum(p.numel() for p in MLP().build((1, 28, 28), 10).parameters())
     178110
@@ -83,7 +83,7 @@ class Tabular(ModelSpec):
 
 
 class CNN(ModelSpec):
-    """The network of ReBaFL: 5x5 convolutions with max-pooling, and a hidden layer.
+    """ReBaFL's convolutional network: 5x5 convolutions with max-pooling, and a hidden layer.
 
     Convolutions are padded by 2, so that 8x8 images are large enough for three convolutions.
 
@@ -109,10 +109,10 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A PyTorch module from a Python program. Only fedstrata writes this section.
+    """A PyTorch module that a Python program passed to fedstrata. Only fedstrata writes this section.
 
     Args:
-        custom: Description of the module. fedstrata sets this key itself.
+        custom: Description of the module. Only fedstrata sets this key.
     """
 
     custom: str = ""

@@ -121,7 +121,8 @@ class Restricted(Calibrated):
     Local training then changes the head's parameters for these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.
+        alpha: Factor α by which logits of classes that the client lacks are multiplied. With 1, training is as in
+            FedAvg.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -132,7 +133,7 @@ class Restricted(Calibrated):
 
 
 class LogitMargins(CountsIdle, Calibrated):
-    """Cross-entropy of calibrated logits, in which rarer classes have a larger margin.
+    """Cross-entropy of calibrated logits: a class that is rarer at the client has a larger margin.
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
     In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore
@@ -140,9 +141,9 @@ class LogitMargins(CountsIdle, Calibrated):
     (``idle_clients``).
 
     Args:
-        tau: Factor τ of the margin. With 0, logits are unchanged.
-        missing: Treatment of classes that the client lacks. ``excluded``: not in the softmax. ``one``: as if the client
-            had one sample of each.
+        tau: Factor τ by which all margins are multiplied. With 0, logits are unchanged.
+        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves out these classes.
+            ``one``: each of these classes counts as if the client had one sample.
     """
 
     tau: NonNegativeFloat = 1.0
@@ -155,7 +156,7 @@ class LogitMargins(CountsIdle, Calibrated):
 
 
 class Balanced(CountsIdle, Calibrated):
-    """Balanced softmax: the logarithm of the prior is added to the logits (ReBaFL, Eq. 8).
+    """Balanced softmax: the logarithm of each class's prior is added to its logit (ReBaFL, Eq. 8).
 
     The prior of a class is its share of the client's samples. Classes with prior 0 are excluded from the softmax. A
     client with only one class learns nothing. The metric ``idle_clients`` counts such clients.

@@ -9,7 +9,7 @@ from fedstrata.objectives.base import CrossEntropy
 
 
 class BodyOnly(CrossEntropy):
-    """Cross-entropy; clients train only the body, and the head keeps its initial values.
+    """Cross-entropy. Clients train only the body (the layers before the head), and the head keeps its initial values.
 
     Clients also send the unchanged head, and its bytes count as communication.
     """

@@ -56,8 +56,8 @@ class Vacant(Distilled):
     mean of L_sup leaves out samples of class c. In the authors' code, vacant classes have the prior 10⁻⁹ in L_cal.
 
     Args:
-        distillation: Weight λ of the vacant-class distillation.
-        suppression: Weight β of the logit suppression.
+        distillation: Weight λ of the distillation from the global model on vacant classes.
+        suppression: Weight β of the suppression of logits of all classes except the true class.
     """
 
     distillation: NonNegativeFloat = 1.0

@@ -13,7 +13,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class PersonalLayers(CrossEntropy):
-    """Cross-entropy; each client keeps its personal layers, and the server averages all other layers.
+    """Cross-entropy. Each client keeps its personal layers, and the server averages all other layers.
 
     For the personal layers, clients send back the values that they received. The bytes of these values count as
     communication.
@@ -47,7 +47,7 @@ class PersonalLayers(CrossEntropy):
 
 
 class HeadThenBody(BodyOnly):
-    """Cross-entropy; each client trains first its own head, then the body, which the server averages.
+    """Cross-entropy. Each client trains first its own head, then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
     its trained head, and sends back the head that it received.
@@ -84,7 +84,7 @@ class TowardsGlobal(Objective):
 
 
 class PersonalModel(CrossEntropy):
-    """Cross-entropy for the global model; each client also trains a personal model near the global model.
+    """Cross-entropy. Each client also trains a personal model, which is pulled towards the global model.
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
     model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global
@@ -92,7 +92,7 @@ class PersonalModel(CrossEntropy):
     batches. In this implementation, a client first trains the global model, and then the personal model.
 
     Args:
-        strength: Strength λ with which personal models are pulled towards the global model.
+        strength: Strength λ with which each personal model is pulled towards the global model.
     """
 
     strength: NonNegativeFloat = 0.1

@@ -25,10 +25,10 @@ def add_reproduce(commands: common.Commands) -> None:
         fedstrata reproduce rebafl/fashion20 --seeds 0
         fedstrata reproduce --quick
     """
-    help = "reproduce the tables of the four papers, and judge their claims"
+    help = "reproduce the tables of four papers, and judge the papers' claims"
     parser = common.add_command(commands, "reproduce", help, examples, imports=True, work=_reproduce)
     parser.set_defaults(after_interrupt="To continue from the last checkpoint, repeat the command.")
-    help = "paper or table to reproduce, such as rebafl or rebafl/fashion20 (default: all)"
+    help = "papers or tables to reproduce, such as rebafl or rebafl/fashion20 (default: all)"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument(
         "--quick",
@@ -47,9 +47,7 @@ def add_reproduce(commands: common.Commands) -> None:
         action="store_true",
         help="list the tables, their missing runs, and the expected hours for the missing runs",
     )
-    parser.add_argument(
-        "--show", action="store_true", help="write the pages from existing results, without running anything"
-    )
+    parser.add_argument("--show", action="store_true", help="write the pages from existing results, without new runs")
     common.add_output(parser)
 
 

@@ -77,12 +77,13 @@ class ClusteredState:
 
 
 class Clustered(ClientSampler):
-    """Unbiased sampling that draws each client from another group of similar clients.
+    """Unbiased sampling that draws each client of a round from a different group of similar clients.
 
     Args:
-        algorithm: How clients are grouped: by number of samples (``1``), or by the direction of their last updates,
+        algorithm: How clients are grouped: by number of samples (``1``), or by the directions of their last updates,
             with Ward's method (``2``).
-        coordinates: Number of stored values per client, after a random projection. With 0, all values are stored.
+        coordinates: Number of values that the server stores per client, after a random projection. With 0, all values
+            are stored without a projection.
     """
 
     tells_sizes = True

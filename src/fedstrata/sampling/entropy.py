@@ -33,7 +33,7 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Chooses clients one by one, so that the entropy of their labels is as large as possible.
+    """Chooses clients one by one, so that the entropy of their combined labels is as large as possible.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
     have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
@@ -44,8 +44,8 @@ class Entropy(ClientSampler):
     labels.
 
     Args:
-        buffer: Fraction of all clients in the buffer of most recently invited clients, which the next round does not
-            invite.
+        buffer: Size of the buffer of most recently invited clients, as a fraction of all clients. The next round does
+            not invite clients in the buffer.
     """
 
     tells_sizes = True

@@ -56,18 +56,19 @@ class Everyone(ClientSampler):
 
 
 class FedSamplingData(DataSampler):
-    """Each participant uses each sample with the same probability; a round uses ``samples`` samples on average.
+    """Each participant draws samples at random, so that a round uses ``samples`` samples on average.
 
     The probability is the setting ``samples``, divided by the server's estimate of the participants' total number of
     samples.
 
     Args:
         samples: Total number K of samples that the participants of a round use on average.
-        epsilon: Privacy parameter ε of local differential privacy for the reported numbers of samples. Clients still
-            disclose how many samples they used. Default: clients report exact numbers.
-        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
+        epsilon: Parameter ε of local differential privacy, which protects the number of samples that each client
+            reports. Clients still disclose how many samples they used. Default: clients report exact numbers.
+        bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
+            samples reports at most M − 1.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            errors average out, but T reports spend a privacy budget of T ε.
+            random errors average out over rounds, but T reports spend a privacy budget of T ε.
     """
 
     needs_replies = ""

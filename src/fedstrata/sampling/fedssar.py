@@ -42,19 +42,21 @@ class FedSSARState:
 
 
 class FedSSARSampler(ClientSampler):
-    """Clusters clients by their model parameters; each cluster gets draws in proportion to its size.
+    """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
     did not answer are asked again in the next round. Afterwards, the stored parameters of a client change only in
     rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Smallest number of clients around a core point, including this point (``min_samples`` of OPTICS).
-        xi: Relative decrease of the reachability distance at which a cluster begins (``xi`` of OPTICS).
-        features: Features of a client: its model ``parameters``, as in the paper, or its ``updates``, which can be
-            compared across rounds.
-        coordinates: Number of stored values per client, after a random projection. With 0, all values are stored.
-        optics_max: Largest number of clients that OPTICS clusters. Each additional client joins the nearest cluster.
+        min_samples: Minimum number of clients in the neighbourhood of a core point, including the point itself
+            (``min_samples`` of OPTICS).
+        xi: Minimum relative decrease of the reachability distance that marks the start of a cluster (``xi`` of OPTICS).
+        features: Values by which clients are clustered: their model ``parameters``, as in the paper, or their
+            ``updates``, which can be compared across rounds.
+        coordinates: Number of values that the server stores per client, after a random projection. With 0, all values
+            are stored without a projection.
+        optics_max: Maximum number of clients that OPTICS clusters. Each additional client joins the nearest cluster.
     """
 
     needs_replies = "groups clients by their models"

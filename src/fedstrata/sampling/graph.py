@@ -41,7 +41,7 @@ class GraphState:
 
 
 class Graph(ClientSampler):
-    """Chooses clients that were rarely chosen before and that have different labels.
+    """Chooses clients that were rarely chosen in earlier rounds and that have different labels.
 
     The m clients of the set S maximise α d(S) − Var(v + s).
 
@@ -57,12 +57,12 @@ class Graph(ClientSampler):
     equally often.
 
     Args:
-        alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler chooses the least often
-            chosen clients.
-        epsilon: Similarity ε above which two clients are joined by an edge.
+        alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler chooses the clients that
+            were chosen least often in earlier rounds.
+        epsilon: Similarity ε above which an edge of the sampler's graph connects two clients.
         sigma: Constant σ² in the length exp(−V² / σ²) of the edge between two clients with similarity V.
-        counted: Events that count as choices: invitations (``invited``), as in the paper, or used replies
-            (``returned``).
+        counted: How the sampler counts earlier choices of a client: all invitations (``invited``), as in the paper, or
+            only replies that the server used (``returned``).
     """
 
     tells_sizes = True

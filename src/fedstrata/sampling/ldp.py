@@ -56,23 +56,25 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with the same probability, chosen to reach a requested total number.
+    """Each participant draws samples at random, so that all participants together use a requested number of samples.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Fraction of the participants' samples that a round uses.
+        fraction: Fraction of all participants' samples that a round uses on average.
         samples: Total number n* of samples that the participants of a round use on average. Default: computed from
             ``fraction``.
-        epsilon: Privacy parameter ε of local differential privacy for the reported numbers of samples. A client spends
-            ε in each round in which it takes part, or only once with ``reuse``. Default: clients report exact numbers.
-        bound: Public upper bound M of the reported numbers, if ``epsilon`` is set. Numbers ≥ M are reported as M − 1.
-            Clients then use more samples than requested.
-        share: Fixed probability that a client uses a sample. Clients then keep their numbers of samples private, and
-            ``fraction`` and ``bound`` have no effect.
-        estimates: Estimate of the participants' total number of samples: of the current ``round``, as in the paper, or
-            ``pooled`` over all rounds so far. Default: ``round``.
+        epsilon: Parameter ε of local differential privacy, which protects the number of samples that each client
+            reports. A client spends ε in each round in which it takes part, or only once with ``reuse``. Default:
+            clients report exact numbers.
+        bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
+            samples reports at most M − 1. Clients then use more samples than requested.
+        share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
+            numbers of samples, and ``fraction`` and ``bound`` have no effect.
+        estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
+            round, as in the paper. ``pooled``: the mean of the estimates of all rounds up to the current round.
+            Default: ``round``.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 

@@ -17,14 +17,14 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """Draws candidates in proportion to their numbers of samples, and invites the candidates with the largest losses.
+    """Draws candidates in proportion to their numbers of samples, and invites candidates with the largest losses.
 
     The sampler is biased on purpose: clients with a large loss have more weight in the aggregate than in the mean over
     all clients.
 
     Args:
-        candidates: Number of candidates. Default: twice the number of clients per round, or all clients if there are
-            fewer.
+        candidates: Number of candidates per round. Default: twice the number of clients to invite, or all clients if
+            there are fewer.
     """
 
     tells_sizes = True

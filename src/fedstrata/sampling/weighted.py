@@ -15,14 +15,14 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws clients in proportion to their numbers of samples, which each client sends once.
+    """Draws clients with probabilities proportional to their numbers of samples. Each client reports its number once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The aggregate is then an unbiased estimate
     of the mean over all clients, weighted by size.
 
     Args:
-        replacement: Whether a client may be drawn more than once per round. If false, draws are systematic (Madow
-            1949).
+        replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
+            sampling (Madow 1949).
     """
 
     tells_sizes = True

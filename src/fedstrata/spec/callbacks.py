@@ -73,7 +73,8 @@ class _Best(Callback):
     Args:
         metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
             Default: ``evaluation.primary``.
-        mode: Whether the largest (``max``) or smallest (``min``) value is the best. Default: depends on the metric.
+        mode: Whether the largest (``max``) or the smallest (``min``) value of the metric is the best value. Default:
+            depends on the metric.
     """
 
     metric: str | None = None
@@ -109,14 +110,14 @@ class _Best(Callback):
 
 
 class EarlyStopping(_Best):
-    """Stops a run that no longer improves, and returns to the model of the best round.
+    """Stops a run when a metric stops improving, and restores the model of the best round.
 
     The callback uses the validation samples (``evaluation.validation``), never the test set. Even if the run is not
     stopped early, the model of the best round becomes the final model.
 
     Args:
-        patience: Number of evaluations without an improvement after which the run stops.
-        min_delta: Smallest change of the metric that counts as an improvement.
+        patience: Number of consecutive evaluations without an improvement after which the run stops.
+        min_delta: Minimum change of the metric that counts as an improvement.
     """
 
     patience: PositiveInt = 5
@@ -152,7 +153,7 @@ class EarlyStopping(_Best):
 
 
 class KeepBest(_Best):
-    """Stores the best model so far as ``best.safetensors`` in the run folder.
+    """Stores the model of the best round as ``best.safetensors`` in the run folder.
 
     The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
     which makes test results too optimistic.

@@ -49,18 +49,19 @@ class Experiment(Setting):
         seed: Seed of all random numbers of the experiment.
         data: Data set, with its training and test samples.
         task: Task of the model: ``classification``, ``regression``, ``multilabel``, ``next-token``, ``segmentation``,
-            or a task of your own. Default: ``regression`` if targets have fractions, otherwise ``classification``.
-        partition: Assignment of samples to clients.
-        availability: Model of dropouts and delays: which clients answer in a round, and how fast.
-        attack: Attack by some of the clients, only in simulations. Default: all clients are honest.
-        method: Federated method.
+            or a task of your own. Default: ``regression`` if some targets are not integers, otherwise
+            ``classification``.
+        partition: Partition, which assigns the training samples to clients.
+        availability: Model of dropouts and delays, which simulates which clients reply in a round, and how fast.
+        attack: Simulated attack by some of the clients. Default: all clients are honest.
+        method: Federated learning method, such as ``fedavg`` or ``scaffold``.
         model: Architecture of the model.
         training: Settings of rounds, local training and hardware.
         evaluation: Settings of evaluations and checkpoints.
         communication: Compression of models and updates.
         privacy: Secure sums, minimum numbers of samples, and differential privacy.
-        callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
-        tracking: Programs that show the run, such as TensorBoard; they do not change results.
+        callbacks: Callbacks, which observe the run and may stop it, such as ``["early-stopping"]``.
+        tracking: Programs that display the run, such as TensorBoard. They do not change results.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name

@@ -242,7 +242,7 @@ def _item(row: Row) -> str:
 
 
 SHOWN = re.compile(
-    r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|text|list of (numbers|integers|tables)( > 0)?)$"
+    r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|string|list of (numbers|integers|tables)( > 0)?)$"
 )
 """A pattern of types that a default shows; numbers are positive unless the page says otherwise."""
 
@@ -297,7 +297,7 @@ def _type(kind: Any, plural: str = "") -> str:
         return f"table{plural}"
     if inspect.isclass(kind) and issubclass(kind, Setting):
         return f"table{plural}" if _is_group(kind) else f"name{plural} or table{plural}"
-    named = {int: f"integer{plural}", float: f"number{plural}", str: f"text{plural}", bool: "true/false"}
+    named = {int: f"integer{plural}", float: f"number{plural}", str: f"string{plural}", bool: "true/false"}
     return named.get(kind, "anything")
 
 

@@ -91,12 +91,12 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Writes event files for TensorBoard, with all numbers of each round, the settings and the spec.
+    """Writes event files for TensorBoard, with the metrics of each round, the settings and the spec.
 
     Needs the extra ``tracking``.
 
     Args:
-        dir: Folder in which each run has a subfolder with its event files. Default: ``tensorboard`` in the run folder.
+        dir: Folder for event files, with a subfolder for each run. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
@@ -147,15 +147,16 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """Logs numbers of each round, settings and files of a run in MLflow.
+    """Logs the metrics of each round, the settings and the files of a run in MLflow.
 
     Needs the extra ``tracking``.
 
     Args:
-        uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: ``MLFLOW_TRACKING_URI``.
+        uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: the environment variable
+            ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
-        run: Name of the run in MLflow. Default: the run's method, data and seed.
-        tags: Additional tags of the run, as a table from names to values.
+        run: Name of the run in MLflow. Default: a name built from the method, data set and seed.
+        tags: Additional tags of the run in MLflow: a table of names and values.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
 
@@ -286,11 +287,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Programs that show a run. You may change these settings when you resume a run.
+    """Programs that display runs. You may change these settings when you resume a run.
 
     Args:
-        tensorboard: Settings of TensorBoard, or ``true`` for the defaults.
-        mlflow: Settings of MLflow, or ``true`` for the defaults.
+        tensorboard: Settings for TensorBoard, or ``true`` for the default settings.
+        mlflow: Settings for MLflow, or ``true`` for the default settings.
     """
 
     tensorboard: Annotated[

@@ -10,10 +10,10 @@ import fedstrata as fs
 
 
 class LongestAway(fs.ClientSampler):
-    """The clients that were not invited for the longest time are invited; ties are broken at random.
+    """Invites the clients that were not invited for the longest time. Ties are broken at random.
 
     Args:
-        spread: Amount of randomness. With 0, only the time since the last invitation counts.
+        spread: Strength of the random changes of waiting times. With 0, only the time since the last invitation counts.
     """
 
     spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2

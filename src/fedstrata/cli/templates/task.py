@@ -11,7 +11,7 @@ import fedstrata as fs
 
 
 class Quantile(fs.Regression):
-    """Predict a quantile of the target; metrics and predictions are the same as in a regression.
+    """Predict a quantile of the target. Metrics and predictions are as in regression.
 
     Args:
         level: The fraction of the targets that should lie below the prediction.

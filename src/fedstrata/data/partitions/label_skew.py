@@ -17,14 +17,15 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Label skew with k classes per client (#C = k); each class is divided equally among its clients.
+    """Label skew with k classes per client (#C = k). Each class is divided equally among its clients.
 
     Stratify (section V) and many other papers use this division. The classes of a client are random. Each class has
     equally many clients (±1), and at least one client.
 
     Args:
-        per_client: Number of classes of each client.
-        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
+        per_client: Number of classes per client.
+        size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples of the
+            data set are used.
     """
 
     by_label = True
@@ -56,15 +57,16 @@ class ClassGroup(Setting):
 
 
 class Groups(Partition):
-    """Groups of clients with different numbers of random classes.
+    """Label skew with groups of clients. Clients in different groups have different numbers of classes.
 
     Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
     clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups with 2, 2, 3, 3 and
     5 classes per client.
 
     Args:
-        groups: Groups, each with a number of clients and a number of classes per client.
-        size: Number of samples of each client, divided equally (±1) among its classes. Default: all samples are used.
+        groups: List of groups. Each group has a number of ``clients`` and a number of ``classes`` per client.
+        size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples of the
+            data set are used.
     """
 
     by_label = True
@@ -111,12 +113,12 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Feature skew with d domains per client (#D = d); each domain is divided equally among its clients.
+    """Feature skew with d domains per client (#D = d). Each domain is divided equally among its clients.
 
     Stratify (section V) uses this division.
 
     Args:
-        per_client: Number of domains of each client. Default: 1.
+        per_client: Number of domains per client. Default: 1.
         alpha: Concentration α of Dirichlet draws that divide each domain's samples among the clients. Set either
             ``alpha`` or ``per_client``.
     """

@@ -23,8 +23,8 @@ class Natural(Partition):
     ``data.schema.client`` in a table. Clients are numbered in the order of their ids.
 
     Args:
-        clients: Number of clients to draw at random. Default: all.
-        min_size: Minimum number of samples per client. Smaller clients are left out, with a warning.
+        clients: Number of clients to draw at random from the clients in the data. Default: all clients.
+        min_size: Minimum number of samples per client. Clients with fewer samples are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -69,16 +69,16 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client with samples of another partition, as a baseline for federated training.
+    """A single client with samples of another partition, as a baseline for federated training.
 
     In centralised training, the single client has the samples of all clients of another partition. In local training,
     the single client has the samples of one of these clients.
 
     Args:
         clients: Number of clients, which is always 1.
-        of: Another partition, which first divides the samples among its own clients.
-        only: Index (from 0) of the only client in the partition ``of`` whose samples are used. Default: all clients'
-            samples.
+        of: Partition that first divides the samples among several clients.
+        only: Id (from 0) of the client in the partition ``of`` whose samples are used. Default: the samples of all
+            clients are used.
     """
 
     clients: Literal[1] = 1

@@ -25,7 +25,7 @@ Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class IID(Partition):
-    """The same number (±1) of random samples for each client (McMahan et al. 2017)."""
+    """Each client gets the same number (±1) of random samples (McMahan et al. 2017)."""
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """Divide the samples among the clients; see ``Partition.assign``."""
@@ -38,13 +38,13 @@ class Dirichlet(Partition):
     """Label skew by Dirichlet draws: with a smaller α, a client has fewer classes.
 
     Args:
-        alpha: Concentration α. With 1e-3, nearly all samples of a class go to one client; with 1e6, the partition is
-            nearly IID.
-        balance: Dirichlet draws. ``class``: one draw per class divides the class among the clients, so clients differ
-            in size. ``client``: one draw per client gives its class probabilities, and all clients have the same size
-            (±1).
-        prior: Parameters of the draws with ``balance = "client"``. ``shares``: α times the class's fraction of all
-            samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
+        alpha: Concentration α of the Dirichlet distribution. With 1e-3, nearly all samples of a class go to one client.
+            With 1e6, the partition is nearly IID.
+        balance: Meaning of each Dirichlet draw. ``class``: the draw divides the samples of one class among the clients,
+            so clients differ in size. ``client``: the draw gives the class probabilities of one client, and all clients
+            have the same size (±1).
+        prior: Parameters of the Dirichlet distribution, with ``balance = "client"``. ``shares``: α times the class's
+            fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
 
     by_label = True
@@ -74,14 +74,14 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """Samples are sorted by label and cut into equal shards; each client gets equally many shards.
+    """Samples are sorted by label and cut into equal shards. Each client gets the same number of shards.
 
     McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
     has samples of both classes. A client may therefore have a few samples of an additional class. Sizes differ by at
     most ``per_client`` samples.
 
     Args:
-        per_client: Number of shards of each client.
+        per_client: Number of shards per client.
     """
 
     by_label = True
@@ -127,15 +127,15 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """Lists of each client's samples, computed by another program.
+    """The spec or a file lists the samples of each client.
 
     The lists need not contain all samples. All seeds use the same lists.
 
     Args:
-        indices: One list per client, with the indices of its samples in the training set.
+        indices: One list per client, with the indices of the client's samples in the training set.
         file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. The
-            file's array ``indices`` lists the samples, client after client. The array ``offsets`` has N + 1 elements:
-            the position of each client's first sample, and the length of ``indices``.
+            file's array ``indices`` lists the samples, client after client. For N clients, the array ``offsets`` has N
+            + 1 elements: the position of each client's first sample, and the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

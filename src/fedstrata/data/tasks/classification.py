@@ -19,10 +19,11 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class Classification(Task):
-    """The prediction of one class per sample, with the cross-entropy as loss.
+    """Prediction of one class per sample, with the cross-entropy as loss.
 
     Args:
-        class_weights: Weight of each class in the loss, in the order of the classes, scaled to the mean 1.
+        class_weights: Weight of each class in the loss, in the order of the classes. The weights are scaled to a mean
+            of 1.
         label_smoothing: Fraction of the target probability that is spread evenly over all classes.
     """
 

@@ -17,13 +17,14 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class MultiLabel(Task):
-    """The prediction of several labels per sample, such as diseases in a picture.
+    """Prediction of several labels per sample, such as diseases in a picture.
 
     The loss is the mean binary cross-entropy over the labels. A label is predicted if its probability is above one
     half.
 
     Args:
-        stratum: Label that divides samples into two strata: without and with this label.
+        stratum: Label that divides samples into two strata, without and with this label, for Stratify and partitions by
+            label.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

@@ -23,23 +23,23 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss
 
 
 class Regression(Task):
-    """The prediction of numbers, such as a length of stay.
+    """Prediction of one or more numbers per sample, such as a length of stay.
 
     The model learns standardised targets: (target − mean) / deviation. Losses refer to standardised targets, and
     metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
     clients' training targets.
 
     Args:
-        loss: Loss of the standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic
-            for errors up to 1, then linear.
-        bins: Number of strata, for Stratify and partitions by label. Each stratum is a range of the first target with
-            equally many training samples.
+        loss: Loss for standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic for
+            errors up to 1, then linear.
+        bins: Number of strata, which replace classes in Stratify and in partitions by label. Each stratum is a range of
+            the first target. All strata have equally many training samples.
         edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
             ``bins``.
-        step: Unit to which targets are rounded down before ``bins`` are computed. Real sites need ``step`` for
-            ``bins``.
-        mean: Mean of each target. Default: computed from the training samples.
-        deviation: Standard deviation of each target. Default: computed from the training samples.
+        step: Unit to which targets are rounded down before ``bins`` are computed. In deployments, ``bins`` require
+            ``step``.
+        mean: Mean of each target, for standardisation. Default: computed from the training samples.
+        deviation: Standard deviation of each target, for standardisation. Default: computed from the training samples.
     """
 
     default_metrics = ("rmse", "mae", "r2")

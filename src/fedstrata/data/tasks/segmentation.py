@@ -10,12 +10,12 @@ from fedstrata.data.tasks.tokens import PerPlace
 
 
 class Segmentation(PerPlace):
-    """The prediction of a class for each pixel of a picture.
+    """Prediction of a class for each pixel of a picture.
 
     The targets are class numbers, with the shape (N, H, W). The model returns logits (B, outputs, H, W).
 
     Args:
-        ignore: Target value of pixels that loss and metrics leave out, such as borders.
+        ignore: Target value that marks pixels, such as borders, that loss and metrics leave out.
         outputs: Number of classes. Default: the largest target plus 1.
     """
 

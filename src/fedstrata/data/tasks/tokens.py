@@ -23,7 +23,7 @@ class PerPlace(Task):
     evaluations therefore average over these positions, and padding has no effect.
 
     Args:
-        ignore: Target value of positions that loss and metrics leave out, such as padding.
+        ignore: Target value that marks positions, such as padding, that loss and metrics leave out.
         outputs: Number of classes. Default: the largest target plus 1.
     """
 
@@ -77,13 +77,13 @@ class PerPlace(Task):
 
 
 class NextToken(PerPlace):
-    """The prediction of the next token at each position of a sequence.
+    """Prediction of the next token at each position of a sequence.
 
     Inputs and targets are ids of tokens, shape (N, T). The target of a position is the next token. Sequences are padded
     to the same length, and the target of padding is ``ignore``. The model returns logits (B, T, outputs).
 
     Args:
-        ignore: Target value of positions that loss and metrics leave out, such as padding.
+        ignore: Target value that marks positions, such as padding, that loss and metrics leave out.
         outputs: Size of the vocabulary. Default: the largest target plus 1.
     """
 

@@ -203,7 +203,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """Random rounding to multiples of M / ``levels``; M is a bucket's largest absolute value (Alistarh et al. 2017).
+    """Random rounding to ``levels`` steps on each side of 0, with a scale per bucket (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
     paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the variance of a
@@ -211,7 +211,8 @@ class QSGD(Codec):
 
     Args:
         levels: Number of quantisation steps on each side of 0.
-        bucket: Number of consecutive coordinates with a common scale.
+        bucket: Number of consecutive coordinates that form a bucket. The scale of a bucket is its largest absolute
+            value.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -267,8 +268,10 @@ class WithMemory(Codec):
     settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor by which the stored error is multiplied in each round.
-        forget_after: Number of rounds after which a stored error is deleted.
+        damping: Factor by which a client's stored encoding error is multiplied for each round since the client's last
+            update.
+        forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: errors are not
+            deleted.
         start: First round (counted from 1) in which updates are compressed.
     """
 
@@ -290,7 +293,7 @@ class TopK(WithMemory):
     changed most.
 
     Args:
-        fraction: Fraction of the coordinates that is sent.
+        fraction: Fraction of the coordinates of an update that is sent.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
@@ -335,8 +338,8 @@ class PowerSGD(WithMemory):
     The server decodes only the sums, unless a method needs each client's change.
 
     Args:
-        rank: Rank of the approximation of each matrix.
-        factors: Number format of the two factors of each matrix.
+        rank: Rank of the matrices that approximate the update.
+        factors: Number format in which the two factors of each low-rank matrix are sent.
     """
 
     linear = True
@@ -532,9 +535,9 @@ class Communication(Setting):
     """Compression of models and updates.
 
     Args:
-        up: Codec of the updates that clients send.
-        down: Codec of the model that clients receive. With a codec, each client receives the encoded difference from
-            its latest version.
+        up: Codec that compresses the updates that clients send.
+        down: Codec that compresses the model that clients receive. With a codec, each client receives the encoded
+            difference from the version that it already has.
     """
 
     up: AnyCodec = Uncompressed()

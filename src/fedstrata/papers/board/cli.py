@@ -15,7 +15,7 @@ from fedstrata.cli.layout import say
 if TYPE_CHECKING:
     from fedstrata.papers.board.protocol import Column, Entry, Protocol
 
-METHOD = "method, composition, module:Class or FILE.py:Class (default: all methods and compositions)"
+METHOD = "method or composition of the board, module:Class or FILE.py:Class (default: all methods and compositions)"
 
 
 def add_board(commands: common.Commands) -> None:
@@ -38,7 +38,7 @@ def _add_list(actions: common.Commands) -> None:
         fedstrata board list
         fedstrata board list --columns dirichlet-label,fedau-markov
     """
-    help = "list the columns and the methods, with missing runs and expected hours"
+    help = "list the columns and methods of the board, with missing runs and expected hours"
     parser = common.add_command(actions, "list", help, examples, imports=True, work=_list)
     _add_selection(parser)
     common.add_output(parser, progress=False)
@@ -76,7 +76,7 @@ def _add_show(actions: common.Commands) -> None:
 
 def _add_selection(parser: argparse.ArgumentParser, methods: str = METHOD) -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=methods)
-    help = "comma-separated columns, such as dirichlet-label (default: the twelve columns without FedAU's settings)"
+    help = "columns of the board, separated by commas (default: all except the columns fedau-…)"
     parser.add_argument("--columns", help=help)
     help = "folder of the results (default: board, or quick-board with --quick)"
     parser.add_argument("--out", type=Path, help=help)

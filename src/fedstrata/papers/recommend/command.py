@@ -32,8 +32,8 @@ def add_recommend(commands: common.Commands) -> None:
     help = "recommend methods to compare for a spec, with reasons"
     more = (
         "The command does not train a model. It measures the partition, and simulates which clients are online and "
-        "invited. Results of the board decide which methods come first only if a column of the board is alike. The "
-        "command says how little is known."
+        "invited. The order of the methods follows results of the board ('fedstrata board') only if one of the "
+        "board's columns is similar to the spec. The command also says how uncertain the recommendation is."
     )
     parser = common.add_command(commands, "recommend", help, examples, more, work=_recommend)
     common.add_spec(parser)

@@ -21,16 +21,16 @@ def add_deploy(commands: common.Commands) -> None:
         fedstrata deploy spec.toml --sites sites.toml --requests requests --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
-    help = "create the job for real sites, and a folder (kit) with certificates and scripts for each party"
+    help = "create a job for real sites and, for each party, a folder (kit) with certificates and scripts"
     parser = common.add_command(commands, "deploy", help, examples, imports=True, work=_deploy)
     parser.add_argument("spec", help="TOML file that describes the experiment")
     common.add_overrides(parser)
     parser.add_argument(
         "--sites", type=Path, required=True, metavar="TOML", help="TOML file that describes the server and the sites"
     )
-    help = "folder to create, which will contain a folder for each party"
+    help = "folder to create, with a subfolder for each party"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
-    help = "folder with each site's certificate request, SITE.csr; the sites' private keys then stay at the sites"
+    help = "folder with a certificate request SITE.csr from each site, so that private keys stay at the sites"
     parser.add_argument("--requests", type=Path, metavar="DIR", help=help)
     help = "try the deployment on this machine: start all parties, run the job, and store the result in DIR/result"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
@@ -136,9 +136,9 @@ def add_status(commands: common.Commands) -> None:
     help = "folder of the administrator, the server or a site, or a run folder"
     parser.add_argument("folder", type=Path, metavar="DIR", help=help)
     how = parser.add_mutually_exclusive_group()
-    help = "repeat every two seconds, until the run ends (at a site: until Ctrl-C)"
+    help = "update every two seconds, until the run ends (at a site: until Ctrl-C)"
     how.add_argument("--watch", action="store_true", help=help)
-    help = "show a web page with live curves at this port, only to browsers on this machine (default: a free port)"
+    help = "port of a web page with live curves, only for browsers on this machine (default: a free port)"
     how.add_argument("--serve", type=_port, nargs="?", const=0, metavar="PORT", help=help)
     parser.add_argument(
         "--json", action="store_true", help="print only the result, as JSON; with --watch, one line per update"
@@ -227,7 +227,7 @@ def add_revoke(commands: common.Commands) -> None:
         "server", type=Path, metavar="SERVER", help="folder of the server, created by 'fedstrata deploy'"
     )
     parser.add_argument("site", metavar="SITE", help="name of the site to remove")
-    parser.add_argument("--undo", action="store_true", help="put a removed site back on the list")
+    parser.add_argument("--undo", action="store_true", help="allow a removed site to connect again")
     common.add_output(parser, progress=False)
 
 
@@ -240,7 +240,7 @@ def _revoke(options: argparse.Namespace) -> int:
 
 def add_verify(commands: common.Commands) -> None:
     """Add the command ``fedstrata verify``."""
-    help = "check the signature of a result, and show its spec and its data"
+    help = "check the signature of a result, and show fingerprints of its spec and data"
     parser = common.add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a", work=_verify)
     parser.add_argument("run", type=Path, metavar="RESULT", help="folder in which 'fedstrata submit' stored the result")
     help = "folder of any party, which contains the root certificate of the federation"
@@ -267,7 +267,7 @@ def add_asks(commands: common.Commands) -> None:
     parser = common.add_command(commands, "asks", help, examples, work=_asks)
     common.add_spec(parser)
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
-    help = "folder of a site, to test whether its policy accepts the job"
+    help = "folder of a site, to check whether the site's policy accepts the job"
     parser.add_argument("--policy", type=Path, metavar="KIT", help=help)
     common.add_trust(parser)
 

@@ -25,12 +25,12 @@ def add_ledger(commands: common.Commands) -> None:
         fedstrata ledger kits/hospital-a --verify --told result
         fedstrata ledger kits/hospital-a --csv
     """
-    help = "show what a site sent, from its ledger (log of answers), and check that the ledger is intact"
+    help = "show what a site sent according to its ledger (log of replies), and check that the ledger is intact"
     parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
     parser.add_argument("kit", type=Path, metavar="KIT", help="folder of the site, created by 'fedstrata deploy'")
-    help = "verify every checksum and, with --told, that no entry is missing at the end; the exit code is 1 on failure"
+    help = "verify all checksums and, with --told, that the ledger was not cut off; the exit code is 1 on failure"
     parser.add_argument("--verify", action="store_true", help=help)
-    help = "run folder of the server (or the file ledgers.jsonl in it) to compare the ledger with; requires --verify"
+    help = "server's run folder, or the file ledgers.jsonl in this folder, to compare the ledger with; needs --verify"
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
     parser.add_argument(
         "--site", metavar="NAME", help="name by which the server knows the site (default: name of the folder)"
