@@ -2,12 +2,12 @@
 FedSSAR: clusters of models
 ===========================
 
-In the first round of FedSSAR, all clients train once, and the server clusters their models. The clustering algorithm
-OPTICS finds groups in which each model has near neighbours, and also finds the number of groups.
+In the first round of FedSSAR, all clients train once, and the server clusters the clients' models. The clustering
+algorithm OPTICS finds groups of similar models, and also determines the number of groups.
 
-In each round, the server draws clients from every cluster in proportion to the number of clients in the cluster. The
-draw therefore represents all clusters. Clients minimise their loss plus a proximal term, which keeps their models close
-to the global model.
+In each round, the server draws clients from every cluster in proportion to the number of clients in the cluster. All
+clusters are therefore represented in each round. Clients minimise their loss plus a proximal term, which keeps the
+clients' models close to the global model.
 
 This example has forty clients with one label each:
 """
@@ -29,7 +29,8 @@ print(len(view.sizes()), "clusters of", view.sizes(), "clients")
 print(f"{view.purity():.0%} of the samples have the most frequent label of their cluster")
 
 # %%
-# Both plots show the first two principal components of the clients' models. The server knows only the left plot.
+# Both plots show the first two principal components of the clients' models. The server knows only the data of the left
+# plot.
 
 components = PCA(2)
 where = components.fit_transform(view.points)
@@ -49,7 +50,8 @@ figure.show()
 
 # %%
 # **Limits.** Only participants send a new model. In later rounds, the stored models of all other clients are outdated,
-# and outdated models are similar to each other. With ``features = "updates"``, the server compares updates instead.
+# and outdated models are similar to each other. With ``features = "updates"``, the server clusters clients by their
+# updates instead.
 
 for features in ("parameters", "updates"):
     later = spec.model_copy(

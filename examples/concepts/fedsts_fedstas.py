@@ -7,7 +7,7 @@ a few clients of each stratum train.
 
 A round has four steps:
 
-1. Each client compresses its gradient to a short vector with a few different values, and sends this vector.
+1. Each client compresses its gradient to a short vector with a few distinct values, and sends this vector.
 2. The server clusters the vectors with k-means. The clusters are the strata.
 3. **Neyman's allocation** decides the number of clients m\\ :sub:`h` that are drawn from stratum h:
    m\\ :sub:`h` ∝ N\\ :sub:`h` S\\ :sub:`h`. N\\ :sub:`h` is the number of clients in the stratum, and S\\ :sub:`h` is
@@ -40,10 +40,10 @@ with fs.Simulation(prepared, listener=lambda _, replies: invited.append(sorted(r
     view = fs.strata_of(prepared, simulation.state, 3)
 
 # %%
-# Each dot is a client, and its position is given by the first two principal components of its compressed gradient. In
-# the left plot, rings mark the clients that were drawn in the last round. The right plot shows the most frequent label
-# of each client, which the server does not know. Clients with the same label are mostly in the same stratum, although
-# the strata were computed only from gradients.
+# Each dot is a client. The first two principal components of the client's compressed gradient give the position of the
+# dot. In the left plot, rings mark the clients that were drawn in the last round. The right plot shows the most
+# frequent label of each client, which the server does not know. Clients with the same label are mostly in the same
+# stratum, although the strata were computed only from gradients.
 
 components = PCA(2)
 where = components.fit_transform(view.points)
@@ -64,9 +64,9 @@ for axes in (left, right):
 figure.show()
 
 # %%
-# **Neyman's allocation.** The bars compare two ways to divide fifteen draws among the strata: in proportion to their
-# numbers of clients, and by Neyman's allocation. Neyman's allocation multiplies the number of clients by the spread S
-# of the compressed gradients in the stratum.
+# **Neyman's allocation.** The bars compare two ways to divide fifteen draws among the strata: in proportion to the
+# strata's numbers of clients, and by Neyman's allocation. Neyman's allocation multiplies the number of clients by the
+# spread S of the compressed gradients in the stratum.
 
 sizes = np.bincount(view.strata)
 deviations = [np.sqrt(view.points[view.strata == h].var(axis=0).mean()) for h in range(len(sizes))]
@@ -81,8 +81,8 @@ axes.legend(frameon=False)
 figure.show()
 
 # %%
-# The published method rounds the numbers of draws to whole numbers. Some strata may therefore get zero draws. The
-# setting ``allocation`` offers other rules. :doc:`/methods/samplers` says which rules are unbiased.
+# The published method rounds the numbers of draws to integers. Some strata may therefore get zero draws. Other values
+# of the setting ``allocation`` select other rules. :doc:`/methods/samplers` says which rules are unbiased.
 #
 # **Use FedSTS**: ``fedstrata run spec.toml --set method=fedsts``. ``fedstrata strata spec.toml --set method=fedsts``
 # makes the first figure for your own clients.

@@ -2,17 +2,17 @@
 ReBaFL: when a class is missing
 ===============================
 
-If a client does not have samples of a class, its training reduces the logit of this class. If all clients with this
-class drop out of a round, the logit is not increased again, and the averaged model forgets the class.
+If a client does not have samples of a class, local training reduces the logit of this class. If all clients with this
+class drop out of a round, no update increases the logit again, and the averaged model forgets the class.
 
 ReBaFL (relaxed balanced softmax and prototypes) changes the loss of the clients in two ways:
 
-- **Relaxed balanced softmax** adds the logarithm of each class's share at the client to the logit of this class. The
-  logit of a class without samples then falls only a little.
+- **Relaxed balanced softmax** adds a term to the logit of each class: the logarithm of the class's share of the
+  client's samples. The logit of a class without samples then falls only a little.
 - **Prototypes** are the mean features of each class, which the server stores. From prototypes, clients compute features
-  of classes without samples, and train the head with these features.
+  of classes without samples, and train the model's head on these features.
 
-Each of twenty clients has images of two digits. In the rounds 10 to 20, all clients with nines are absent.
+Each of twenty clients has images of two digits. In rounds 10 to 20, all clients that have images of nines are absent.
 """
 
 import matplotlib.pyplot as plt
@@ -76,11 +76,11 @@ figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center"
 figure.show()
 
 # %%
-# FedAvg forgets nines within one or two rounds, and learns them again when the clients return. :doc:`/results/rebafl`
+# FedAvg forgets nines within one or two rounds, and learns nines again when the clients return. :doc:`/results/rebafl`
 # compares the methods under random dropouts.
 #
 # **Privacy**: each client sends the mean features and the number of samples of each of its classes.
-# :doc:`/results/privacy-audits` shows what these values reveal, and ``fedstrata audit prototypes RUN`` measures it for
-# your run.
+# :doc:`/results/privacy-audits` shows what these values reveal, and ``fedstrata audit prototypes RUN`` measures what
+# they reveal in your run.
 #
 # **Use ReBaFL**: ``fedstrata run spec.toml --set method=rebafl``.

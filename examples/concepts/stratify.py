@@ -2,11 +2,12 @@
 Stratify: a schedule of labels
 ==============================
 
-Most methods choose clients, and the clients decide the labels on which the model is trained. Stratify chooses *labels*.
+Most methods choose clients, and the clients' samples then determine the labels in training. Stratify instead chooses
+*labels*.
 
-Stratify shuffles a schedule in which each label occurs about the same number of times. For each position of the
-schedule, a client trains on one of its samples with the label at this position. The shares of the labels in training
-are therefore the same as in centralised training, although each client has only a few labels.
+Stratify shuffles a *schedule*, which is a list of labels in which each label occurs about equally often. For each
+position of the schedule, a client trains on one of its samples with the label at this position. The shares of the
+labels in training are therefore the same as in centralised training, although each client has only a few labels.
 
 The example has twelve clients with label skew (Dirichlet, α = 0.1):
 """
@@ -22,8 +23,8 @@ data = fs.Data("digits").load()
 held = fs.Dirichlet(alpha=0.1, clients=CLIENTS).split(data, seed=3).counts(data.y_train.numpy(), 10)
 
 # %%
-# **Schedule.** Each label occurs in the schedule as often as it has samples, but not more often than the median over
-# all labels. Frequent labels therefore do not dominate.
+# **Schedule.** Each label occurs in the schedule as often as in the data, but at most as often as the median over all
+# labels. Frequent labels therefore do not dominate.
 
 generator = np.random.default_rng(0)
 available = held.sum(axis=0)
@@ -32,9 +33,9 @@ labels = generator.permutation(np.repeat(np.arange(10), times))[:SHOWN]
 print("the first labels of the schedule:", *labels[:20])
 
 # %%
-# **Mode single.** In this mode, one client after another trains the model. The schedule is divided into chunks. At each
-# position, the server chooses the client that can train the most successive positions of the chunk. Clients then pass
-# the model on less often, which reduces the traffic.
+# **Mode single.** In this mode, clients train the model one after another. The schedule is divided into chunks. At each
+# position, the server chooses the client that can train on the most successive positions of the chunk. This choice
+# reduces the traffic, because clients pass the model on less often.
 
 owner = np.empty(SHOWN, dtype=int)
 position = 0
@@ -60,7 +61,7 @@ axes.set(xlabel="position in the schedule", ylabel="client that trains", yticks=
 figure.show()
 
 # %%
-# The vertical lines mark the chunks.
+# The vertical lines separate the chunks.
 
 hops = int((np.diff(owner) != 0).sum())
 print(f"{SHOWN} positions; the model is passed from one client to another {hops} times")
@@ -70,8 +71,8 @@ print(f"{SHOWN} positions; the model is passed from one client to another {hops}
 # position, a client draws a sample with this label, and computes its gradient. The sum of these gradients equals the
 # gradient of a centralised batch. Clients compute at the same time, but each batch needs an exchange of messages.
 #
-# The server needs to know which clients have which labels. With masked labels, the server learns only which clients
-# have a label in common (:doc:`/privacy/masked-labels`).
+# The server needs to know which labels each client has. With masked labels, the server learns only which clients have a
+# label in common (:doc:`/privacy/masked-labels`).
 #
 # **Use Stratify**: ``fedstrata run spec.toml --set method=stratify``. The modes are ``batch``, ``single`` and
 # ``hybrid``. :doc:`/gallery/from_scratch` shows the whole method in one file.

@@ -1,10 +1,10 @@
 """
-Accuracy for the bytes sent
+Accuracy against bytes sent
 ===========================
 
-How does the accuracy of each method depend on the bytes that its clients send? MNIST is divided among 100 clients by
-Dirichlet(0.01), and all clients are online. The runs take hours. This page therefore plots the stored results in
-``benchmarks/results/communication.json``, which ``benchmarks/communication.py`` has written.
+How does the accuracy of a method depend on the number of bytes that the clients send? A Dirichlet distribution with α =
+0.01 divides MNIST among 100 clients, and all clients are online. The runs take hours, so this page plots stored
+results: ``benchmarks/communication.py`` wrote the file ``benchmarks/results/communication.json``.
 """
 
 import json
@@ -39,8 +39,8 @@ for key, (cost, reached) in sorted(ends.items(), key=lambda item: item[1]):
     print(f"{cost:9,.0f} MB  {reached:5.2f} %  {', '.join(key)}{mark}")
 
 # %%
-# **Learning curves.** The figure shows accuracy, averaged over five rounds, against the bytes that clients have sent.
-# The horizontal axis is logarithmic. Runs on the Pareto front have colours and numbers.
+# **Learning curves.** The figure shows the accuracy, averaged over five rounds, against the number of bytes that the
+# clients have sent. The horizontal axis is logarithmic. Runs on the Pareto front are coloured and numbered.
 
 LINES = style.lines(["fedavg", "stratify", "scaffold", "fedstas", "rebafl"])
 figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
@@ -61,5 +61,5 @@ axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=Fal
 figure.show()
 
 # %%
-# With codecs in both directions, Stratify's clients send fewer bytes than FedAvg's clients, and Stratify's accuracy
-# does not fall. :doc:`/guides/compression` helps to choose a codec.
+# If updates and models are compressed, Stratify's clients send fewer bytes than FedAvg's clients, and Stratify's
+# accuracy does not fall. The page :doc:`/guides/compression` helps you to choose a codec.

@@ -4,7 +4,7 @@ Compose your own method
 
 Most methods consist of a client sampler, a data sampler, an objective and an aggregator. This script starts with
 FedAvg, and replaces one part at a time: the client sampler, the objective and the server optimiser. The script also
-defines its own model of dropouts.
+defines its own availability model, which simulates dropouts.
 """
 
 import matplotlib.pyplot as plt
@@ -65,8 +65,8 @@ class Nights(fs.Availability):
 
 
 # %%
-# **Compare.** The script runs FedAvg with each new part, and with all new parts together. All other settings and random
-# numbers stay the same.
+# **Compare.** The script runs FedAvg with each new part, and with all three new parts together. All other settings and
+# random numbers stay the same.
 
 spec = fs.Experiment(
     partition=fs.Dirichlet(alpha=0.1, clients=40),

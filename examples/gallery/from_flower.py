@@ -5,8 +5,8 @@ From Flower
 This page shows the same experiment in Flower and in fedstrata. FedAvg trains on scikit-learn's digits, which are
 divided among ten clients with label skew. In each round, half of the clients train for five epochs.
 
-**In Flower**, you write the code of a client, and pass a strategy to the server. This page does not run the following
-code, which needs ``flwr[simulation]``:
+**In Flower**, you write the client's code, and pass a strategy to the server. The following code needs
+``flwr[simulation]``, and is not run on this page:
 
 .. code-block:: python
 
@@ -39,7 +39,7 @@ code, which needs ``flwr[simulation]``:
 
    run_simulation(server_app, client_app, num_supernodes=10)
 
-**In fedstrata**, you describe local training, the partition and the evaluation by settings:
+**In fedstrata**, you describe local training, the partition and the evaluation with settings:
 """
 
 import fedstrata as fs
@@ -54,7 +54,7 @@ history = fs.run(spec)
 print(history)
 
 # %%
-# :doc:`/help/migrating` translates other terms of Flower.
+# :doc:`/help/migrating` lists fedstrata's names for other terms of Flower.
 #
 # You can also pass your own PyTorch module and your own arrays:
 

@@ -5,8 +5,8 @@ From fluke
 This page shows the same experiment in fluke and in fedstrata. SCAFFOLD trains on images of digits, which a Dirichlet
 distribution divides among ten clients with label skew. Half of the clients take part in each round.
 
-**In fluke**, an experiment consists of two YAML files and a command. This page does not run the following command,
-which needs ``fluke-fl``:
+**In fluke**, an experiment consists of two YAML files and a command. The following command needs ``fluke-fl``, and is
+not run on this page:
 
 .. code-block:: yaml
 
@@ -63,5 +63,5 @@ with TemporaryDirectory() as folder:
 print(history)
 
 # %%
-# :doc:`/help/migrating` translates other terms of fluke. :doc:`/results/speed` compares the speed of the frameworks.
-# ``benchmarks/peers/fluke_run.py`` runs the experiment in fluke.
+# :doc:`/help/migrating` lists fedstrata's names for other terms of fluke. :doc:`/results/speed` compares the speed of
+# the frameworks. ``benchmarks/peers/fluke_run.py`` runs the experiment in fluke.

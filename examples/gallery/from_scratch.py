@@ -2,7 +2,8 @@
 Stratify from scratch in one file
 =================================
 
-This file implements two modes of Stratify in PyTorch, without fedstrata. For comparison, it also implements FedAvg.
+This file implements two modes of Stratify in PyTorch, without fedstrata. For comparison, the file also implements
+FedAvg.
 
 .. literalinclude:: ../../examples/stratify_from_scratch.py
    :language: python
@@ -16,6 +17,6 @@ from pathlib import Path
 runpy.run_path(str(Path.cwd().resolve().parent / "stratify_from_scratch.py"), run_name="__main__")
 
 # %%
-# The columns *single* and *batch* give the accuracy of the two modes. *hops* is the number of times that the model was
-# passed from one client to another. The last line is the result of fedstrata on the same data.
+# The columns *single* and *batch* give the accuracies of the two modes. The column *hops* counts how often one client
+# passed the model to another client. The last line is the result of fedstrata on the same data.
 # :doc:`/concepts/stratify` explains the method.

@@ -2,10 +2,10 @@
 Four hospitals
 ==============
 
-Four hospitals train a model that predicts coronary heart disease (a narrowed vessel) for their 920 patients. The data
-of each patient stay at the hospital. Is the shared model better than a model that a hospital trains alone?
+Four hospitals with 920 patients train a shared model that predicts coronary heart disease (a narrowed vessel). The data
+of each patient stay at the hospital. Is the shared model better than a model that each hospital trains alone?
 
-The folder ``examples/hospitals`` contains the data *Heart Disease* (UCI Machine Learning Repository, 1988).
+The folder ``examples/hospitals`` contains the data set *Heart Disease* (UCI Machine Learning Repository, 1988).
 """
 
 import json
@@ -34,7 +34,7 @@ for name, (no, yes) in zip(data.client_names or range(4), sick, strict=True):
     print(f"{name}: {no + yes} patients to train on, {yes / (no + yes):.0%} with the disease")
 
 # %%
-# The share of patients with the disease differs between the hospitals: the data have natural label skew.
+# The share of patients with the disease differs between the hospitals, so the data have natural label skew.
 #
 # **Run.** A run of thirty rounds takes one or two seconds.
 
@@ -42,9 +42,10 @@ history = fs.run(spec)
 print(f"AUROC of the shared model on all hospitals' test patients: {history[-1]['test']['auroc']:.3f}")
 
 # %%
-# **Study.** A single split into training and test patients is not reliable for so few patients. The script
-# ``examples/hospitals/study.py`` uses cross-validation with five folds and ten seeds: it predicts each patient with
-# models that were not trained on this patient. The 95 % intervals are bootstrap intervals over the patients.
+# **Study.** With so few patients, a single split into training and test patients is not reliable. The script
+# ``examples/hospitals/study.py`` therefore uses cross-validation with five folds and ten seeds. Each patient is
+# predicted by models that were not trained on this patient. The 95 % intervals are bootstrap intervals over the
+# patients.
 
 study = json.loads((ROOT / "benchmarks/results/hospitals.json").read_text())["hospitals"]
 methods = ["local", "fedavg", "scaffold", "fedstas", "rebafl", "stratify", "centralised"]

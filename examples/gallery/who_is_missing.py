@@ -2,8 +2,8 @@
 Dropouts make the model forget classes
 ======================================
 
-Each of twenty clients has images of two digits, and on average four in five clients are absent from a round. All
-clients with a digit can then be absent. Which digits does the model forget?
+Each of twenty clients has images of two digits, and on average, four in five clients are absent from a round. In some
+rounds, all clients that have images of a certain digit are absent. Which digits does the model then forget?
 """
 
 import matplotlib.pyplot as plt
@@ -24,8 +24,8 @@ spec = fs.Experiment(
 )
 
 # %%
-# ``Persistent`` draws the present clients only every four rounds, because real devices are often absent for several
-# rounds. All methods have the same dropouts.
+# With ``Persistent``, the set of online clients changes only every four rounds, because real devices are often absent
+# for several rounds. In each round, the same clients are absent for all methods.
 
 found = {}
 for name, method in METHODS.items():
@@ -36,8 +36,8 @@ for name, method in METHODS.items():
     )
 
 # %%
-# Each row is a digit, and each column is a round. Dark means a high recall, and light means that the model has
-# forgotten the digit. Hatching marks rounds in which all clients with the digit are absent.
+# Each row of a figure is a digit, and each column is a round. Dark colours mean a high recall, and light colours mean
+# that the model has forgotten the digit. Hatching marks rounds in which all clients with the digit are absent.
 
 prepared = fs.prepare(spec)
 held = prepared.assignment.counts(prepared.data.y_train.numpy(), 10) > 0
