@@ -38,12 +38,12 @@ METHODS = {
 
 CASES = {
     "a state counts once its answer did": "a client's new state is stored if the server uses its reply",
-    "an answer that does not count leaves no trace": "an invalid reply changes neither the result nor the client's state",
+    "an answer that does not count leaves no trace": "an invalid reply changes neither the result nor any state",
     "a sum is of those that count": "a sum excludes invalid replies",
     "a group adds up": "all clients of a group receive the sum of their tensors",
     "a group stands or falls together": "if one client fails, all replies of its group are discarded",
     "a relay counts every visit": "a relay can visit a client several times",
-    "a hop that does not count leaves no trace": "a client that fails in a relay changes neither the model nor its state",
+    "a hop that does not count leaves no trace": "in a relay, a failed client changes neither the model nor its state",
     "a model that is spoilt on its way is not passed on": "in a relay, a damaged model is not sent to the next client",
     "a slow client counts": "the server uses the reply of a slow client",
     "answers of any size": "replies can contain any number of values",
@@ -118,8 +118,8 @@ for a test that passed:
 | R | Ray and the local engine give byte-identical results |
 | N | processes of NVFlare and the local engine give byte-identical results |
 
-If a letter is in brackets, the method refuses the model before the first round. The tests R and N use only some methods.
-The tests F and A exclude models that draw random numbers or have buffers.
+If a letter is in brackets, the method refuses the model before the first round. The tests R and N use only some
+methods. The tests F and A exclude models that draw random numbers or have buffers.
 
 :::{dropdown} All models and methods
 """
