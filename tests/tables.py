@@ -37,30 +37,30 @@ METHODS = {
 """A mapping from each test that uses only one method to this method."""
 
 CASES = {
-    "a state counts once its answer did": "a client's new state is stored if its answer counts",
-    "an answer that does not count leaves no trace": "an invalid answer changes neither result nor state",
-    "a sum is of those that count": "a sum leaves out invalid answers",
-    "a group adds up": "clients of a group get the sum of their tensors",
-    "a group stands or falls together": "if one client fails, its group's answers are discarded",
+    "a state counts once its answer did": "a client's new state is stored if the server uses its reply",
+    "an answer that does not count leaves no trace": "an invalid reply changes neither the result nor any state",
+    "a sum is of those that count": "a sum excludes invalid replies",
+    "a group adds up": "all clients of a group receive the sum of their tensors",
+    "a group stands or falls together": "if one client fails, all replies of its group are discarded",
     "a relay counts every visit": "a relay can visit a client several times",
-    "a hop that does not count leaves no trace": "a failed hop changes neither model nor state",
-    "a model that is spoilt on its way is not passed on": "a relay does not pass on a damaged model",
-    "a slow client counts": "the answer of a slow client counts",
-    "answers of any size": "answers can have any number of values",
-    "answers that do not fit into one message come in several": "large answers are sent in several messages",
+    "a hop that does not count leaves no trace": "in a relay, a failed client changes neither the model nor its state",
+    "a model that is spoilt on its way is not passed on": "in a relay, a damaged model is not sent to the next client",
+    "a slow client counts": "the server uses the reply of a slow client",
+    "answers of any size": "replies can contain any number of values",
+    "answers that do not fit into one message come in several": "large replies are sent in several messages",
     "a model is measured alike and nothing changes": "an evaluation gives the same metrics, and changes no state",
-    "nobody to ask": "a request to no client gives an empty result",
-    "beyond one message": "two answers exceed the largest message together",
-    "garbled asked": "a site's answer is damaged on its way",
-    "garbled in a group": "the answer of a site in a group is damaged on its way",
-    "garbled on a way": "the message of a hop of a relay is damaged on its way",
+    "nobody to ask": "a request to an empty list of clients gives an empty result",
+    "beyond one message": "two replies are together larger than the maximum size of a message",
+    "garbled asked": "a site's reply is damaged during the transfer",
+    "garbled in a group": "in a group, a site's reply is damaged during the transfer",
+    "garbled on a way": "in a relay, a message is damaged during the transfer",
     "hung asked": "a client hangs after a request",
-    "hung in a group": "a client of a group hangs",
+    "hung in a group": "in a group, a client hangs",
     "hung in a sum": "a client hangs while a sum is computed",
-    "hung on a way": "a client hangs in a relay",
+    "hung on a way": "in a relay, a client hangs",
     "dies asked": "a site dies after a request",
-    "dies in a group": "a site dies while its group adds up tensors",
-    "dies on a way": "a site dies in a relay",
+    "dies in a group": "a site dies while its group sums tensors",
+    "dies on a way": "in a relay, a site dies",
 }
 """A mapping from each name of a case to its description."""
 FAULTS = {
@@ -85,18 +85,19 @@ CONFORMANCE = """\
 An *engine* decides where clients run. All engines handle the same requests in the same way, and can train any model.
 `python tests/tables.py` runs the tests, and writes this page.
 
-## The same cases on each engine
+## Test cases on each engine
 
 | engine | clients run in |
 | --- | --- |
 | local | this process |
 | workers | worker processes of this machine |
 | ray | actors of a Ray cluster |
-| sites | sites of NVFlare in one process; messages are bytes |
+| sites | sites of NVFlare in one process, with serialised messages |
 | sites, real | sites of NVFlare, each in its own process |
-| …, through the server | sites of NVFlare, whose messages to each other pass through the server |
+| …, through the server | sites of NVFlare, which send messages to each other only through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. The table gives the fault in brackets.
+If a row does not name an engine, the case cannot happen on this engine. The words in brackets are the fault or the size
+in the test.
 
 :::{dropdown} All cases
 """
@@ -110,15 +111,15 @@ for a test that passed:
 
 | letter | test |
 | --- | --- |
-| L | two runs of the local engine give equal bytes, and no client fails |
-| W | two worker processes give equal bytes |
-| F | the gradient of a fused batch equals the sum over the clients' parts of the batch, to 1e-5 |
-| A | Stratify's single-sample steps equal steps with PyTorch's autograd |
-| R | Ray gives the same bytes as the local engine |
-| N | real processes of NVFlare give the same bytes as the local engine |
+| L | two runs on the local engine give byte-identical results, and no client fails |
+| W | runs with two worker processes give byte-identical results |
+| F | the gradient of a fused batch differs from the sum of the clients' gradients by at most 1e-5 |
+| A | Stratify's single-sample steps give the same results as steps with PyTorch's autograd |
+| R | Ray and the local engine give byte-identical results |
+| N | processes of NVFlare and the local engine give byte-identical results |
 
-If a letter is in brackets, the method refuses the model before the first round. The tests R and N use one method of
-each kind. The tests F and A leave out models with random numbers or buffers.
+If a letter is in brackets, the method refuses the model before the first round. The tests R and N use only some
+methods. The tests F and A exclude models that draw random numbers or have buffers.
 
 :::{dropdown} All models and methods
 """
@@ -195,7 +196,7 @@ def zoo(seen: Seen) -> str:
             groups[" ".join(letters)].append(model)
         most, *others = sorted(groups, key=lambda letters: -len(groups[letters]))
         rows.append([method, most, "; ".join(f"{letters}: {', '.join(groups[letters])}" for letters in others)])
-    reasons_text = "".join(f"\nRefused: {reason}.\n" for reason in reasons)
+    reasons_text = "".join(f"\nThe error message for refused models is: {reason}\n" for reason in reasons)
     return table(["method", "most models", "other models"], rows) + reasons_text
 
 
