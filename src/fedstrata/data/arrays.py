@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The axis lengths by which the channel axis of images is recognised."""
+"""The possible numbers of channels of images, which identify the channel axis."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -33,7 +33,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
         texts = np.asarray(values, dtype=object).flat
         if any(isinstance(text, str) and text.endswith("\0") for text in texts):
-            problem = f"{key}: a text ends with a NUL character, which NumPy cuts off. Remove the character."
+            problem = f"{key}: a string ends with a NUL character, which NumPy cuts off. Remove the character."
             raise DataError(problem).publicly(problem)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # pandas stores text in arrays of objects
@@ -44,7 +44,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
 
 
 def checked_ids(values: Array, key: str) -> Tensor:
-    """Convert whole-number inputs, such as token ids, to int64 without changing their shape (N, …).
+    """Convert integer inputs, such as token ids, to int64. Their shape (N, …) does not change.
 
     Raises:
         DataError: The inputs are not whole numbers.
@@ -59,15 +59,15 @@ def checked_ids(values: Array, key: str) -> Tensor:
 
 
 def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
-    """Convert a model's named inputs to tensors (N, …). Whole numbers and booleans do not become floats.
+    """Convert a model's named inputs to tensors (N, …). Integers and booleans are not converted to floats.
 
     Args:
         values: A mapping from the names of the model's arguments to arrays (N, …).
         key: The name of the inputs in error messages.
 
     Raises:
-        DataError: An input has a name that Python arguments cannot have, an input is not numeric, a value is not
-            finite, or lengths differ.
+        DataError: An input's name is not a valid argument name, values are not numeric or not finite, or the inputs
+            have different numbers of samples.
     """
     tensors = {}
     for name, value in values.items():
@@ -84,7 +84,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
             raise DataError(f"{part} has shape {array.shape}. Use shape (N, …), with at least one sample.")
         tensors[name] = _tensor(array if array.dtype.kind == "b" else _storable(array, part, exact=False))
     if not tensors:
-        raise DataError(f"{key} contains no arrays of inputs. Give at least one.")
+        raise DataError(f"{key} contains no arrays. Give at least one array of inputs.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())
@@ -111,7 +111,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     """
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
-            problem = f"is memory-mapped with shape {file.shape}. Store it as (N, F), (N, H, W) or (N, H, W, C)."
+            problem = f"is memory-mapped with shape {file.shape}. Use shape (N, F), (N, H, W) or (N, H, W, C)."
             raise DataError(f"{key} {problem}")
         tensor = file.checked(key)
         return tensor[..., None] if tensor.dim() == 3 else tensor
@@ -166,7 +166,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 would make samples equal, for example if large values differ little."""
+    """Return True if rounding to float32 would make different samples equal, such as large values that differ little."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -214,7 +214,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
         raise DataError(
             f"{kind}_train has the type {checked[0].dtype}, but {kind}_test has the type {checked[1].dtype}. "
-            "Use the same type."
+            "Use the same type for both."
         )
     return checked[0], checked[1]
 
@@ -315,7 +315,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
         kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:
-        DataError: A label is not among the names.
+        DataError: A label is not one of ``names``, or a name occurs twice.
     """
     if np.result_type(*pair).kind == "f":
         # int64 and uint64 concatenate to float64, which rounds large labels to the same number.
@@ -327,10 +327,10 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.dtype.kind == "U":
         known = {str(text): number for number, text in enumerate(names)}
         if len(known) < len(names):
-            raise DataError(f"{kind}: some names occur twice. Make all names different: {', '.join(map(str, names))}")
+            raise DataError(f"{kind}: some names occur twice in {', '.join(map(str, names))}. Make all names different.")
         missing = sorted(set(both.tolist()) - set(known))
         if missing:
-            raise DataError(f"{kind}: {missing[0]!r} is not one of the given names: {', '.join(known)}")
+            raise DataError(f"{kind}: {missing[0]!r} is not one of the given names. Use one of: {', '.join(known)}.")
         both = np.array([known[text] for text in both.tolist()])
     elif both.min() < 0 or both.max() >= len(names):
         span = f"{both.min()}…{both.max()}"
@@ -344,10 +344,10 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 def encode_clients(
     first: Array | None, second: Array | None, sizes: tuple[int, int]
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
-    """Convert the clients of both splits to numbers 0…M−1. Return the numbers, and the name of each number.
+    """Convert the client ids of both splits to numbers 0…M−1. Return the numbers, and the name of each client.
 
     Args:
-        first: The client of each training sample; None if the data set has no clients of its own.
+        first: The client of each training sample; None if the data set does not define clients.
         second: The client of each test sample; None if unknown.
         sizes: The number of training samples and of test samples.
 
@@ -380,7 +380,7 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
         problem = f"y_test has the labels {named}, but y_train has only the labels {known}"
-        raise DataError(f"{problem}. Use only labels of y_train.")
+        raise DataError(f"{problem}. Use only labels that occur in y_train.")
     problem = (
         f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. "
         "Predictions for these samples count as errors."

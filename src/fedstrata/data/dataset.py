@@ -39,8 +39,8 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their type.
-    For example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample
+    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their data
+    type: for example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample
     has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
     build data sets.
 
@@ -65,8 +65,7 @@ class Dataset:
             The value is None if features do not depend on statistics.
         features: The rule that computes the features of a table from its rows; None for arrays.
         task: The task, which determines what the targets mean.
-        n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
-            ``class_names``.
+        n_outputs: The number of model outputs per sample, token or pixel. Default: the number of ``class_names``.
         keep: Whether inputs are whole numbers, such as token ids, that are passed to the model unchanged.
         mapped: A mapping from each memory-mapped input, such as ``x_train`` or ``x_train.ids``, to its file.
     """
@@ -94,7 +93,7 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of a model for a sample, a token or a pixel, such as the number of classes C."""
+        """The number of model outputs per sample, token or pixel, such as the number of classes C."""
         return len(self.class_names) if self.n_outputs is None else self.n_outputs
 
     @cached_property
@@ -124,7 +123,7 @@ class Dataset:
         return self.strata, len(self.stratum_names)
 
     def require_strata(self, key: str, value: object) -> Ints:
-        """Return the stratum of each training sample, shape (N,), as ``strata`` does.
+        """Return the stratum of each training sample, shape (N,). Refuse data without strata.
 
         Args:
             key: The key of the setting that needs strata.
@@ -248,7 +247,7 @@ def from_arrays(
 
     Do not change the arrays afterwards, because the data set may share their memory.
 
-    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay in their files, and may be larger than the memory.
+    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay in their files, and may be larger than the RAM.
 
     Args:
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).

@@ -1,4 +1,4 @@
-"""Read memory-mapped inputs, which are arrays in ``.npy`` files that may be larger than the memory."""
+"""Read memory-mapped inputs, which are arrays in ``.npy`` files that may be larger than the RAM."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MappedFile:
         return torch.from_numpy(values)
 
     def checked(self, key: str) -> Tensor:
-        """Return the array as a tensor after a check of its type and values, which reads the file once.
+        """Check the type and values of the array, and return it as a tensor. The check reads the whole file.
 
         Args:
             key: The name of the inputs in error messages.

@@ -1,4 +1,4 @@
-"""Load data sets by name: scikit-learn's digits, files, and data sets of the Hugging Face hub."""
+"""Load data sets by name: scikit-learn's digits, files, and data sets from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEEDED = ("x_train", "y_train", "x_test", "y_test")
 """The arrays that a ``.npz`` file must contain."""
 
 MOST = 1 << 38
-"""The largest size in bytes of the arrays that a ``.npz`` file may declare."""
+"""The maximum total size in bytes of the arrays in a ``.npz`` file."""
 
 _reading = threading.Lock()
 """A lock for reading ``.npz`` files. NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12,
@@ -181,7 +181,7 @@ with warnings.catch_warnings():
             Without ``shape``, return the data set unchanged.
 
             Raises:
-                DataError: The arrays differ from the spec.
+                DataError: The arrays do not match the spec.
             """
             if self.shape is None or self.classes is None:
                 return data

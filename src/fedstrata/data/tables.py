@@ -35,7 +35,7 @@ def read_table(path: Path, schema: Schema) -> Table:
 
     Args:
         path: The file.
-        schema: The schema, of which only the delimiter is used.
+        schema: The schema. Only its setting ``delimiter`` is used.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -109,7 +109,7 @@ def dataset_of(
 ) -> Dataset:
     """Build a data set with features that are imputed and normalised with statistics of all training rows.
 
-    When a run begins, the features are computed again with statistics of only the rows on which clients train.
+    When a run begins, the features are computed again, with statistics of only those rows that clients train on.
 
     Args:
         table: The rows.
@@ -129,7 +129,7 @@ def dataset_of(
     with_classes = task is None or task.has_classes
     if n_test in (0, size) or (with_classes and n_labels == size):
         rows = f"there are too few rows ({size - n_test} for training, {n_test} for testing) for {n_labels} label(s)"
-        raise DataError(f"{rows}. Add rows, so that a row for training and a row for testing have the same label.")
+        raise DataError(f"{rows}. Add rows, so that training rows and test rows have a label in common.")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     known = unfitted.statistics([np.arange(int((~held).sum()))])
     x_train, x_test, _, _ = unfitted.fitted(known)

@@ -87,14 +87,14 @@ class SingleClient(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme overrides ``split`` instead of ``assign``."""
-        problem = "needs the whole data set, not only its labels. Use another partition."
+        problem = "cannot divide samples by their labels alone. Use another partition."
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
         """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
-            SpecError: A client does not exist, or the other partition does not fit the data.
+            SpecError: The client ``only`` does not exist, or the partition ``of`` cannot divide the data.
         """
         try:
             whole = self.of.split(dataset, seed)

@@ -1,4 +1,4 @@
-"""Show the samples of each label at each client, as a picture and as a table for the terminal."""
+"""Show how many samples of each label every client has, as a picture or as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""The largest number of clients that a picture shows as bubbles. For labels, the limit is half this number."""
+"""The maximum number of clients in a picture with bubbles. The maximum number of labels is half this number."""
 NAMED = 20
-"""The largest number of clients whose names are written below a picture."""
+"""The maximum number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The largest number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
+"""The maximum number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
 selection."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
@@ -117,7 +117,7 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every: bool = False) -> ScreenTable:
-    """Return a table for the terminal, with each client's number of samples of each label.
+    """Return a table for the terminal, with each client's number of samples per label.
 
     Args:
         assignment: The partition.

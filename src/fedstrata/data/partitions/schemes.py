@@ -1,4 +1,4 @@
-"""Partition schemes of the literature. Each training sample goes to exactly one client, except with ``Given``."""
+"""Partition schemes from the literature. Each training sample goes to exactly one client, except with ``Given``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The largest number of shards if clients may be empty (``min_size = 0``), so that shards fit into memory."""
+"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -177,7 +177,7 @@ class Given(Partition):
 
     @property
     def covers(self) -> bool:
-        """False, because samples may be left out."""
+        """Whether every sample must belong to a client: False, because the lists may leave out samples."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
@@ -205,8 +205,8 @@ def _indices_in(file: object) -> list[list[int]]:
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
         problem = (
-            "must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to the number of indices, "
-            f"{indices.size}."
+            "must contain two arrays of integers: 'indices', and 'offsets', which rises from 0 to the number of "
+            f"indices, {indices.size}."
         )
         raise SpecError("file", problem, str(file))
     return [part.tolist() for part in np.split(indices, ends[1:-1])]
