@@ -263,7 +263,7 @@ def test_dates_of_numpy_are_refused_as_dates(unit):
 def test_labels_that_numpy_would_merge_are_refused():
     with pytest.raises(DataError, match="ends with a NUL character, which NumPy cuts off"):
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)
-    with pytest.raises(DataError, match="y_train: a text ends with a NUL character, which NumPy cuts off"):
+    with pytest.raises(DataError, match="y_train: a string ends with a NUL character, which NumPy cuts off"):
         fs.from_arrays([[1.0], [2.0]], ["a", "a\0"], [[1.0], [2.0]], ["a", "a"])
 
 

@@ -47,14 +47,14 @@ def checked_ids(values: Array, key: str) -> Tensor:
     """Convert integer inputs, such as token ids, to int64. Their shape (N, …) does not change.
 
     Raises:
-        DataError: The inputs are not whole numbers.
+        DataError: The inputs are not integers.
     """
     if (file := MappedFile.of(values)) is not None and file.dtype in ("int32", "int64") and len(file.shape) > 1:
         return file.checked(key)
     array = _numpy(values, key)
     if array.dtype.kind not in "iub" or array.ndim < 2 or array.size == 0:
         problem = f"is of type {array.dtype} and shape {array.shape}. With normalize = 'keep', inputs must be"
-        raise DataError(f"{key} {problem} whole numbers of shape (N, …).")
+        raise DataError(f"{key} {problem} integers of shape (N, …).")
     return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64)))
 
 
@@ -157,7 +157,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
         array = array.astype(np.int8)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if (largest := int(array.max())) >= 2**63:
-            accepted = "Use whole numbers below 2**63, or floats."
+            accepted = "Use integers below 2**63, or floats."
             error = DataError(f"{key}: {largest} is too large. {accepted}")
             raise error.publicly(f"{key}: some numbers are too large. {accepted}")
         # PyTorch supports few operations on uint16, uint32 and uint64.
@@ -166,7 +166,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 would make different samples equal, such as large values that differ little."""
+    """Return True if rounding to float32 would make different samples equal, for example large and similar values."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -177,7 +177,7 @@ SPLITS = ("train", "test")
 
 
 def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: str) -> Pair:
-    """Return the labels (or domains, or clients) of both splits, with one whole number or string per sample.
+    """Return the labels (or domains, or clients) of both splits, with one integer or string per sample.
 
     Args:
         first: The labels of the training samples.
@@ -201,7 +201,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
         _require_length(array, key, samples)
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
-                raise DataError(f"{key} contains fractions, NaN or infinity. Use whole numbers or strings.")
+                raise DataError(f"{key} contains fractions, NaN or infinity. Use integers or strings.")
             if (largest := float(np.abs(array).max(initial=0))) > 2**53:
                 problem = (
                     f"{largest:g} is too large, because floats are exact only up to 2**53. Use integers or strings."
@@ -209,7 +209,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
                 raise DataError(f"{key}: {problem}")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
-            raise DataError(f"{key} is of type {array.dtype}. Use whole numbers or strings.")
+            raise DataError(f"{key} is of type {array.dtype}. Use integers or strings.")
         checked.append(decoded(array, key))
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
         raise DataError(
@@ -226,7 +226,7 @@ def _require_length(array: NDArray[np.generic], key: str, samples: int) -> None:
 
 
 def has_fractions(values: Array) -> bool:
-    """Return True if the targets are floats and some of them are not whole numbers."""
+    """Return True if the targets are floats and some of them are not integers."""
     array = _numpy(values, "y_train")
     return bool(array.dtype.kind == "f" and np.isfinite(array).all() and (array != np.floor(array)).any())
 
@@ -278,11 +278,11 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
         samples: The number N of samples.
 
     Raises:
-        DataError: The targets are not whole numbers, or have the wrong shape.
+        DataError: The targets are not integers, or have the wrong shape.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "iub":
-        raise DataError(f"{key} is of type {array.dtype}. The task needs whole numbers as targets.")
+        raise DataError(f"{key} is of type {array.dtype}. The task needs integers as targets.")
     if array.ndim < 2:
         raise DataError(f"{key} has shape {array.shape}. Use shape (N, …), with one class for each token or pixel.")
     _require_length(array, key, samples)
@@ -327,7 +327,8 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.dtype.kind == "U":
         known = {str(text): number for number, text in enumerate(names)}
         if len(known) < len(names):
-            raise DataError(f"{kind}: some names occur twice in {', '.join(map(str, names))}. Make all names different.")
+            listed = ", ".join(map(str, names))
+            raise DataError(f"{kind}: some names occur twice in {listed}. Make all names different.")
         missing = sorted(set(both.tolist()) - set(known))
         if missing:
             raise DataError(f"{kind}: {missing[0]!r} is not one of the given names. Use one of: {', '.join(known)}.")

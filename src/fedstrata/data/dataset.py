@@ -40,9 +40,9 @@ class Dataset:
     """Training and test samples of one task.
 
     Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their data
-    type: for example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample
-    has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
-    build data sets.
+    type: for example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a
+    sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and
+    ``Data(…).load()`` build data sets.
 
     Args:
         name: The name of the data set in reports.
@@ -66,7 +66,7 @@ class Dataset:
         features: The rule that computes the features of a table from its rows; None for arrays.
         task: The task, which determines what the targets mean.
         n_outputs: The number of model outputs per sample, token or pixel. Default: the number of ``class_names``.
-        keep: Whether inputs are whole numbers, such as token ids, that are passed to the model unchanged.
+        keep: Whether inputs are integers, such as token ids, that are passed to the model unchanged.
         mapped: A mapping from each memory-mapped input, such as ``x_train`` or ``x_train.ids``, to its file.
     """
 
@@ -255,24 +255,24 @@ def from_arrays(
             model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
             Whole numbers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
             last axis.
-        y_train: Training targets. For classification, give one label per sample, as a whole number or a string. For
+        y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
             give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
             segmentation, give classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.
         name: The name of the data set in reports.
-        domain_train: The domain of each training sample, as a whole number or a string.
+        domain_train: The domain of each training sample, as an integer or a string.
         domain_test: The domain of each test sample.
         class_names: The name of each class. Labels must then be indices into this list, or elements of this list.
             Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
-        clients: The client of each training sample, as a whole number or a string, for the partition ``natural``.
+        clients: The client of each training sample, as an integer or a string, for the partition ``natural``.
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: The normalisation of inputs. ``"standard"``: each channel or feature is shifted and scaled to mean 0
             and standard deviation 1 on the training set. Constant values are only shifted. ``"unit"``: each channel or
             feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``: values do not
-            change. ``"keep"``: inputs are whole numbers of any shape, such as token ids (N, T), and are passed to the
+            change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T), and are passed to the
             model unchanged.
         task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
@@ -385,7 +385,7 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
         LOG.warning("the task is set to regression, because the targets have fractions. To use another task, set task.")
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
-        problem = f"is not set, and y_train has {many} different whole numbers. Use 'regression' if the numbers are "
+        problem = f"is not set, and y_train has {many} different integers. Use 'regression' if the numbers are "
         raise SpecError("task", problem + "quantities, and 'classification' if the numbers are classes.")
     return Classification()
 
@@ -397,7 +397,7 @@ def _take(tensor: Tensor, indices: Indices) -> Tensor:
         indices = indices.copy()  # PyTorch warns about read-only memory
     index = torch.as_tensor(indices, device=tensor.device)
     if index.numel() and (index.dtype == torch.bool or index.is_floating_point()):
-        raise IndexError(f"indices must be whole numbers, not {index.dtype}")
+        raise IndexError(f"indices must be integers, not {index.dtype}")
     return tensor.index_select(0, index.long())
 
 

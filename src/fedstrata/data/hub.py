@@ -67,7 +67,8 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
         DataError: The split ``train`` is missing, or the columns with the inputs and the labels cannot be identified.
     """
     if "train" not in splits:
-        raise DataError(f"the data set has no split 'train', only: {', '.join(splits)}. Use a data set with a split 'train'.")
+        named = ", ".join(splits)
+        raise DataError(f"the data set has no split 'train', only: {named}. Use a data set with a split 'train'.")
     train = splits["train"]
     if client is not None:
         _check_client(client, train.features)
@@ -204,7 +205,7 @@ def _pixels(picture: Any) -> NDArray[Any]:
 
 
 def read_labels(split: Any, column: str) -> NDArray[Any]:
-    """Read the labels of one split as whole numbers or strings, shape (N,)."""
+    """Read the labels of one split as integers or strings, shape (N,)."""
     return np.asarray(split.with_format(None)[column][:])
 
 

@@ -339,7 +339,8 @@ class Schema(Setting):
                 other = ", or set task = 'regression' if labels are numbers" if key == "classes" else ""
                 raise SpecError(
                     f"data.schema.{key}",
-                    f"is required in a deployment, because the sites' rows cannot be read in advance. List the {key}{other}.",
+                    "is required in a deployment, because the sites' rows cannot be read in advance. List the "
+                    f"{key}{other}.",
                 )
         columns: dict[str, Column] = {}
         for name in self.features or self.inputs:
@@ -350,13 +351,15 @@ class Schema(Setting):
             if (given := (self.columns or {}).get(name)) is None:
                 raise SpecError(
                     key,
-                    "is required in a deployment, because the sites' rows cannot be read in advance. Describe the column.",
+                    "is required in a deployment, because the sites' rows cannot be read in advance. Describe the "
+                    "column.",
                 )
             column = under(key, partial(build, Column, {**dict(given), "type": given.type or "number"}))
             if column.type == "category" and column.categories is None:
                 raise SpecError(
                     f"{key}.categories",
-                    "is required in a deployment, because the sites' rows cannot be read in advance. List the categories.",
+                    "is required in a deployment, because the sites' rows cannot be read in advance. List the "
+                    "categories.",
                 )
             if column.type == "number" and column.counted and column.step is None:
                 problem = (
@@ -649,7 +652,8 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
         advice = (
             f"Derive a number from it, such as days since admission, or leave the column out with ignore = {[name]} "
         )
-        advice += f"in [data.schema]. If there are few different values, use {_key(name)} = 'category' in [data.schema.columns]."
+        advice += f"in [data.schema]. If there are few different values, use {_key(name)} = 'category' in "
+        advice += "[data.schema.columns]."
         problem = f"is a date or a time, which a model cannot use directly. {advice}"
         raise table.wrong(dates[0], name, problem, problem)
     values = {text_of(cell) for cell in known}

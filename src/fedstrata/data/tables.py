@@ -153,7 +153,7 @@ def task_of_table(table: Table, schema: Schema) -> Task | None:
 
     Raises:
         DataError: A label is missing.
-        SpecError: The labels are whole numbers that could be classes or quantities.
+        SpecError: The labels are integers that could be classes or quantities.
     """
     if schema.classes is not None:
         return None

@@ -62,7 +62,7 @@ class Method(Setting):
     """
 
     def most_summed(self, config: FederationConfig) -> int:
-        """Return the largest number of clients that contribute to one secure sum (``privacy.sums``)."""
+        """Return the maximum number of clients that contribute to one secure sum (``privacy.sums``)."""
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
@@ -70,10 +70,10 @@ class Method(Setting):
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions that handle the method's own requests on a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions that answer the requests of the method and, in a recipe, of its four choices."""
+        """Return the client functions that handle requests of the method and, in a recipe, of its four components."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class Method(Setting):
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests that the method may send, and their bounds. Real sites refuse all other requests.
+        """Return the requests that the method may send, and their bounds. Sites refuse all other requests.
 
         If the result is None, the method does not declare its requests, and runs only in simulations. A subclass must
         override ``allowed`` if it overrides one of the methods in ``ASKING``.
@@ -109,7 +109,7 @@ class Method(Setting):
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings are not compatible with the federation."""
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
@@ -117,7 +117,7 @@ class Method(Setting):
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one round. Return the new state and the method's metrics of the round."""
+        """Run one round. Return the new state, and the metrics that the method records for the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
         """Return the model to evaluate, and to save at the end of a run. The default is ``state.weights``."""

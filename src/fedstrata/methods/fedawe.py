@@ -10,7 +10,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedAWE(Recipe):
-    """FedAvg in which clients continue from the model of their last reply, and updates after absences are larger.
+    """FedAvg in which a client resumes from the global model after its last reply, with larger updates after absences.
 
     Client k starts at x_k, the global model after the round in which it last replied. The server stores the models x_k.
     The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.

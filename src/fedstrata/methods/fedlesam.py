@@ -10,7 +10,7 @@ from fedstrata.objectives.sharpness import GloballySharpnessAware
 
 
 class FedLESAM(Recipe):
-    """FedAvg whose clients compute gradients at a point that is shifted against the global model's last movement.
+    """FedAvg whose clients compute gradients at a point shifted opposite to the global model's last change.
 
     A step is w ← w − η ∇F_k(w + ρ d / ‖d‖).
 

@@ -25,7 +25,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group: to the ``size`` clients that normalise a batch together.
+    """A client's connection to its group, which consists of the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -39,7 +39,7 @@ class ReduceGroup:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
         A call waits until all clients have made the call. All clients must therefore call this method equally often.
-        The sum has the same bits for all clients.
+        All clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
 
@@ -103,8 +103,8 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
     distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
-    number per channel are cast to float64. The clients need one exchange; the usual algorithm, which first averages
-    over all clients, needs two.
+    number per channel are cast to float64. The clients exchange numbers only once. The usual algorithm first averages
+    over all clients, and needs two exchanges.
 
     Returns:
         The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
@@ -263,7 +263,7 @@ class LocalGroup:
     Args:
         size: The number of members.
         timeout: The number of seconds for which a member waits for the other members before it breaks the group. None
-            means that the time is not limited. Members that fail must then always call ``abort``.
+            means that the waiting time is not limited. A member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -284,7 +284,7 @@ class LocalGroup:
     def member(self, number: int) -> ReduceGroup:
         """Return the connection of member ``number``, counted from 0, for use by one thread."""
         if not 0 <= number < self.size:
-            raise ValueError(f"member {number}: this group has members 0 to {self.size - 1}")
+            raise ValueError(f"member {number} does not exist: the group has members 0 to {self.size - 1}")
         return ReduceGroup(self, number)
 
     def abort(self, reason: str = "a member gave up") -> None:

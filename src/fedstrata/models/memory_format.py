@@ -25,8 +25,8 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
 
     Args:
         module: The module.
-        shape: The shape of one sample, such as (channels, height, width), or of each of its inputs. Only modules of
-            images (three dimensions) change.
+        shape: The shape of one sample, such as (channels, height, width), or a mapping with a shape for each input.
+            Modules are converted only if samples are images (three dimensions).
 
     Returns:
         ``module`` itself.

@@ -61,7 +61,7 @@ class Untrained:
                 part._buffers[local] = buffer
 
     def restore(self, buffers: Mapping[str, Tensor]) -> None:
-        """Copy values into buffers of ``sent``."""
+        """Copy values into the buffers that are sent and saved."""
         self.gather()
         with torch.no_grad():
             for name, values in buffers.items():
@@ -72,7 +72,7 @@ class Untrained:
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return a mapping from the name of each tensor to its number of changes; -1 stands for a replaced buffer."""
+        """Return the name of each tensor with its number of changes, as pairs; −1 stands for a replaced buffer."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places
@@ -80,7 +80,7 @@ class Untrained:
         return buffers + [(name, tensor._version) for name, tensor in self._parameters.items()]
 
     def sums(self) -> dict[str, str]:
-        """Return the sum of each tensor as text. A change of ``tensor.data`` changes the sum, but not the version."""
+        """Return each tensor's sum as a string. A change of ``tensor.data`` changes the sum, but not the version."""
         return {name: repr(tensor.detach().sum(dtype=torch.float64).item()) for name, tensor in self.all.items()}
 
     @contextmanager
@@ -95,7 +95,7 @@ class Untrained:
             self.gather()
 
     def watch(self) -> None:
-        """Begin to watch ``frozen`` for changes."""
+        """Start to watch the tensors in ``frozen`` for changes."""
         if self.frozen:
             self._versions = self.versions()
 

@@ -43,7 +43,7 @@ class Batch:
         """Return the samples at the given positions.
 
         Args:
-            where: The positions: a slice, or a tensor or array of whole numbers.
+            where: The positions: a slice, or a tensor or array of integers.
         """
         x = self.x[where] if isinstance(self.x, Tensor) else {name: each[where] for name, each in self.x.items()}
         return Batch(x, self.y[where])
@@ -91,7 +91,7 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The smallest number of samples from which a client may compute a value that it sends
+        least: The minimum number of samples from which a client may compute a value that it sends
             (``privacy.min_samples``).
     """
 
@@ -122,7 +122,7 @@ class Objective(Setting):
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the objective's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
     """The groups of tensors in a client's message that the server adds up over rounds, and that codecs with error
@@ -168,7 +168,7 @@ class Objective(Setting):
     # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the objective does not fit the model or the training settings."""
+        """Raise ``SpecError`` if the objective is not compatible with the model or the training settings."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
         """Return True if messages disclose a client's number of samples. Private data samplers forbid such messages."""
@@ -183,7 +183,7 @@ class Objective(Setting):
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return an example of a client's message. The server requires messages with its names, shapes and dtypes."""
+        """Return a template of a client's message, with the names, shapes and dtypes that the server requires."""
         return {}
 
     def server_update(
@@ -248,7 +248,7 @@ class Objective(Setting):
         return None
 
     def sample_gradients(self, training: Training, samples: float, keep: float = 1.0) -> float:
-        """Return the number of sample-gradients that a client computes per round; see ``Training.sample_gradients``."""
+        """Return a client's number of per-sample gradients per round; see ``Training.sample_gradients``."""
         stages = filter(None, [self.first_stage(), self.personal_stage()])
         more = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)

@@ -71,7 +71,7 @@ class CountsIdle(Objective):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether idle clients are counted."""
+        """Whether clients that learn nothing are counted."""
         return True
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:

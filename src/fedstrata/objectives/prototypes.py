@@ -50,7 +50,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
         params: The parameters that compute features.
         batches: A function that iterates over the client's samples.
         classes: The number C of classes.
-        least: The smallest number of samples of a prototype. Classes with fewer samples are left out.
+        least: The minimum number of samples per prototype. Classes with fewer samples are left out.
     """
     device = next(iter(params.values())).device
     sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=device)
@@ -69,7 +69,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table. For classes without a prototype, use the second table's prototypes (Eq. 18)."""
+    """Return the first table; classes that lack a prototype get the prototype from the second table (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
@@ -85,7 +85,7 @@ def updated(before: Table, new: Table, momentum: float) -> Table:
 
     Args:
         before: The federation's prototypes before the round.
-        new: The means of the clients' prototypes of the round.
+        new: This round's prototypes, averaged over clients.
         momentum: Weight β of the prototypes in ``before``. The new prototypes have the weight 1 − β.
 
     >>> before = {"means": torch.tensor([[8.0], [0.0], [7.0]]), "samples": torch.tensor([1.0, 0.0, 1.0])}

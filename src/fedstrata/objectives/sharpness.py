@@ -15,11 +15,11 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
 
 TINY = 1e-12
-"""A constant that is added to norms, so that a direction of length 0 stays 0."""
+"""A constant that is added to norms, to prevent division by 0."""
 
 
 def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
-    """Scale a direction to a norm over all its tensors. A direction of zeros does not change.
+    """Scale tensors so that their joint norm is ``length``. A direction of zeros does not change.
 
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
@@ -53,7 +53,7 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss. Gradients are computed at a point shifted against the global model's last movement.
+    """The task's loss. Gradients are computed at a point shifted opposite to the global model's last change.
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t. The current global model is w_t.
     The client received w_old, an earlier global model, in the last round in which the server used its reply. The

@@ -45,7 +45,7 @@ class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters; each cluster gets draws in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
-    did not answer are asked again in the next round. Afterwards, the stored parameters of a client change only in
+    did not reply are asked again in the next round. Afterwards, the stored parameters of a client change only in
     rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
@@ -174,7 +174,7 @@ def cluster(
         points: The points, shape (N, d).
         min_samples: See ``FedSSARSampler``.
         xi: See ``FedSSARSampler``.
-        limit: The largest number of points for OPTICS. If there are more points, OPTICS clusters a random subset, and
+        limit: The maximum number of points for OPTICS. If there are more points, OPTICS clusters a random subset, and
             the other points join the cluster with the nearest mean.
         generator: The random generator for the subset.
 

@@ -22,7 +22,7 @@ from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
-"""The largest number of steps of Lloyd's iteration per round. The next round continues an unfinished iteration."""
+"""The maximum number of steps of Lloyd's iteration per round. The next round continues an unfinished iteration."""
 
 UNASSIGNED = -1
 """The label of a row without a stratum."""

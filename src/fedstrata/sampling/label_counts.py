@@ -17,7 +17,7 @@ from fedstrata.federation.messages import Reply, Request, RequestRule
 from fedstrata.federation.reply_checks import require_shape
 
 MOST_SAMPLES = 2**40
-"""The largest number of samples of a label that a client may report, so that sums over clients fit into 64 bits."""
+"""The maximum number of samples per label that a client may report, so that sums over clients fit into 64 bits."""
 
 
 @record("LabelReply")
@@ -92,5 +92,5 @@ class LabelCounts:
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration with which real sites accept the request of ``LabelCounts.ask``."""
+    """Return the declaration of the request that ``LabelCounts.ask`` sends. Sites refuse undeclared requests."""
     return Allowed(LabelReport)

@@ -205,7 +205,7 @@ def _indices_in(file: object) -> list[list[int]]:
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
         problem = (
-            "must contain two arrays of integers: 'indices', and 'offsets', which rises from 0 to the number of "
+            "must contain two arrays of integers: 'indices', and 'offsets', which ascends from 0 to the number of "
             f"indices, {indices.size}."
         )
         raise SpecError("file", problem, str(file))

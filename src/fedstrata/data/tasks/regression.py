@@ -145,11 +145,11 @@ class Regression(Task):
     @override
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
         if label is None:
-            problem = "needs numbers as labels, which sites can read only from tables. Describe the table in data.schema."
+            problem = "needs numbers as labels, which sites read only from tables. Describe the table in data.schema."
             raise SpecError("task", problem, self.name)
         if self._needs_edges and self.step is None:
-            problem = f"is required in a deployment, where sites count rounded values of column {label!r} for task.bins. "
-            raise SpecError("task.step", problem + "Set task.step, or use task.edges instead of task.bins.")
+            problem = f"is required in a deployment, where sites count rounded values of column {label!r} for task.bins"
+            raise SpecError("task.step", f"{problem}. Set task.step, or use task.edges instead of task.bins.")
 
     @override
     def fitted(self, known: Statistics) -> Regression:
