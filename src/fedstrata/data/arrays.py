@@ -137,7 +137,7 @@ def _tensor(array: NDArray[np.generic]) -> Tensor:
 
 
 def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[np.generic]:
-    """Return numbers in a type that PyTorch supports well; see ``checked_inputs``."""
+    """Convert numbers to a type that PyTorch supports well; see ``checked_inputs``."""
     if array.dtype.kind == "f":
         if array.dtype.itemsize > 8:
             array = array.astype(np.float64)

@@ -34,7 +34,7 @@ class Augmentation(Setting):
 
         Args:
             x: The normalised inputs of B samples: a tensor (B, …), or a mapping of such tensors.
-            generator: The CPU generator of all random numbers, so that the result does not depend on the device.
+            generator: The random generator, on the CPU, so that random numbers do not depend on the device.
 
         Returns:
             The augmented inputs, with the same shapes and types as ``x``.
@@ -46,7 +46,7 @@ class Augmentation(Setting):
 
 
 class CropFlip(Augmentation):
-    """A random crop of each padded image, which is mirrored with probability 1/2.
+    """Random crops of padded images, which are mirrored with probability 1/2.
 
     The padding reflects the image at its edges.
 
@@ -153,7 +153,7 @@ def _form(x: Any) -> str:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Return True if inputs of the same form are equal. Two NaN values count as equal."""
+    """Return True if two inputs of the same form are equal. Two NaN values count as equal."""
     if isinstance(x, Mapping):
         return all(_equal(x[name], y[name]) for name in x)
     return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)

@@ -40,8 +40,7 @@ class Dataset:
     """Training and test samples of one task.
 
     Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their data
-    type: for example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a
-    sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and
+    type, so 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and
     ``Data(…).load()`` build data sets.
 
     Args:
@@ -57,7 +56,7 @@ class Dataset:
         domain_names: The name of each domain.
         shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
             inputs, this is a mapping from the name of each normalised input to its shift.
-        scale: The factor of each channel or feature, which is applied after ``shift`` is subtracted.
+        scale: The factor that multiplies each channel or feature after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
@@ -100,7 +99,7 @@ class Dataset:
     def strata(self) -> Ints | None:
         """The stratum of each training sample, which is its class, range of targets or domain.
 
-        The value has the shape (N,), and is None if samples have no strata.
+        The value is an array of shape (N,), or None if samples have no strata.
         """
         strata = self.task.strata(self.y_train, self.class_names)
         if strata is None and self.domain_train is not None:
@@ -247,13 +246,13 @@ def from_arrays(
 
     Do not change the arrays afterwards, because the data set may share their memory.
 
-    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay in their files, and may be larger than the RAM.
+    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay on disk, and may be larger than the RAM.
 
     Args:
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
             Four axes are read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a
             model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
-            Whole numbers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
+            Integers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
             last axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
@@ -270,7 +269,7 @@ def from_arrays(
         clients: The client of each training sample, as an integer or a string, for the partition ``natural``.
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: The normalisation of inputs. ``"standard"``: each channel or feature is shifted and scaled to mean 0
-            and standard deviation 1 on the training set. Constant values are only shifted. ``"unit"``: each channel or
+            and standard deviation 1 on the training set. Constant channels and features are only shifted. ``"unit"``: each channel or
             feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``: values do not
             change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T), and are passed to the
             model unchanged.
@@ -367,8 +366,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 def task_of(task: Task | str | None, y_train: Array) -> Task:
     """Return the task with a given name, or the given task itself. If ``task`` is None, choose a task by the targets.
 
-    Targets with fractions mean regression, and all other targets mean classification. Whole numbers with very many
-    distinct values are refused, because they could be classes or quantities.
+    Targets with fractions mean regression, and all other targets mean classification. Integers with very many distinct
+    values are refused, because they could be classes or quantities.
 
     Args:
         task: The task, its name, or None.

@@ -1,4 +1,4 @@
-"""Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
+"""Compute statistics of training samples, and use the statistics to impute and normalise features.
 
 The clients' statistics can be added up, so that the server gets the statistics of all samples without seeing a sample.
 A deployment and its simulation compute the same numbers. Statistics exclude samples that are held out of
@@ -247,14 +247,14 @@ class Unfitted:
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
         """Compute the statistics of each client's training samples, and add up the statistics client by client.
 
-        In a deployment, the server adds up the sites' statistics in the same order. A simulation and a deployment
+        In a deployment, the server adds up the sites' statistics in the order of the clients. A simulation and a deployment
         therefore compute exactly the same statistics.
 
         Args:
             groups: The indices of each client's training samples. The indices are read only if the features or the task
                 depend on statistics.
-            least: The minimum number of values that a client must have in a column. With fewer values, the client's
-                statistics of the column count as empty.
+            least: The minimum number of values that a client must have in a column. With fewer values, the
+                client's statistics treat all values of the column as missing.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)

@@ -44,7 +44,7 @@ class MappedFile:
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return the same file, but with another shape of the array."""
+        """Return a description of the same file in which the array has another shape."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Convert the cells of a table to numbers with a schema. ``fitting`` computes features from these numbers."""
+"""Convert the cells of a table to numbers, as a schema describes. ``fitting`` computes features from the numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHOWN = 12
 
 
 class Column(Setting):
-    """A feature column.
+    """The settings of a feature column.
 
     Args:
         type: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default, other keys such as
@@ -142,7 +142,7 @@ class Column(Setting):
 
     @property
     def accepted(self) -> str:
-        """The accepted cells in words, for error messages."""
+        """A description of the accepted cells, for error messages."""
         if self.type == "boolean":
             return f"one of {', '.join(TRUTH)}"
         if self.type == "category":

@@ -119,7 +119,7 @@ with warnings.catch_warnings():
             Args:
                 seed: The seed for drawing the samples of ``limit``, and the test samples if the data set has no
                     separate test set.
-                task: The task. If None, the task follows from the targets.
+                task: The task. If None, the targets determine the task; see ``task_of``.
 
             Raises:
                 SpecError: There is no data set with the given name.

@@ -118,7 +118,7 @@ def dataset_of(
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training rows.
-        task: The task. If None, the task follows from the labels.
+        task: The task. If None, the labels determine the task; see ``task_of``.
 
     Raises:
         DataError: A cell does not match the schema, or a missing value cannot be imputed.

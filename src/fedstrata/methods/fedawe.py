@@ -1,4 +1,4 @@
-"""FedAWE (Xiang et al. 2024)."""
+"""The method FedAWE (Xiang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 class FedAWE(Recipe):
     """FedAvg in which a client resumes from the global model after its last reply, with larger updates after absences.
 
-    Client k starts at x_k, the global model after the round in which it last replied. The server stores the models x_k.
+    Client k starts at x_k, the global model after the last round in which client k replied. The server stores the models x_k.
     The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
 
     Args:

@@ -1,4 +1,4 @@
-"""FedDyn (Acar et al. 2021)."""
+"""The method FedDyn (Acar et al. 2021)."""
 
 from __future__ import annotations
 

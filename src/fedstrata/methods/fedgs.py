@@ -1,4 +1,4 @@
-"""FedGS (Wang et al. 2023)."""
+"""The method FedGS (Wang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedstrata.sampling.graph import Graph
 
 
 class FedGS(Recipe):
-    """FedAvg that invites clients with different labels, and each client equally often.
+    """FedAvg that invites clients with different labels, and all clients equally often.
 
     The clients of a round are far apart in a graph of label similarity, and were invited rarely before. The setting
     ``alpha`` weights these two aims (arXiv:2211.13975).

@@ -199,7 +199,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise empty."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps it private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:

@@ -1,4 +1,4 @@
-"""BatchNorm with the statistics of a whole batch, whose samples are at several clients (Stratify, section III-E).
+"""BatchNorm with the statistics of a batch whose samples are spread over several clients (Stratify, section III-E).
 
 Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
 forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
@@ -38,7 +38,7 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call. All clients must therefore call this method equally often.
+        A call waits until all clients have made the call. All clients must therefore make the same number of calls.
         All clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
@@ -129,7 +129,7 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
 
 class SharedNorm(torch.autograd.Function):
-    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). The statistics μ and σ² are over a group of clients.
+    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). μ and σ² are computed over a group of clients.
 
     The argument ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and
     ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``, and each client propagates the
@@ -225,8 +225,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
-    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without the call of
-    ``abort``, the other clients wait until their timeout.
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the
+    other clients wait until the timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -313,7 +313,7 @@ class LocalGroup:
         """Add the tensors of some members, wait for the other members' tensors, and return the sum of all tensors.
 
         Args:
-            parts: A mapping from member to its tensor.
+            parts: A mapping from the index of each member to its tensor.
 
         Raises:
             GroupBrokenError: A member failed, ended or was too late. The error is also raised if a member added two

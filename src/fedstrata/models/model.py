@@ -33,8 +33,8 @@ class Model:
     Outside ``loaded``, the module has its initial values and is in evaluation mode. Only one thread at a time may use a
     model. Another thread must use a ``clone``.
 
-    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
-    several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
+    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. The tensors
+    of a batch with several inputs are passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
     attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits from
     features, and the *features* are the input of the head. By default, the head is the submodule ``head``. Without this
     submodule, the head is the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``, call
@@ -112,7 +112,7 @@ class Model:
         return clones
 
     def buffers(self) -> Params:
-        """Return clones of the initial buffers that training changes, such as running statistics, in their order.
+        """Return clones of the initial buffers that training changes, such as running statistics.
 
         Constant buffers, and buffers that are not saved (``persistent=False``), are left out.
         """

@@ -34,7 +34,7 @@ class Untrained:
         self.all: dict[str, Tensor] = {**parameters, **{name: named[name] for name in named if name in saved}}
         """The frozen parameters and all saved buffers, in an order that does not depend on ``constant``."""
         self.any = bool(named or parameters)
-        """Whether the module has buffers or frozen parameters. Otherwise, nothing must be watched."""
+        """Whether the module has buffers or frozen parameters. Otherwise, there is nothing to watch."""
         self._parameters = parameters
         names = {id(buffer): name for name, buffer in named.items()}
         self._places = [
@@ -85,7 +85,7 @@ class Untrained:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Refuse changes of ``frozen`` during the ``with`` block, and call ``gather`` at its start and at its end."""
+        """Refuse changes of tensors in ``frozen`` during the ``with`` block. Call ``gather`` before and after."""
         self.gather()
         self.watch()
         try:

@@ -215,7 +215,7 @@ def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Tr
             sample.
         classes: The number of outputs, such as the number of classes.
         seed: The experiment's seed.
-        trial: A sample on which to try the model; see ``Trial``.
+        trial: A batch on which the model is tried; see ``Trial``.
 
     Raises:
         SpecError: The model does not accept the shape, or does not return one logit per class.

@@ -204,7 +204,7 @@ class Objective(Setting):
         return state, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the objective's own metrics of a round."""
+        """Return the metrics that the objective records for a round."""
         return {}
 
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
@@ -286,13 +286,13 @@ class Objective(Setting):
         Args:
             params: The trained parameters w.
             gradient: A function that returns the gradient of the loss of the batch at w.
-            context: The arguments of the loss.
+            context: The values that the loss needs.
         """
         return None
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step."""
+        """The number of gradients that a client computes per step, all on the same batch."""
         return 1
 
     def trains(self, name: str, model: Model) -> bool:

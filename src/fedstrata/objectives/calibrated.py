@@ -102,7 +102,7 @@ class Calibrated(PerSample):
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the scale and the shift, which are constant during training, into ``derived``."""
+        """Compute the scale and the shift, which are constant during training, and put them into ``derived``."""
         scale, shift = self.calibration(context.counts)
         return context.deriving(scale=scale, shift=shift)
 

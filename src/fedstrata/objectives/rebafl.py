@@ -89,7 +89,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and size, because clients send the number of samples of each prototype."""
+        """The client's class counts and number of samples, because each prototype is sent with its number of samples."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override
@@ -130,7 +130,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether idle clients are counted. A client can be idle (learn nothing) only if ε = 0."""
+        """Whether clients that learn nothing are counted. A client can learn nothing only if ε = 0."""
         return self.relaxed and self.epsilon == 0
 
     @override
@@ -210,7 +210,7 @@ class Rebalanced(CountsIdle):
 
 
 def _totals(sent: Weights, reply: FitReply) -> Params:
-    """Return the sum of the features of each class, n_k(c) times the client's prototype."""
+    """Return the sum of each class's features, which is n_k(c) times the client's prototype of class c."""
     table = reply.message["prototypes"]
     return {"means": table["means"] * table["samples"][:, None]}
 

@@ -44,7 +44,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step: two, or one if ρ is 0."""
+        """The number of gradients that a client computes per step on the same batch: two, or one if ρ is 0."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:

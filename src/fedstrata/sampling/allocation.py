@@ -44,7 +44,7 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 
 
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
-    """Divide ``budget`` draws among strata in proportion to ``weights``, as integers.
+    """Divide ``budget`` draws among strata in proportion to ``weights``, and round the numbers of draws to integers.
 
     The numbers are rounded by largest remainder: all numbers are rounded down, and the strata with the largest
     remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
@@ -116,7 +116,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
 
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
-    """Round numbers down or up at random, so that their sum stays the same and each result is unbiased.
+    """Round numbers down or up at random. The sum stays the same, and each result is unbiased.
 
     The rounding is systematic: one random number in [0, 1) is added to all cumulative sums before they are rounded
     down.

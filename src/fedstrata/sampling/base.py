@@ -188,7 +188,7 @@ class ClientSampler(Setting):
         return state
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the strata of a state, for plots; None if the sampler has no strata.
+        """Return the strata that a state describes, for plots; None if the sampler has no strata.
 
         Args:
             config: The federation's settings.
@@ -275,7 +275,7 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private, also the numbers of samples used in training."""
+        """Whether clients keep their numbers of samples private, including the numbers of samples used in training."""
         return False
 
     @abstractmethod

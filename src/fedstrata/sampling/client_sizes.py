@@ -90,7 +90,7 @@ class Answered:
 def ask_new_sizes(
     federation: Federation, state: AnswersState | None, clients: Sequence[int], epsilon: float | None, bound: int
 ) -> Answered:
-    """Ask those clients for their numbers of samples that have not reported a number yet.
+    """Ask clients for their numbers of samples, but not clients that already reported a number.
 
     Args:
         federation: The federation, through which the server asks the clients.
@@ -157,7 +157,7 @@ def truth_probability(epsilon: float, bound: int) -> float:
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """Return the number that a client reports: its number of samples with probability ``alpha``, or a random number.
+    """Return the number that a client reports: its number of samples (with probability ``alpha``) or a random number.
 
     The true number is clipped to the range from 1 to M − 1. The random number is uniform in {1, …, M − 1}.
 

@@ -3,8 +3,8 @@
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution
 has the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in
-the aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 divides the masses by client size,
-and Algorithm 2 by the similarity of the clients' updates.
+the aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions in the order
+of client size, and Algorithm 2 with groups of clients that have similar updates.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Clustered(ClientSampler):
         return ClusteredState(Sizes.ask(federation), no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Divide the available clients into m distributions, and draw one client from each."""
+        """Build m distributions over the available clients, and draw one client from each distribution."""
         config = federation.config
         clients, sizes = state.sizes.among(federation.candidates())
         if len(clients) == 0:
@@ -210,7 +210,7 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
     The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
-    client is m times its number of samples, modulo Σn. The function ``by_group`` divides this mass by group. Updates
+    client is m times its number of samples, modulo Σn. The function ``by_group`` divides these masses among distributions. Updates
     are scaled to length 1, so that the distance of two updates depends only on the angle between them. Clients without
     an update have the zero vector. The distance between two clients without an update is therefore 0.
 

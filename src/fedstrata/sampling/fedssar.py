@@ -1,4 +1,4 @@
-"""Choose clients with FedSSAR's sampler, which clusters similar clients and draws from clusters by their size."""
+"""Choose clients with FedSSAR's sampler, which clusters similar clients and draws more clients from large clusters."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def cluster(
 
 
 def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
-    """Return the OPTICS cluster of each point; −1 for noise. The result equals scikit-learn's."""
+    """Return the OPTICS cluster of each point; −1 for noise. The result is the same as in scikit-learn."""
     from sklearn.cluster import cluster_optics_xi
 
     if len(points) < max(min_samples, 3):

@@ -95,7 +95,7 @@ class Graph(ClientSampler):
         return GraphState(labels, np.zeros(len(labels.known), dtype=np.int64))
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Choose the clients of the round, and count them."""
+        """Choose the clients of the round. If invitations are counted, add 1 to the count of each of these clients."""
         known, counts, times = state.labels.known, state.labels.counts, state.times
         places = np.flatnonzero(np.isin(known, federation.candidates()))
         m = min(federation.config.training.invited(federation.config.clients), len(places))
@@ -116,7 +116,7 @@ class Graph(ClientSampler):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """If replies are counted, add 1 to the count of each client that replied.
 
-        If invitations are counted, do nothing.
+        If invitations are counted, the state does not change.
         """
         if self.counted == "invited":
             return state

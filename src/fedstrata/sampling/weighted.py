@@ -1,4 +1,4 @@
-"""Sample clients in proportion to their size (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
+"""Sample clients in proportion to their numbers of samples (Li et al. 2020, On the Convergence of FedAvg)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw shares from a Dirichlet distribution, as logarithms, which are finite even for very small α.
+    """Draw the logarithms of Dirichlet shares. The logarithms are finite even for very small α.
 
     A Dirichlet share is a gamma variate divided by the sum of all gamma variates. For small α, gamma variates underflow
     to 0. The function therefore draws log(Gamma(α)) as log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and
@@ -66,7 +66,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
-        sizes: The number of samples of each client, shape (N,). The sum must be the number of all samples.
+        sizes: The number of samples of each client, shape (N,). The sum must be the total number of samples.
         log_mix: The logarithms of each client's class probabilities, shape (N, C).
         rng: The random generator.
 
@@ -184,7 +184,9 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Take ``amount`` samples one by one from the client that is then the largest. Return the loss of each client.
+    """Return how many samples each client loses if samples are taken one by one from the largest client.
+
+    In total, ``amount`` samples are taken. Each sample is taken from the client that is the largest at this point.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]

@@ -82,7 +82,7 @@ class Assignment:
     def names(self, dataset: Dataset) -> list[str]:
         """Return the name of each client.
 
-        If the data set does not define the clients, the names are the clients' ids, 0 … N − 1, as text.
+        If the data set does not define the clients, the names are the clients' ids, 0 … N − 1, as strings.
 
         Args:
             dataset: The data set that was divided.

@@ -41,7 +41,7 @@ class Natural(Partition):
         """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
-            SpecError: The data have no client ids, or fewer clients than ``clients`` with ``min_size`` samples.
+            SpecError: The data have no client ids, or too few clients have at least ``min_size`` samples.
         """
         if dataset.client_train is None:
             problem = (

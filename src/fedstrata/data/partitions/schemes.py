@@ -77,8 +77,8 @@ class Shards(Partition):
     """Samples are sorted by label and cut into equal shards; each client gets equally many shards.
 
     McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
-    has samples of both classes. A client may therefore have a few samples of an additional class. Sizes differ by at
-    most ``per_client`` samples.
+    has samples of both classes. A client may therefore have a few samples of an additional class. The clients' numbers
+    of samples differ by at most ``per_client``.
 
     Args:
         per_client: Number of shards of each client.
@@ -106,9 +106,9 @@ class Shards(Partition):
 class PowerLaw(Partition):
     """Quantity skew: the number of samples of client k = 1, 2, … is proportional to k^(−exponent).
 
-    Classes are not skewed, because each client's samples are drawn at random. Sizes are rounded with the
-    largest-remainder method, and clients below ``min_size`` get samples from the largest clients. FedProx (Li et al.
-    2020, section 5) also uses a power law, but does not state its parameters.
+    Classes are not skewed, because each client's samples are drawn at random. Numbers of samples are rounded with the
+    largest-remainder method. Clients with fewer than ``min_size`` samples get samples from the largest clients. FedProx
+    (Li et al. 2020, section 5) also uses a power law, but does not state its parameters.
 
     Args:
         exponent: Exponent of the power law. With 0, all clients have equally many samples.

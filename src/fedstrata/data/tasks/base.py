@@ -154,13 +154,13 @@ class Task(Setting):
         """Return the task with settings that depend on the training targets, such as their mean.
 
         Args:
-            known: The statistics of the clients' training targets, with one column for each value of a target. The
-                entry ``counts["y"]`` contains how often each value of ``counted`` occurs.
+            known: The statistics of the clients' training targets, with one column for each component of a target. The
+                entry ``counts["y"]`` says how often each value of ``counted`` occurs.
         """
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values that ``fitted`` needs to count, shape (N,); None if counts are not needed."""
+        """Return the values whose frequencies ``fitted`` needs, shape (N,); None if frequencies are not needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
