@@ -339,7 +339,7 @@ def test_bytes_are_read_as_text():
     assert ids(rows, "y", meaning).tolist() == ["n", "y", "n"]
     with pytest.raises(
         DataError,
-        match=r"t, row 1, column 'kind' = b'\\xff': contains bytes that are not UTF-8\. Use text, numbers or",
+        match=r"t, row 1, column 'kind' = b'\\xff': contains bytes that are not UTF-8\. Use strings, numbers or",
     ):
         Schema(label="y").completed(Table("t", {"kind": ["x", b"\xff"], "y": [0, 1]}))
 

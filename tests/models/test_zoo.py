@@ -167,7 +167,7 @@ def test_residual_networks_train(spec):
         (
             Custom(factory=f"{__name__}:wrong_outputs"),
             (4,),
-            r"must return logits of shape \(B, 3\)\. For a batch of shape \(B, 4\), it",
+            r"for a batch of shape \(B, 4\)\. Return logits of shape \(B, 3\)",
         ),
         (Custom(factory=f"{__name__}:two_layers", arguments={"depth": 2}), (4,), "depth"),
     ],

@@ -384,8 +384,8 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
         LOG.warning("the task is set to regression, because the targets have fractions. To use another task, set task.")
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
-        problem = f"is not set, and y_train has {many} different integers. Use 'regression' if the numbers are "
-        raise SpecError("task", problem + "quantities, and 'classification' if the numbers are classes.")
+        problem = f"is not set, and y_train has {many} different integers. Set task = 'regression' if the numbers are "
+        raise SpecError("task", problem + "quantities, and task = 'classification' if the numbers are classes.")
     return Classification()
 
 

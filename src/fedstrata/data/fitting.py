@@ -287,7 +287,7 @@ class Unfitted:
         hidden = {name: known.count[index].item() for index, (name, _) in enumerate(self._columns()) if few[index]}
         for name, count in hidden.items():
             why = f"only {count:g} of its training samples have a value, but at least {least} are required"
-            LOG.warning("column %r: a client does not send its statistics, because %s", name, why)
+            LOG.warning("column %r: a client does not send the column's statistics, because %s", name, why)
         keys = ("count", "mean", "squares", *(("low", "high") if len(known.low) else ()))
         changed: dict[str, Any] = {key: torch.where(few, getattr(empty, key), getattr(known, key)) for key in keys}
         changed["counts"] = {name: _NONE if name in hidden else table for name, table in known.counts.items()}

@@ -436,7 +436,7 @@ class Table:
         try:
             return cell.decode() if isinstance(cell, bytes) else cell
         except UnicodeDecodeError:
-            problem = "contains bytes that are not UTF-8. Use text, numbers or booleans."
+            problem = "contains bytes that are not UTF-8. Use strings, numbers or booleans."
             raise self.wrong(row, column, problem, f"a cell {problem}") from None
 
     def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:

@@ -215,7 +215,7 @@ with warnings.catch_warnings():
 
         def _table(self, seed: int, task: Task | None) -> Dataset:
             if self.client is not None:
-                problem = "has an effect only for a hub data set. For a table, set data.schema.client."
+                problem = "has an effect only for a data set from Hugging Face. For a table, set data.schema.client."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is None:
                 problem = "is required for a table, but not set. Add [data.schema] with at least label = 'COLUMN'."
@@ -247,7 +247,8 @@ with warnings.catch_warnings():
         def _read(self, seed: int) -> Arrays:
             hub = self.name.startswith("hub:")
             if self.client is not None and not hub:
-                problem = "has an effect only for a hub data set. Store client_train and client_test in the .npz file."
+                problem = "has an effect only for a data set from Hugging Face. For a .npz file, store client_train and "
+                problem += "client_test in the file."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is not None:
                 problem = (

@@ -113,7 +113,7 @@ class Untrained:
                 )
                 advice = "Change the buffer in every training pass, or register it with persistent=False."
             else:
-                problem, advice = "is frozen and therefore not sent, but a pass changed it", "Register it as a buffer."
+                problem, advice = "is frozen and not sent, but a forward pass changed it", "Register it as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")
 
 

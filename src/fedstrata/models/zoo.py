@@ -280,7 +280,7 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
     if not isinstance(logits, torch.Tensor) or form_of(logits):
         form = form_of(logits if isinstance(logits, torch.Tensor) else torch.empty(0))
         given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        problem = f"must return logits of shape {form}. For a batch of shape {described(shape)}, it returned {given}."
+        problem = f"returned {given} for a batch of shape {described(shape)}. Return logits of shape {form}."
         raise SpecError("model.name", problem, name)
 
 

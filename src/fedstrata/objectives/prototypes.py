@@ -59,7 +59,8 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
         for batch in batches():
             features = model.with_features(params, batch.x)[0].flatten(1)
             if features.shape[1] != sums.shape[1]:
-                problem = f"its input has {features.shape[1]} features, but its first nn.Linear takes {sums.shape[1]}. "
+                given, taken = features.shape[1], sums.shape[1]
+                problem = f"the head's input has {given} features, but the head's first nn.Linear takes {taken}. "
                 problem += "Use a head that begins with nn.Linear, or with nn.Flatten and nn.Linear."
                 raise SpecError("model.head", problem, model.head_name)
             sums.index_add_(0, batch.y, features.double())

@@ -49,9 +49,9 @@ class LabelReport(Request):
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
-            raise ReplyRefusedError("a label occurs twice")
+            raise ReplyRefusedError("a label occurs twice in the reply")
         if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
-            raise ReplyRefusedError(f"a count is not between 1 and {MOST_SAMPLES}")
+            raise ReplyRefusedError(f"a number of samples is not between 1 and {MOST_SAMPLES}")
 
 
 @record("LabelCounts")

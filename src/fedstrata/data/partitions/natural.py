@@ -46,7 +46,7 @@ class Natural(Partition):
         if dataset.client_train is None:
             problem = (
                 f"{dataset.name} does not identify the client of each sample. Give client_train (arrays), data.client "
-                "(a column of a hub data set) or data.schema.client (a column of a table)."
+                "(a column of a Hugging Face data set) or data.schema.client (a column of a table)."
             )
             raise SpecError("partition.name", problem, self.name)
         codes = dataset.client_train.cpu().numpy()
@@ -87,7 +87,7 @@ class SingleClient(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme overrides ``split`` instead of ``assign``."""
-        problem = "cannot divide samples by their labels alone. Use another partition."
+        problem = "divides whole data sets, and cannot divide a list of labels. Use another partition."
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
