@@ -445,8 +445,8 @@ class Table:
         Args:
             row: The row of the cell, counted from 0.
             column: The column of the cell.
-            problem: The text of the error, which may quote the cell.
-            public: The text that other parties see, which must not disclose the cell.
+            problem: The error message, which may quote the cell.
+            public: The error message for other parties, which must not disclose the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]

@@ -53,7 +53,7 @@ class Method(Setting):
     needs_sgd: ClassVar[str] = ""
     """The reason why the method supports only plain SGD on single batches, as a sentence without a full stop.
 
-    The text is empty if the method supports all optimisers of the spec's section ``training``. See also
+    The string is empty if the method supports all optimisers of the spec's section ``training``. See also
     ``Objective.needs_sgd``.
     """
 

@@ -236,11 +236,11 @@ class Objective(Setting):
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage that precedes the training with this objective, or None without such a stage."""
+        """Return a stage that precedes the training with this objective, or None if there is no such stage."""
         return None
 
     def personal_stage(self) -> Stage | None:
-        """Return the stage in which each client trains and keeps a personal model, or None without such a stage.
+        """Return the stage in which each client trains and keeps a personal model; None if there is no such stage.
 
         The stage comes after the training of the global model. Training starts with the client's last personal model.
         In this stage, ``Context.received["global"]`` contains the parameters of the global model.

@@ -174,7 +174,7 @@ class Task(Setting):
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
-        """Return the required shape, as text, if a model's outputs have another shape; otherwise an empty string.
+        """Return the required shape as a string if a model's outputs have another shape; otherwise an empty string.
 
         Args:
             outputs: The outputs of the model.
