@@ -40,8 +40,9 @@ class Dataset:
     """Training and test samples of one task.
 
     Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their data
-    type, so 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and
-    ``Data(…).load()`` build data sets.
+    type, so 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample has
+    several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
+    build data sets.
 
     Args:
         name: The name of the data set in reports.
@@ -252,8 +253,8 @@ def from_arrays(
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
             Four axes are read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a
             model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
-            Integers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
-            last axis.
+            Integers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their last
+            axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
             give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
@@ -269,10 +270,10 @@ def from_arrays(
         clients: The client of each training sample, as an integer or a string, for the partition ``natural``.
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: The normalisation of inputs. ``"standard"``: each channel or feature is shifted and scaled to mean 0
-            and standard deviation 1 on the training set. Constant channels and features are only shifted. ``"unit"``: each channel or
-            feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``: values do not
-            change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T), and are passed to the
-            model unchanged.
+            and standard deviation 1 on the training set. Constant channels and features are only shifted. ``"unit"``:
+            each channel or feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``:
+            values do not change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T), and are passed
+            to the model unchanged.
         task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
     Raises:

@@ -1,8 +1,8 @@
 """Compute statistics of training samples, and use the statistics to impute and normalise features.
 
 The clients' statistics can be added up, so that the server gets the statistics of all samples without seeing a sample.
-A deployment and its simulation compute the same numbers. Statistics exclude samples that are held out of
-training, for example for validation. Held-out samples are known only after the samples have been divided among clients.
+A deployment and its simulation compute the same numbers. Statistics exclude samples that are held out of training, for
+example for validation. Held-out samples are known only after the samples have been divided among clients.
 """
 
 from __future__ import annotations
@@ -247,14 +247,14 @@ class Unfitted:
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
         """Compute the statistics of each client's training samples, and add up the statistics client by client.
 
-        In a deployment, the server adds up the sites' statistics in the order of the clients. A simulation and a deployment
-        therefore compute exactly the same statistics.
+        In a deployment, the server adds up the sites' statistics in the order of the clients. A simulation and a
+        deployment therefore compute exactly the same statistics.
 
         Args:
             groups: The indices of each client's training samples. The indices are read only if the features or the task
                 depend on statistics.
-            least: The minimum number of values that a client must have in a column. With fewer values, the
-                client's statistics treat all values of the column as missing.
+            least: The minimum number of values that a client must have in a column. With fewer values, the client's
+                statistics treat all values of the column as missing.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)

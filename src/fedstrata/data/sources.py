@@ -247,7 +247,9 @@ with warnings.catch_warnings():
         def _read(self, seed: int) -> Arrays:
             hub = self.name.startswith("hub:")
             if self.client is not None and not hub:
-                problem = "has an effect only for a data set from Hugging Face. For a .npz file, store client_train and "
+                problem = (
+                    "has an effect only for a data set from Hugging Face. For a .npz file, store client_train and "
+                )
                 problem += "client_test in the file."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is not None:

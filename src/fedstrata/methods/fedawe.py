@@ -12,8 +12,8 @@ from fedstrata.methods.recipe import Parts, Recipe
 class FedAWE(Recipe):
     """FedAvg in which a client resumes from the global model after its last reply, with larger updates after absences.
 
-    Client k starts at x_k, the global model after the last round in which client k replied. The server stores the models x_k.
-    The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
+    Client k starts at x_k, the global model after the last round in which client k replied. The server stores the
+    models x_k. The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
 
     Args:
         clip: Largest norm of the mean update. See the aggregator ``fedawe``.

@@ -38,8 +38,8 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call. All clients must therefore make the same number of calls.
-        All clients get exactly the same sum.
+        A call waits until all clients have made the call. All clients must therefore make the same number of calls. All
+        clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
 
@@ -225,8 +225,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
-    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the
-    other clients wait until the timeout.
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the other
+    clients wait until the timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.

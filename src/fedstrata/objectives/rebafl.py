@@ -89,7 +89,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and number of samples, because each prototype is sent with its number of samples."""
+        """The client's class counts and number of samples, because clients send the sample count of each prototype."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override

@@ -1,10 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
-samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution
-has the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in
-the aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions in the order
-of client size, and Algorithm 2 with groups of clients that have similar updates.
+samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
+the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
+aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions in the order of
+client size, and Algorithm 2 with groups of clients that have similar updates.
 """
 
 from __future__ import annotations
@@ -210,9 +210,10 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
     The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
-    client is m times its number of samples, modulo Σn. The function ``by_group`` divides these masses among distributions. Updates
-    are scaled to length 1, so that the distance of two updates depends only on the angle between them. Clients without
-    an update have the zero vector. The distance between two clients without an update is therefore 0.
+    client is m times its number of samples, modulo Σn. The function ``by_group`` divides these masses among
+    distributions. Updates are scaled to length 1, so that the distance of two updates depends only on the angle between
+    them. Clients without an update have the zero vector. The distance between two clients without an update is
+    therefore 0.
 
     Args:
         updates: The last update of each client, shape (N, d).

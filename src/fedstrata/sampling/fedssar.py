@@ -45,8 +45,8 @@ class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters; each cluster gets draws in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
-    did not reply are asked again in the next round. Afterwards, the stored parameters of a client change only in
-    rounds in which the client takes part (FedSSAR, Algorithm 1).
+    did not reply are asked again in the next round. Afterwards, the stored parameters of a client change only in rounds
+    in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Smallest number of clients around a core point, including this point (``min_samples`` of OPTICS).

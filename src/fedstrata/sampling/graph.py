@@ -83,7 +83,9 @@ class Graph(ClientSampler):
             problem = (
                 f"computes all shortest paths between {config.clients} clients, which takes too long. Use at most "
             )
-            raise SpecError("method.client_sampler", f"{problem}{MOST_CLIENTS} clients, or the sampler fedentopt.", self.name)
+            raise SpecError(
+                "method.client_sampler", f"{problem}{MOST_CLIENTS} clients, or the sampler fedentopt.", self.name
+            )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for the clients' label counts, which the sampler sends once per run."""

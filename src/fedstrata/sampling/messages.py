@@ -47,8 +47,8 @@ class SizeReport(Request):
     Args:
         round: The round, counted from 1.
         bound: The public bound M on the number of samples. The value 0 asks for the exact number.
-        alpha: The probability that the client reports its true number (at most M − 1) instead of a random number;
-            see ``fedstrata.sampling.client_sizes``.
+        alpha: The probability that the client reports its true number (at most M − 1) instead of a random number; see
+            ``fedstrata.sampling.client_sizes``.
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply

@@ -318,8 +318,7 @@ class Stratified(ClientSampler):
         """Renew the compressed gradients.
 
         Returns:
-            The new state, and the candidates. If all candidates were asked, candidates that did not reply are left
-            out.
+            The new state, and the candidates. If all candidates were asked, candidates that did not reply are left out.
         """
         config = federation.config
         renewal, training = self._renewal(config), config.training

@@ -126,8 +126,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns:
-        the number of labels at a client, and the percentage of samples with the client's most frequent label.
+        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns.
+        They contain a client's number of labels, and the percentage of samples with the most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]
