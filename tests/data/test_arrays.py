@@ -93,7 +93,7 @@ def test_domains_that_only_the_test_set_has_are_what_domains_are_for():
 
 
 def test_names_that_repeat_cannot_tell_labels_apart():
-    with pytest.raises(DataError, match=r"y: some names occur twice\. Make all names different: a, b, a"):
+    with pytest.raises(DataError, match=r"y: some names occur twice in a, b, a\. Make all names different"):
         labelled(["a", "b", "a", "b"], ["a"], class_names=["a", "b", "a"])
 
 

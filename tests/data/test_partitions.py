@@ -31,7 +31,7 @@ def test_assignment_by_hand():
     lists = Assignment.from_lists([np.array([1, 4]), np.array([], dtype=np.int64), np.array([0, 3]), np.array([])])
     assert np.array_equal(lists.indices, assignment.indices)
     assert np.array_equal(lists.offsets, assignment.offsets)
-    with pytest.raises(IndexError, match="client 4 of 4"):
+    with pytest.raises(IndexError, match="client 4 does not exist"):
         assignment[4]
 
 

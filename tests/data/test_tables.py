@@ -237,7 +237,7 @@ def test_a_table_with_too_few_rows_says_how_many_are_needed(tmp_path, rows, give
     (tmp_path / "a.csv").write_text(f"x,y\n{rows}", encoding="utf-8")
     with pytest.raises(DataError) as error:
         Data(str(tmp_path / "a.csv"), schema="y").load()
-    expected = f"{given}. Add rows, so that a row for training and a row for testing have the same label."
+    expected = f"{given}. Add rows, so that training rows and test rows have a label in common."
     assert str(error.value).endswith(expected)
     (tmp_path / "a.csv").write_text("x,y\n1,a\n2,a\n", encoding="utf-8")
     assert len(Data(str(tmp_path / "a.csv"), schema="y").load().y_train) == 1
