@@ -1,4 +1,4 @@
-"""Store a data set that all clients share. Each client is a list of sample indices.
+"""Store a data set that all clients share. Each client has a list of sample indices.
 
 Batches are normalised when they are read.
 """

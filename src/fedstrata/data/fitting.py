@@ -183,8 +183,8 @@ class RawTargets:
     """The training targets of a task that needs statistics of the targets, such as the mean.
 
     Args:
-        task: The task.
-        train: The targets, shape (N, K), float64.
+        task: The task that needs the statistics.
+        train: The targets of the training samples, shape (N, K), float64.
         name: The key of the first target in ``Statistics.counts``. No feature may have this name.
     """
 
@@ -267,7 +267,7 @@ class Unfitted:
         return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
 
     def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
-        """Return the statistics of the features, and the statistics of the targets in the form that a task needs."""
+        """Split statistics into statistics of the features, and statistics of the targets as a task needs them."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
         counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}
@@ -455,7 +455,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Fit the task of a data set to the clients' training targets.
+    """Set the parameters of a task that depend on the clients' training targets, such as the mean.
 
     Args:
         data: The data set.
@@ -467,7 +467,7 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Fit the features of a data set to statistics of training samples. In a deployment, also fit the task.
+    """Impute and normalise the features of a data set with given statistics. In a deployment, also fit the task.
 
     Args:
         data: A data set with raw samples (``Dataset.unfitted``).

@@ -25,7 +25,7 @@ class MappedFile:
     """An array in a memory-mapped file. Only the samples in use are read from the file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         dtype: The type of the values, one of ``TYPES``.
         shape: The shape of the array, (N, …).
         offset: The position of the array's first byte in the file.

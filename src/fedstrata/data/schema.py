@@ -459,7 +459,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
     """Return the feature columns as numbers, shape (N, K), with NaN for missing values.
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: A completed schema.
 
     Raises:
@@ -495,7 +495,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
     """Return whether each row is a test sample, shape (N,).
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
         first: The index of the table's first client in the whole federation. With this index, a site with only some of
@@ -553,7 +553,7 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     """Return the labels as float64 numbers, shape (N,).
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: The schema.
         strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
             not checked, and the result is None if a cell is not a finite number.

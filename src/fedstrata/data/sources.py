@@ -268,7 +268,7 @@ def read_folder(folder: Path) -> Arrays:
     """Open the arrays of a data set in a folder of ``.npy`` files. Inputs are memory-mapped.
 
     Args:
-        folder: The folder. The files are named like the arrays of a ``.npz`` file; see ``read_npz``.
+        folder: The path of the folder. The files are named like the arrays of a ``.npz`` file; see ``read_npz``.
 
     Raises:
         DataError: The folder lacks a file, or a file is damaged.
@@ -304,10 +304,10 @@ def read_npz(path: Path) -> Arrays:
     """Read the arrays of a data set from an ``.npz`` file.
 
     Args:
-        path: The file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has
-            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may also
-            contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1). The
-            arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
+        path: The path of the file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a
+            model has several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may
+            also contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1).
+            The arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
             ``client_train`` is ``client``.
 
     Raises:
@@ -317,10 +317,10 @@ def read_npz(path: Path) -> Arrays:
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
-    """Read some arrays of an ``.npz`` file.
+    """Read arrays with given names from an ``.npz`` file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
             ``x_train.NAME`` for each of several inputs, which are returned as a mapping.
         optional: The names of arrays that the file may contain, which are also read.

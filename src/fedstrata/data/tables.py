@@ -34,7 +34,7 @@ def read_table(path: Path, schema: Schema) -> Table:
     """Read the rows of a CSV or Parquet file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         schema: The schema. Only its setting ``delimiter`` is used.
 
     Raises:
@@ -112,7 +112,7 @@ def dataset_of(
     When a run begins, the features are computed again, with statistics of only those rows that clients train on.
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: A completed schema.
         held: Whether each row is a test sample, shape (N,).
         name: The name of the data set in reports.

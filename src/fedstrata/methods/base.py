@@ -43,8 +43,9 @@ A subclass that overrides one of these methods must also declare ``needs_replies
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. The method ``init`` returns the first state, and ``run_round`` takes a state
-    and returns the next state. A state is a record with at least the field ``weights``, which is the global model.
+    The fields of a subclass are the method's settings. The method ``init`` returns the first state, and ``run_round``
+    takes a state and returns the next state. A state is a record with at least the field ``weights``, which is the
+    global model.
     """
 
     paper: ClassVar[str] = ""

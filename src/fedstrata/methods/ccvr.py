@@ -24,7 +24,7 @@ from fedstrata.objectives.prototypes import feature_size
 
 @record("CCVRState")
 class CCVRState(RecipeState):
-    """The state of CCVR.
+    """The state of the method CCVR between rounds.
 
     Args:
         calibrated: The parameters of the calibrated head; empty after a round without calibration.

@@ -10,7 +10,7 @@ from fedstrata.objectives.sharpness import GloballySharpnessAware
 
 
 class FedLESAM(Recipe):
-    """FedAvg whose clients compute gradients at a point shifted opposite to the global model's last change.
+    """FedAvg whose clients compute gradients at a point that is shifted towards an earlier global model.
 
     A step is w ← w − η ∇F_k(w + ρ d / ‖d‖).
 

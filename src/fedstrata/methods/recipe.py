@@ -344,7 +344,7 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function from a client's number of samples to its number of per-sample gradients in training.
+        """Return a function that computes the number of per-sample gradients from a client's number of samples.
 
         Args:
             config: The settings that server and clients share.

@@ -17,7 +17,7 @@ class Head:
 
     Args:
         name: The dotted name of the head in the module.
-        module: The head.
+        module: The head itself.
         params: A mapping from the name of each trainable parameter in the head to its name in the whole module.
     """
 

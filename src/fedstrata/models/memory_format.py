@@ -24,7 +24,7 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
     keep the default format, and their inputs are converted to the default format.
 
     Args:
-        module: The module.
+        module: The module to convert.
         shape: The shape of one sample, such as (channels, height, width), or a mapping with a shape for each input.
             Modules are converted only if samples are images (three dimensions).
 

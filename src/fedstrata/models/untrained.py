@@ -16,7 +16,7 @@ class Untrained:
     """The buffers and the frozen parameters of a module.
 
     Args:
-        module: The module.
+        module: The module to watch.
         constant: The names of the buffers that are known to be constant.
     """
 

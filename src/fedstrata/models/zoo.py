@@ -246,7 +246,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
     """Return a user's module, given as an object, as its Python class, or as a function that returns the module.
 
     A class or a function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as
-    ``model()``. The seed determines the module's initial values, as for a class that a spec names.
+    ``model()``. The seed determines the module's initial values, as for a model that a spec names.
 
     Raises:
         SpecError: ``model`` is neither a module nor a class or function that returns a module.

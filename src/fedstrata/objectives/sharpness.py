@@ -53,7 +53,7 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss. Gradients are computed at a point shifted opposite to the global model's last change.
+    """The task's loss. Gradients are computed at a point that is shifted towards an earlier global model.
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t. The current global model is w_t.
     The client received w_old, an earlier global model, in the last round in which the server used its reply. The

@@ -39,7 +39,7 @@ class Everyone(ClientSampler):
         return config.clients
 
     def check(self, config: FederationConfig) -> None:
-        """Accept every federation, because ``training.clients_per_round`` is ignored."""
+        """Check nothing, because this sampler ignores ``training.clients_per_round``."""
 
     def cohort(self, config: FederationConfig) -> int:
         """Return the number of all clients."""

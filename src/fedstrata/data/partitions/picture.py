@@ -38,7 +38,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     clients, sorted by their most frequent label.
 
     Args:
-        assignment: The partition.
+        assignment: The division of the samples among the clients.
         dataset: The data set that was divided.
         path: The file, with a suffix that determines the format, such as ``.png``.
     """
@@ -120,14 +120,14 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
     """Return a table for the terminal, with each client's number of samples per label.
 
     Args:
-        assignment: The partition.
+        assignment: The division of the samples among the clients.
         dataset: The data set that was divided.
         rows: The number of clients to show. Three more rows show minimum, mean and maximum over all clients.
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
         The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns.
-        They contain a client's number of labels, and the percentage of samples with the most frequent label.
+        The columns contain a client's number of labels, and the percentage of samples with the most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]
