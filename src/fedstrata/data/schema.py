@@ -554,7 +554,7 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
 
     Args:
         table: The table with the rows.
-        schema: The schema.
+        schema: The schema of the table.
         strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
             not checked, and the result is None if a cell is not a finite number.
 
