@@ -291,8 +291,9 @@ class Stratified(ClientSampler):
             count: The maximum number of strata.
 
         Returns:
-            Four values: the new state; the stratum of each available client, shape (n,); the spread of the gradients in
-            each stratum (see ``allocation.spread``), shape (H,); and the spread over all clients.
+            The new state, the stratum of each available client, shape (n,), and two spreads (see
+            ``allocation.spread``). The first is the spread of the gradients in each stratum, shape (H,). The second is
+            the spread over all clients.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._renewal(federation.config) != "all":
