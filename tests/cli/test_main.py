@@ -44,7 +44,7 @@ BAD = {
     "unknown partition": ('partition = "irichlet"', "did you mean 'dirichlet'?"),
     "unknown objective": ('[method]\nobjective = "fedproxx"', "method.objective.name = 'fedproxx' (s.toml, line 2): is not a known objective; did you mean 'fedprox'? Use one of: cross-entropy, fedprox, "),
     "a setting of an objective": ('[method]\nobjective = { name = "fedprox", muu = 1 }', "method.objective.muu = 1 (s.toml, line 2): is not a known key; did you mean 'mu'? Use one of: mu."),
-    "momentum with SCAFFOLD": ('method = "scaffold"\n[training]\nmomentum = 0.9', "training.momentum = 0.9 (s.toml, line 3): SCAFFOLD's control variates require plain SGD. Use 0."),
+    "momentum with SCAFFOLD": ('method = "scaffold"\n[training]\nmomentum = 0.9', "training.momentum = 0.9 (s.toml, line 3): SCAFFOLD's control variates require plain SGD. Set training.momentum = 0."),
     "clipping with SCAFFOLD": ('method = "scaffold"\n[training]\nclip = 1.0', "training.clip = 1.0 (s.toml, line 3): SCAFFOLD's control variates require unclipped gradients. Remove the key."),
     "more strata than clients": ('[method]\nname = "fedsts"\nstrata = 200', "method.strata = 200 (s.toml, line 3): the partition has 100 clients. Use at most 100."),
     "a missing trace": ('[availability]\nname = "trace"\nfile = "no.csv"', "availability.file = 'no.csv' (s.toml, line 3): the file does not exist. Give a CSV file with the columns client,first,last."),

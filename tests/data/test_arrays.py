@@ -81,7 +81,7 @@ def test_labels_that_only_the_test_set_has_are_named():
 
 
 def test_a_test_set_of_which_nothing_can_be_learnt_is_refused():
-    message = r"y_test has the labels 'A', 'B', but y_train has only the labels 'a', 'b'\. Use only labels of y_train\."
+    message = r"y_test has the labels 'A', 'B', but y_train has only the labels 'a', 'b'\. Use only labels that occur "
     with pytest.raises(DataError, match=message):
         labelled(["a", "b", "a", "b"], ["A", "B"])
     with pytest.raises(DataError, match=r"has the labels '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', …, but"):
@@ -93,7 +93,7 @@ def test_domains_that_only_the_test_set_has_are_what_domains_are_for():
 
 
 def test_names_that_repeat_cannot_tell_labels_apart():
-    with pytest.raises(DataError, match=r"y: some names occur twice\. Make all names different: a, b, a"):
+    with pytest.raises(DataError, match=r"y: some names occur twice in a, b, a\. Make all names different"):
         labelled(["a", "b", "a", "b"], ["a"], class_names=["a", "b", "a"])
 
 
@@ -102,7 +102,7 @@ def test_names_that_repeat_cannot_tell_labels_apart():
     [
         (
             np.array([[U63], [1], [2], [3]], np.uint64),
-            rf"x_train: {U63} is too large\. Use whole numbers below 2\*\*63",
+            rf"x_train: {U63} is too large\. Use integers below 2\*\*63",
         ),
         (
             torch.ones(4, 2).to_sparse(),

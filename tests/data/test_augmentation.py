@@ -172,8 +172,11 @@ def test_the_identity_of_a_run_includes_the_module(name):
         ("nothing", "returned NoneType for a batch of float32 (2, 1, 8, 8). Return a batch of the same shape and type"),
         ("listed", "returned list for a batch of float32 (2, 1, 8, 8). Return a batch of the same shape and type."),
         ("failing", "fails on a batch of float32 (2, 1, 8, 8): ZeroDivisionError: no such batch"),
-        ("unseeded", "returned different batches for equal generators. Draw all random numbers from the generator."),
-        ("unseeded_numpy", "returned different batches for equal generators. Draw all random numbers from the gener"),
+        ("unseeded", "returned different batches for the same random seed. Draw all random numbers from the generator"),
+        (
+            "unseeded_numpy",
+            "returned different batches for the same random seed. Draw all random numbers from the gene",
+        ),
         ("masked", "is the name of a dict. Give the name of a function."),
         ("missing", "the module 'augmentations' does not define 'missing'. Check the name."),
     ],

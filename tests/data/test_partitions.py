@@ -31,7 +31,7 @@ def test_assignment_by_hand():
     lists = Assignment.from_lists([np.array([1, 4]), np.array([], dtype=np.int64), np.array([0, 3]), np.array([])])
     assert np.array_equal(lists.indices, assignment.indices)
     assert np.array_equal(lists.offsets, assignment.offsets)
-    with pytest.raises(IndexError, match="client 4 of 4"):
+    with pytest.raises(IndexError, match="client 4 does not exist"):
         assignment[4]
 
 
@@ -282,7 +282,7 @@ def test_given(labelled):
     assert PARTITIONS.parse(partition.to_spec()) == partition
     with pytest.raises(SpecError, match="gives sample 1 to 2 clients"):
         Given(indices=[[1], [1]]).split(labelled([0, 1]), 0)
-    with pytest.raises(SpecError, match=r"returned samples 0…7. Return only 0…1"):
+    with pytest.raises(SpecError, match=r"returned samples 0…7. Return only indices 0…1"):
         Given(indices=[[0], [7]]).split(labelled([0, 1]), 0)
     with pytest.raises(SpecError, match="min_size = 1: client 1 gets 0 samples"):
         Given(indices=[[0], []]).split(labelled([0, 1]), 0)
@@ -313,7 +313,7 @@ class Broken(Partition):
     ("wrong", "message"),
     [
         ("short", "Broken returned 3 owners for 4 samples"),
-        ("beyond", "returned owners 2…2. Return only 0…1"),
+        ("beyond", "returned owners 2…2. Return only clients 0…1"),
         ("dropped", "leaves out 1 of 4 samples"),
         ("lists", "returned 1 lists for 2 clients"),
     ],
@@ -403,7 +403,7 @@ def test_indices_may_lie_in_a_file(tmp_path, labelled):
 def test_a_file_of_something_else_is_refused(tmp_path, indices, offsets):
     np.savez(tmp_path / "p.npz", indices=np.array(indices), offsets=np.array(offsets))
     with pytest.raises(
-        SpecError, match="must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to"
+        SpecError, match="must contain two arrays of integers: 'indices', and 'offsets', which ascends from 0 to"
     ):
         Given(file=str(tmp_path / "p.npz"))
 

@@ -133,7 +133,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
             "columns.a.value = 'y': is not a category. Use one of 'x'",
         ),
         ({"columns": {"a": {"range": [0, 1], "impute": "constant", "value": 5}}}, "columns.a.value = 5.0: is out of"),
-        ({"columns": {"a": {"step": 5}}}, "columns.a.step = 5.0: has an effect only for a number with impute ="),
+        ({"columns": {"a": {"step": 5}}}, "columns.a.step = 5.0: has an effect only for a column of numbers with imp"),
         ({"test": 0.0}, "test = 0.0: must be a fraction between 0 and 1 (both excluded), or the name of a column."),
         ({"test": 1.5}, "test = 1.5: must be a fraction between 0 and 1 (both excluded), or the name of a column."),
         ({"delimiter": ";;"}, "delimiter = ';;'"),
@@ -339,7 +339,7 @@ def test_bytes_are_read_as_text():
     assert ids(rows, "y", meaning).tolist() == ["n", "y", "n"]
     with pytest.raises(
         DataError,
-        match=r"t, row 1, column 'kind' = b'\\xff': contains bytes that are not UTF-8\. Use text, numbers or",
+        match=r"t, row 1, column 'kind' = b'\\xff': contains bytes that are not UTF-8\. Use strings, numbers or",
     ):
         Schema(label="y").completed(Table("t", {"kind": ["x", b"\xff"], "y": [0, 1]}))
 

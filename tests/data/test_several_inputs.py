@@ -68,7 +68,7 @@ def test_whole_numbers_and_masks_stay_as_they_are_and_floats_are_normalised():
             "x_train.ids is of type <U1. Inputs must be numbers",
         ),
         ({"x_train": {"ids": [[1], [1, 2], [3]], "mask": MASK, "age": AGE}}, "x_train.ids cannot be"),
-        ({"x_train": {}}, "x_train contains no arrays of inputs"),
+        ({"x_train": {}}, "x_train contains no arrays"),
         (
             {"x_train": {"my ids": IDS, "mask": MASK, "age": AGE}},
             "x_train: 'my ids' is not a valid argument name",

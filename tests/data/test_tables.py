@@ -178,8 +178,8 @@ def test_parquet_without_its_extra(tmp_path, monkeypatch):
     [
         ({"name": "a.csv"}, r"data.schema: is required for a table, but not set. Add \[data.schema\] with"),
         ({"name": "digits", "schema": "y"}, "data.schema: .*, and data.name is 'digits'"),
-        ({"name": "a.csv", "schema": "y", "client": "c"}, "data.client = 'c': has an effect only for a hub data set"),
-        ({"name": "a.npz", "client": "c"}, "data.client = 'c': has an effect only for a hub data set. Store cl"),
+        ({"name": "a.csv", "schema": "y", "client": "c"}, "data.client = 'c': has an effect only for a data set from"),
+        ({"name": "a.npz", "client": "c"}, "only for a data set from Hugging Face. For a .npz file, store cl"),
     ],
 )  # fmt: skip
 def test_settings_that_go_with_other_data(settings, message):
@@ -237,7 +237,7 @@ def test_a_table_with_too_few_rows_says_how_many_are_needed(tmp_path, rows, give
     (tmp_path / "a.csv").write_text(f"x,y\n{rows}", encoding="utf-8")
     with pytest.raises(DataError) as error:
         Data(str(tmp_path / "a.csv"), schema="y").load()
-    expected = f"{given}. Add rows, so that a row for training and a row for testing have the same label."
+    expected = f"{given}. Add rows, so that training rows and test rows have a label in common."
     assert str(error.value).endswith(expected)
     (tmp_path / "a.csv").write_text("x,y\n1,a\n2,a\n", encoding="utf-8")
     assert len(Data(str(tmp_path / "a.csv"), schema="y").load().y_train) == 1
@@ -263,7 +263,7 @@ def test_dates_of_numpy_are_refused_as_dates(unit):
 def test_labels_that_numpy_would_merge_are_refused():
     with pytest.raises(DataError, match="ends with a NUL character, which NumPy cuts off"):
         fs.from_dataframe({"x": [1, 2, 3, 4], "y": ["a", "a\0", "a", "b"]}, label="y", test=0.5)
-    with pytest.raises(DataError, match="y_train: a text ends with a NUL character, which NumPy cuts off"):
+    with pytest.raises(DataError, match="y_train: a string ends with a NUL character, which NumPy cuts off"):
         fs.from_arrays([[1.0], [2.0]], ["a", "a\0"], [[1.0], [2.0]], ["a", "a"])
 
 

@@ -270,7 +270,7 @@ def test_a_spec_that_leaves_something_to_the_rows_is_refused_before_they_are_rea
     site = Hospital(tmp_path, tmp_path / "own.csv", Policy(approved=[hash_of(job(table)) for table in tables]))
     for table in tables:
         reason = site.survey(job(table)).reason
-        assert "is required for real sites, because their rows cannot be read in advance" in reason
+        assert "is required in a deployment, because the sites' rows cannot be read in advance" in reason
         assert not [cell for cell in cells if cell in reason]
 
 

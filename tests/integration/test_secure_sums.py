@@ -377,7 +377,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sizes of single clients": (
         {"method": {"name": "fedavg", "data_sampler": "fedsampling"}},
-        "method.data_sampler.reuse = True: would need each client's answer",
+        "method.data_sampler.reuse = True: requires each client's reply",
     ),
     "private sizes": (
         {"method": {"name": "fedavg", "data_sampler": {"name": "fedstas", "epsilon": 3}}},

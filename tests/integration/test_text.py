@@ -136,5 +136,5 @@ def test_a_loaded_model_predicts_the_next_character_of_each_position(tmp_path: P
         predictor.predict_proba(data.x_test.numpy())
     with pytest.raises(DataError, match=r"x has the shape \(\d+, 5\), but this model takes \(B, 12\)"):
         predictor.predict(data.x_test.numpy()[:, :5])
-    with pytest.raises(DataError, match=r"inputs must be whole numbers of shape \(N, …\)"):
+    with pytest.raises(DataError, match=r"inputs must be integers of shape \(N, …\)"):
         predictor.predict(data.x_test.numpy() * 0.5)

@@ -62,7 +62,7 @@ def test_the_servers_features_are_those_that_are_evaluated():
     table = {**LEFT_OVER, "training": {**LEFT_OVER["training"], "batch_norm": "local"}}
     with pytest.raises(
         SpecError,
-        match=r"^training\.batch_norm = 'local': the server trains the head with shared BatchNorm statistics\. Use",
+        match=r"^training\.batch_norm = 'local': the server trains the head with shared BatchNorm statistics\. Set",
     ):
         fs.run(table, model=normalised)
 
@@ -72,6 +72,6 @@ def test_without_samples_known_to_the_server_the_partition_is_not_to_blame():
     data = spec.data.load(0)
     with pytest.raises(
         SpecError,
-        match=r"method\.per_class = 5: the server trains the head on samples that no client has\. With real",
+        match=r"method\.per_class = 5: the server trains the head on samples that no client has\. In a",
     ):
         assemble(spec, data, spec.partition.split(data, 0), sizes_known=False)

@@ -270,7 +270,7 @@ def test_a_head_that_pools_first_is_named():
     body = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU())
     model = Headed(body, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)))
     with pytest.raises(
-        ClientsFailedError, match=r"model\.head = 'head': its input has 216 features, but its first .* takes 6"
+        ClientsFailedError, match=r"model\.head = 'head': the head's input has 216 features, but .* takes 6"
     ):
         fs.run({**SKEWED, "availability": "always", "method": "rebafl"}, model=model)
 

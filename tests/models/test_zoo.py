@@ -158,7 +158,7 @@ def test_residual_networks_train(spec):
     ("spec", "shape", "message"),
     [
         (CNN(), (54,), r"model.name = 'cnn': takes images.*\(54,\)"),
-        (CNN(channels=(16, 32, 64)), (1, 8, 7), "at least 8x8, but these are 8x7"),
+        (CNN(channels=(16, 32, 64)), (1, 8, 7), "at least 8x8, but the images are 8x7"),
         (ResNet9(), (3, 4, 4), "at least 8x8"),
         (ResNet18(), (10,), "takes images"),
         (Tabular(), (1, 8, 8), r"takes vectors.*\(1, 8, 8\)"),
@@ -167,7 +167,7 @@ def test_residual_networks_train(spec):
         (
             Custom(factory=f"{__name__}:wrong_outputs"),
             (4,),
-            r"must return logits of shape \(B, 3\)\. For a batch of shape \(B, 4\), it",
+            r"for a batch of shape \(B, 4\)\. Return logits of shape \(B, 3\)",
         ),
         (Custom(factory=f"{__name__}:two_layers", arguments={"depth": 2}), (4,), "depth"),
     ],

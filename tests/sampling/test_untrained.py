@@ -95,7 +95,7 @@ def test_under_epsilon_updates_do_not_tell_sizes(steps, longest, tiny):
         "training": {"rounds": 3, "clients_per_round": 4, "batch_size": 6, "lr": 0.01, "workers": 1},
     }
     if steps is None:
-        with pytest.raises(SpecError, match="updates would disclose the sizes of clients, which"):
+        with pytest.raises(SpecError, match="updates would disclose the clients' numbers of samples, which"):
             fs.prepare(fs.Experiment.from_table(spec))
         fs.prepare(fs.Experiment.from_table({**spec, "method": {**spec["method"], "gradients": "asked"}}))
         return

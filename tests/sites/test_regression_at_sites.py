@@ -255,18 +255,18 @@ def test_a_label_that_cannot_be_a_target(
         (
             {"name": "regression", "bins": 3},
             {},
-            "task.step: is required at real sites, which count rounded values of column 'days' for task.bins. Set "
-            "task.step, or use task.edges instead of task.bins.",
+            "task.step: is required in a deployment, where sites count rounded values of column 'days' for task.bins. "
+            "Set task.step, or use task.edges instead of task.bins.",
         ),
         (BINS, {"classes": ["1", "2"]}, ("data.schema.classes = ['1', '2']: has no effect, because the labels of this "
             "t")),
         (None, {}, "data.schema.columns.days: describes the label as a number, but the task has classes. Set task ="),
-        (None, {"columns": {"age": {}}}, "data.schema.classes: is required for real sites, because their rows cannot "),
+        (None, {"columns": {"age": {}}}, "data.schema.classes: is required in a deployment, because the sites' rows "),
         (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': is the column of the"),
         (BINS, {"columns": {"days": {}}}, "data.schema.columns: describes no feature. Describe at least one "),
-        ("multilabel", {}, "task = 'multilabel': cannot be used at real sites, where the label of a sample must be "),
-        ("next-token", {}, "task = 'next-token': cannot be used at real sites"),
-        ("segmentation", {}, "task = 'segmentation': cannot be used at real sites"),
+        ("multilabel", {}, "task = 'multilabel': cannot be used in a deployment, where the label of a sample must be "),
+        ("next-token", {}, "task = 'next-token': cannot be used in a deployment"),
+        ("segmentation", {}, "task = 'segmentation': cannot be used in a deployment"),
     ],
     ids=str,
 )  # fmt: skip
@@ -280,7 +280,7 @@ def test_a_spec_that_does_not_fit_regression_at_sites(place: Path, task: Any, sc
 
 def test_arrays_of_sites_are_classes() -> None:
     spec = fs.Experiment.from_table({"task": "regression", "data": {"name": "own", "shape": [4], "classes": 2}})
-    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which real sites read from"):
+    with pytest.raises(SpecError, match="task = 'regression': needs numbers as labels, which sites read only from"):
         prepare_server(spec, None, 3)
 
 

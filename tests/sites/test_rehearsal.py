@@ -122,7 +122,7 @@ def test_a_site_with_one_value_of_a_column_takes_part_and_the_bytes_are_those_of
     four = "training.clients_per_round=4"
     there = rehearse(place, "there", four)
     assert {record["clients_returned"] for record in fs.History.load(there)} == {4}
-    assert "column 'ca': a client does not send its statistics, because only" in caplog.text
+    assert "column 'ca': a client does not send the column's statistics, because only" in caplog.text
     # A run counts the same way, client by client, where its own minimum is the sites'.
     here = [rehearse(place, "here", four, "privacy.min_samples=2"), rehearse(place, "here-all", four)]
     assert [(each / MODEL).read_bytes() == (there / MODEL).read_bytes() for each in here] == [True, False]

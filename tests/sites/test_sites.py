@@ -934,20 +934,20 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"schema": {"label": "sick"}}, "data.schema.classes: is required for real sites, because their rows cannot"),
-        ({"schema": {"label": "sick", "classes": ["no", "yes"]}}, "data.schema.columns: is required for real sites,"),
+        ({"schema": {"label": "sick"}}, "data.schema.classes: is required in a deployment, because the sites' rows "),
+        ({"schema": {"label": "sick", "classes": ["no", "yes"]}}, "data.schema.columns: is required in a deployment,"),
         (
             {"schema": {**SCHEMA, "columns": {"kind": "category"}}},
-            "data.schema.columns.kind.categories: is required for real sites, because their rows cannot be read in "
-            "advance.",
+            "data.schema.columns.kind.categories: is required in a deployment, because the sites' rows cannot be "
+            "read in advance.",
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {}}, "features": ["age", "weight"]}},
-            "data.schema.columns.weight: is required for real sites, because their rows cannot be read in advance.",
+            "data.schema.columns.weight: is required in a deployment, because the sites' rows cannot be read in ",
         ),
         (
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
-            "data.schema.columns.age.step: is required for impute = 'median' at real sites",
+            "data.schema.columns.age.step: is required for impute = 'median' in a deployment",
         ),
         ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data. Remove it."),
         ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),

@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The axis lengths by which the channel axis of images is recognised."""
+"""The possible numbers of channels of images, which identify the channel axis."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -33,7 +33,7 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if array.dtype.kind == "O" or (array.dtype.kind == "U" and not isinstance(values, np.ndarray)):
         texts = np.asarray(values, dtype=object).flat
         if any(isinstance(text, str) and text.endswith("\0") for text in texts):
-            problem = f"{key}: a text ends with a NUL character, which NumPy cuts off. Remove the character."
+            problem = f"{key}: a string ends with a NUL character, which NumPy cuts off. Remove the character."
             raise DataError(problem).publicly(problem)
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # pandas stores text in arrays of objects
@@ -44,30 +44,30 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
 
 
 def checked_ids(values: Array, key: str) -> Tensor:
-    """Convert whole-number inputs, such as token ids, to int64 without changing their shape (N, …).
+    """Convert integer inputs, such as token ids, to int64. Their shape (N, …) does not change.
 
     Raises:
-        DataError: The inputs are not whole numbers.
+        DataError: The inputs are not integers.
     """
     if (file := MappedFile.of(values)) is not None and file.dtype in ("int32", "int64") and len(file.shape) > 1:
         return file.checked(key)
     array = _numpy(values, key)
     if array.dtype.kind not in "iub" or array.ndim < 2 or array.size == 0:
         problem = f"is of type {array.dtype} and shape {array.shape}. With normalize = 'keep', inputs must be"
-        raise DataError(f"{key} {problem} whole numbers of shape (N, …).")
+        raise DataError(f"{key} {problem} integers of shape (N, …).")
     return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64)))
 
 
 def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
-    """Convert a model's named inputs to tensors (N, …). Whole numbers and booleans do not become floats.
+    """Convert a model's named inputs to tensors (N, …). Integers and booleans are not converted to floats.
 
     Args:
         values: A mapping from the names of the model's arguments to arrays (N, …).
         key: The name of the inputs in error messages.
 
     Raises:
-        DataError: An input has a name that Python arguments cannot have, an input is not numeric, a value is not
-            finite, or lengths differ.
+        DataError: An input's name is not a valid argument name, values are not numeric or not finite, or the inputs
+            have different numbers of samples.
     """
     tensors = {}
     for name, value in values.items():
@@ -84,7 +84,7 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
             raise DataError(f"{part} has shape {array.shape}. Use shape (N, …), with at least one sample.")
         tensors[name] = _tensor(array if array.dtype.kind == "b" else _storable(array, part, exact=False))
     if not tensors:
-        raise DataError(f"{key} contains no arrays of inputs. Give at least one.")
+        raise DataError(f"{key} contains no arrays. Give at least one array of inputs.")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {name}" for name, length in lengths.items())
@@ -111,7 +111,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     """
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
-            problem = f"is memory-mapped with shape {file.shape}. Store it as (N, F), (N, H, W) or (N, H, W, C)."
+            problem = f"is memory-mapped with shape {file.shape}. Use shape (N, F), (N, H, W) or (N, H, W, C)."
             raise DataError(f"{key} {problem}")
         tensor = file.checked(key)
         return tensor[..., None] if tensor.dim() == 3 else tensor
@@ -137,7 +137,7 @@ def _tensor(array: NDArray[np.generic]) -> Tensor:
 
 
 def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[np.generic]:
-    """Return numbers in a type that PyTorch supports well; see ``checked_inputs``."""
+    """Convert numbers to a type that PyTorch supports well; see ``checked_inputs``."""
     if array.dtype.kind == "f":
         if array.dtype.itemsize > 8:
             array = array.astype(np.float64)
@@ -157,7 +157,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
         array = array.astype(np.int8)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if (largest := int(array.max())) >= 2**63:
-            accepted = "Use whole numbers below 2**63, or floats."
+            accepted = "Use integers below 2**63, or floats."
             error = DataError(f"{key}: {largest} is too large. {accepted}")
             raise error.publicly(f"{key}: some numbers are too large. {accepted}")
         # PyTorch supports few operations on uint16, uint32 and uint64.
@@ -166,7 +166,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 would make samples equal, for example if large values differ little."""
+    """Return True if rounding to float32 would make different samples equal, for example large and similar values."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -177,7 +177,7 @@ SPLITS = ("train", "test")
 
 
 def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: str) -> Pair:
-    """Return the labels (or domains, or clients) of both splits, with one whole number or string per sample.
+    """Return the labels (or domains, or clients) of both splits, with one integer or string per sample.
 
     Args:
         first: The labels of the training samples.
@@ -201,7 +201,7 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
         _require_length(array, key, samples)
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
-                raise DataError(f"{key} contains fractions, NaN or infinity. Use whole numbers or strings.")
+                raise DataError(f"{key} contains fractions, NaN or infinity. Use integers or strings.")
             if (largest := float(np.abs(array).max(initial=0))) > 2**53:
                 problem = (
                     f"{largest:g} is too large, because floats are exact only up to 2**53. Use integers or strings."
@@ -209,12 +209,12 @@ def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: st
                 raise DataError(f"{key}: {problem}")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
-            raise DataError(f"{key} is of type {array.dtype}. Use whole numbers or strings.")
+            raise DataError(f"{key} is of type {array.dtype}. Use integers or strings.")
         checked.append(decoded(array, key))
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
         raise DataError(
             f"{kind}_train has the type {checked[0].dtype}, but {kind}_test has the type {checked[1].dtype}. "
-            "Use the same type."
+            "Use the same type for both."
         )
     return checked[0], checked[1]
 
@@ -226,7 +226,7 @@ def _require_length(array: NDArray[np.generic], key: str, samples: int) -> None:
 
 
 def has_fractions(values: Array) -> bool:
-    """Return True if the targets are floats and some of them are not whole numbers."""
+    """Return True if the targets are floats and some of them are not integers."""
     array = _numpy(values, "y_train")
     return bool(array.dtype.kind == "f" and np.isfinite(array).all() and (array != np.floor(array)).any())
 
@@ -278,11 +278,11 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
         samples: The number N of samples.
 
     Raises:
-        DataError: The targets are not whole numbers, or have the wrong shape.
+        DataError: The targets are not integers, or have the wrong shape.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "iub":
-        raise DataError(f"{key} is of type {array.dtype}. The task needs whole numbers as targets.")
+        raise DataError(f"{key} is of type {array.dtype}. The task needs integers as targets.")
     if array.ndim < 2:
         raise DataError(f"{key} has shape {array.shape}. Use shape (N, …), with one class for each token or pixel.")
     _require_length(array, key, samples)
@@ -315,7 +315,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
         kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:
-        DataError: A label is not among the names.
+        DataError: A label is not one of ``names``, or a name occurs twice.
     """
     if np.result_type(*pair).kind == "f":
         # int64 and uint64 concatenate to float64, which rounds large labels to the same number.
@@ -327,10 +327,11 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.dtype.kind == "U":
         known = {str(text): number for number, text in enumerate(names)}
         if len(known) < len(names):
-            raise DataError(f"{kind}: some names occur twice. Make all names different: {', '.join(map(str, names))}")
+            listed = ", ".join(map(str, names))
+            raise DataError(f"{kind}: some names occur twice in {listed}. Make all names different.")
         missing = sorted(set(both.tolist()) - set(known))
         if missing:
-            raise DataError(f"{kind}: {missing[0]!r} is not one of the given names: {', '.join(known)}")
+            raise DataError(f"{kind}: {missing[0]!r} is not one of the given names. Use one of: {', '.join(known)}.")
         both = np.array([known[text] for text in both.tolist()])
     elif both.min() < 0 or both.max() >= len(names):
         span = f"{both.min()}…{both.max()}"
@@ -344,10 +345,10 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 def encode_clients(
     first: Array | None, second: Array | None, sizes: tuple[int, int]
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
-    """Convert the clients of both splits to numbers 0…M−1. Return the numbers, and the name of each number.
+    """Convert the client ids of both splits to numbers 0…M−1. Return the numbers, and the name of each client.
 
     Args:
-        first: The client of each training sample; None if the data set has no clients of its own.
+        first: The client of each training sample; None if the data set does not define clients.
         second: The client of each test sample; None if unknown.
         sizes: The number of training samples and of test samples.
 
@@ -380,7 +381,7 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
         problem = f"y_test has the labels {named}, but y_train has only the labels {known}"
-        raise DataError(f"{problem}. Use only labels of y_train.")
+        raise DataError(f"{problem}. Use only labels that occur in y_train.")
     problem = (
         f"y_train lacks the labels {named}, which {count} of {len(test)} test samples have. "
         "Predictions for these samples count as errors."

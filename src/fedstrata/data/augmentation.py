@@ -34,10 +34,10 @@ class Augmentation(Setting):
 
         Args:
             x: The normalised inputs of B samples: a tensor (B, …), or a mapping of such tensors.
-            generator: The source of all random numbers, on the CPU, so that every device gets the same numbers.
+            generator: The random generator, on the CPU, so that random numbers do not depend on the device.
 
         Returns:
-            Inputs of the same shapes and types.
+            The augmented inputs, with the same shapes and types as ``x``.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class CropFlip(Augmentation):
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Reflect positions beyond either end at this end, so that all positions lie in 0 … ``size`` − 1."""
+    """Mirror positions outside 0 … ``size`` − 1 at the nearer end, so that all positions lie inside."""
     last = size - 1
     return last - (last - places.abs()).abs()
 
@@ -110,14 +110,14 @@ class OwnAugmentation(Augmentation):
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec: ``name`` is the path, and the other keys are the function's arguments."""
+        """Return the settings for a spec: ``name`` is the path, and the other keys are the function's arguments."""
         return {"name": self.path, **plain(self.arguments)}
 
     def __call__(self, x: Any, generator: torch.Generator) -> Any:
-        """Call the function, and check what it returns.
+        """Augment a batch with the user's function, and check the shapes and types of the result.
 
         Raises:
-            SpecError: The function did not return inputs of the same shapes and types.
+            SpecError: The function changed the shape or type of an input.
         """
         given = _form(x)
         result = self.implementation(x, generator, **self.arguments)
@@ -139,12 +139,12 @@ class OwnAugmentation(Augmentation):
             problem = f"fails on a batch of {_form(data.inputs(slice(0, 2)))}: {type(error).__name__}: {error}"
             raise SpecError(KEY, problem, self.path) from error
         if not all(_equal(trial, trials[0]) for trial in trials):
-            problem = "returned different batches for equal generators. Draw all random numbers from the generator."
+            problem = "returned different batches for the same random seed. Draw all random numbers from the generator."
             raise SpecError(KEY, problem, self.path)
 
 
 def _form(x: Any) -> str:
-    """Return the types and shapes of inputs as text."""
+    """Return the types and shapes of inputs as a string."""
     if isinstance(x, Mapping):
         return "{" + ", ".join(f"{name}: {_form(x[name])}" for name in sorted(x)) + "}"
     if isinstance(x, Tensor):
@@ -153,7 +153,7 @@ def _form(x: Any) -> str:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Return True if inputs of the same form are equal. Two NaN values count as equal."""
+    """Return True if two inputs of the same form are equal. Two NaN values count as equal."""
     if isinstance(x, Mapping):
         return all(_equal(x[name], y[name]) for name in x)
     return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
@@ -179,6 +179,6 @@ AUGMENTATIONS = _Augmentations(
     Augmentation,  # type: ignore[type-abstract]
     {"crop-flip": "fedstrata.data.augmentation:CropFlip"},
 )
-"""The values of ``data.augment``."""
+"""The possible values of ``data.augment``."""
 
 AnyAugmentation = Annotated[Augmentation, FromRegistry(AUGMENTATIONS)]

@@ -42,7 +42,7 @@ def folders() -> list[Path]:
 
 
 def available() -> list[tuple[str, str, bool]]:
-    """Return name and description of known data sets and other files in ``folders()``, and whether the file exists."""
+    """List the known data sets and other files in ``folders()``: name, description, and whether the file exists."""
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
     return known + [(name, "your own file", True) for name in files if name not in KNOWN]

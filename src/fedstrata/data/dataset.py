@@ -1,4 +1,4 @@
-"""Store a data set that all clients share. Each client is a list of sample indices.
+"""Store a data set that all clients share. Each client has a list of sample indices.
 
 Batches are normalised when they are read.
 """
@@ -39,9 +39,9 @@ Indices = Tensor | Ints | slice
 class Dataset:
     """Training and test samples of one task.
 
-    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their type.
-    For example, 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample
-    has several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
+    Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their data
+    type, so 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample has
+    several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
     build data sets.
 
     Args:
@@ -57,7 +57,7 @@ class Dataset:
         domain_names: The name of each domain.
         shift: The number to subtract from each channel or feature, float32 or float64, shape (C,) or (F,). With several
             inputs, this is a mapping from the name of each normalised input to its shift.
-        scale: The factor of each channel or feature, which is applied after ``shift`` is subtracted.
+        scale: The factor that multiplies each channel or feature after ``shift`` is subtracted.
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
@@ -65,9 +65,8 @@ class Dataset:
             The value is None if features do not depend on statistics.
         features: The rule that computes the features of a table from its rows; None for arrays.
         task: The task, which determines what the targets mean.
-        n_outputs: The number of outputs of a model for a sample, a token or a pixel. Default: the number of
-            ``class_names``.
-        keep: Whether inputs are whole numbers, such as token ids, that are passed to the model unchanged.
+        n_outputs: The number of model outputs per sample, token or pixel. Default: the number of ``class_names``.
+        keep: Whether inputs are integers, such as token ids, that are passed to the model unchanged.
         mapped: A mapping from each memory-mapped input, such as ``x_train`` or ``x_train.ids``, to its file.
     """
 
@@ -94,14 +93,14 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of a model for a sample, a token or a pixel, such as the number of classes C."""
+        """The number of model outputs per sample, token or pixel, such as the number of classes C."""
         return len(self.class_names) if self.n_outputs is None else self.n_outputs
 
     @cached_property
     def strata(self) -> Ints | None:
         """The stratum of each training sample, which is its class, range of targets or domain.
 
-        The value has the shape (N,), and is None if samples have no strata.
+        The value is an array of shape (N,), or None if samples have no strata.
         """
         strata = self.task.strata(self.y_train, self.class_names)
         if strata is None and self.domain_train is not None:
@@ -124,7 +123,7 @@ class Dataset:
         return self.strata, len(self.stratum_names)
 
     def require_strata(self, key: str, value: object) -> Ints:
-        """Return the stratum of each training sample, shape (N,), as ``strata`` does.
+        """Return the stratum of each training sample, shape (N,). Refuse data without strata.
 
         Args:
             key: The key of the setting that needs strata.
@@ -248,33 +247,33 @@ def from_arrays(
 
     Do not change the arrays afterwards, because the data set may share their memory.
 
-    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay in their files, and may be larger than the memory.
+    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay on disk, and may be larger than the RAM.
 
     Args:
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
             Four axes are read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a
             model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
-            Whole numbers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their
-            last axis.
-        y_train: Training targets. For classification, give one label per sample, as a whole number or a string. For
+            Integers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their last
+            axis.
+        y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
             give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
             segmentation, give classes, shape (N, H, W).
         x_test: Test inputs, of the same kind as ``x_train``.
         y_test: Test targets, of the same kind as ``y_train``.
         name: The name of the data set in reports.
-        domain_train: The domain of each training sample, as a whole number or a string.
+        domain_train: The domain of each training sample, as an integer or a string.
         domain_test: The domain of each test sample.
         class_names: The name of each class. Labels must then be indices into this list, or elements of this list.
             Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
-        clients: The client of each training sample, as a whole number or a string, for the partition ``natural``.
+        clients: The client of each training sample, as an integer or a string, for the partition ``natural``.
         clients_test: The client of each test sample. A client without training samples never trains.
         normalize: The normalisation of inputs. ``"standard"``: each channel or feature is shifted and scaled to mean 0
-            and standard deviation 1 on the training set. Constant values are only shifted. ``"unit"``: each channel or
-            feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``: values do not
-            change. ``"keep"``: inputs are whole numbers of any shape, such as token ids (N, T), and are passed to the
-            model unchanged.
+            and standard deviation 1 on the training set. Constant channels and features are only shifted. ``"unit"``:
+            each channel or feature is scaled to [0, 1] on the training set, and bytes are divided by 255. ``"none"``:
+            values do not change. ``"keep"``: inputs are integers of any shape, such as token ids (N, T), and are passed
+            to the model unchanged.
         task: The task, or its name. Default: regression if targets have fractions, otherwise classification.
 
     Raises:
@@ -368,8 +367,8 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 def task_of(task: Task | str | None, y_train: Array) -> Task:
     """Return the task with a given name, or the given task itself. If ``task`` is None, choose a task by the targets.
 
-    Targets with fractions mean regression, and all other targets mean classification. Whole numbers with very many
-    distinct values are refused, because they could be classes or quantities.
+    Targets with fractions mean regression, and all other targets mean classification. Integers with very many distinct
+    values are refused, because they could be classes or quantities.
 
     Args:
         task: The task, its name, or None.
@@ -386,8 +385,8 @@ def task_of(task: Task | str | None, y_train: Array) -> Task:
         LOG.warning("the task is set to regression, because the targets have fractions. To use another task, set task.")
         return TASKS.make("regression", {})
     if (many := arrays.too_many_values(y_train)) is not None:
-        problem = f"is not set, and y_train has {many} different whole numbers. Use 'regression' if the numbers are "
-        raise SpecError("task", problem + "quantities, and 'classification' if the numbers are classes.")
+        problem = f"is not set, and y_train has {many} different integers. Set task = 'regression' if the numbers are "
+        raise SpecError("task", problem + "quantities, and task = 'classification' if the numbers are classes.")
     return Classification()
 
 
@@ -398,7 +397,7 @@ def _take(tensor: Tensor, indices: Indices) -> Tensor:
         indices = indices.copy()  # PyTorch warns about read-only memory
     index = torch.as_tensor(indices, device=tensor.device)
     if index.numel() and (index.dtype == torch.bool or index.is_floating_point()):
-        raise IndexError(f"indices must be whole numbers, not {index.dtype}")
+        raise IndexError(f"indices must be integers, not {index.dtype}")
     return tensor.index_select(0, index.long())
 
 

@@ -1,8 +1,8 @@
-"""Compute statistics of training samples, and features that depend on them: imputed values and normalisation.
+"""Compute statistics of training samples, and use the statistics to impute and normalise features.
 
 The clients' statistics can be added up, so that the server gets the statistics of all samples without seeing a sample.
-Real sites and a simulation of these sites compute the same numbers. Statistics exclude samples that are held out of
-training, for example for validation. Held-out samples are known only after the samples have been divided among clients.
+A deployment and its simulation compute the same numbers. Statistics exclude samples that are held out of training, for
+example for validation. Held-out samples are known only after the samples have been divided among clients.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Statistics(Message):
         count: The number of non-missing values in each of K table columns or image channels, shape (K,), float64.
         mean: The mean of the non-missing values, shape (K,), float64.
         squares: The sum of the squared distances of the non-missing values from the mean, shape (K,), float64.
-        low: The smallest value, shape (K,), float64; an empty tensor if the normalisation does not need this value.
-        high: The largest value, in the same form as ``low``.
+        low: The minimum of each column or channel, shape (K,), float64; empty if the normalisation does not need it.
+        high: The maximum of each column or channel, in the same form as ``low``.
         counts: A mapping from column name to the column's distinct values and their frequencies, shape (V, 2), float64,
             sorted by value. The mapping contains only category columns, and columns with ``impute`` set to ``median``
             or ``most-frequent``.
@@ -67,7 +67,7 @@ class Statistics(Message):
     counts: dict[str, Tensor]
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Combine the statistics without the rounding errors of large sums (Chan, Golub and LeVeque 1979)."""
+        """Combine two sets of statistics without rounding errors of large sums (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
         share, distance = other.count / count.clamp(min=1), other.mean - self.mean
         return Statistics(
@@ -135,7 +135,7 @@ class Statistics(Message):
             raise DataError("the statistics contain NaN or infinity")
         sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
         if other.samples < 0 or any((each < 0).any() for each in sums):
-            raise DataError("a count or a sum of squares is below 0")
+            raise DataError("a count or a sum of squares is negative")
         if other.samples > MOST:
             raise DataError(f"the statistics cover {other.samples} samples, but the limit is {MOST}")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
@@ -183,8 +183,8 @@ class RawTargets:
     """The training targets of a task that needs statistics of the targets, such as the mean.
 
     Args:
-        task: The task.
-        train: The targets, shape (N, K), float64.
+        task: The task that needs the statistics.
+        train: The targets of the training samples, shape (N, K), float64.
         name: The key of the first target in ``Statistics.counts``. No feature may have this name.
     """
 
@@ -193,7 +193,7 @@ class RawTargets:
     name: str = TARGET
 
     def moments(self, rows: Tensor) -> Statistics:
-        """Return the count, the mean and the sum of squared distances from the mean of some targets.
+        """Return the count, the mean and the sum of squared deviations of the targets of some samples.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -247,13 +247,14 @@ class Unfitted:
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
         """Compute the statistics of each client's training samples, and add up the statistics client by client.
 
-        A server adds up the sites' statistics in the same order. The result is therefore the same to the last bit.
+        In a deployment, the server adds up the sites' statistics in the order of the clients. A simulation and a
+        deployment therefore compute exactly the same statistics.
 
         Args:
             groups: The indices of each client's training samples. The indices are read only if the features or the task
                 depend on statistics.
-            least: The smallest number of values that a client must have in a column. With fewer values, the client's
-                statistics of the column count as empty.
+            least: The minimum number of values that a client must have in a column. With fewer values, the client's
+                statistics treat all values of the column as missing.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -266,7 +267,7 @@ class Unfitted:
         return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
 
     def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
-        """Return the statistics of the features, and the statistics of the targets in the form that a task needs."""
+        """Split statistics into statistics of the features, and statistics of the targets as a task needs them."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
         counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}
@@ -286,7 +287,7 @@ class Unfitted:
         hidden = {name: known.count[index].item() for index, (name, _) in enumerate(self._columns()) if few[index]}
         for name, count in hidden.items():
             why = f"only {count:g} of its training samples have a value, but at least {least} are required"
-            LOG.warning("column %r: a client does not send its statistics, because %s", name, why)
+            LOG.warning("column %r: a client does not send the column's statistics, because %s", name, why)
         keys = ("count", "mean", "squares", *(("low", "high") if len(known.low) else ()))
         changed: dict[str, Any] = {key: torch.where(few, getattr(empty, key), getattr(known, key)) for key in keys}
         changed["counts"] = {name: _NONE if name in hidden else table for name, table in known.counts.items()}
@@ -296,7 +297,7 @@ class Unfitted:
         """Check the form and plausibility of statistics that another party computed from its own data.
 
         Raises:
-            DataError: The statistics are about other columns, are impossible, or lack required values.
+            DataError: The statistics describe other columns, are impossible, or lack required values.
         """
         self.statistics(()).refuse_unlike(other)
         other, targets = self.divided(other)
@@ -348,7 +349,7 @@ class Unfitted:
         return [] if self.schema is None else list(self.schema.inputs.items())
 
     def fitted(self, known: Statistics) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the training samples, the test samples, and their shift and scale, in the form of a ``Dataset``.
+        """Return training samples, test samples, shift and scale, in the form in which a ``Dataset`` stores them.
 
         Args:
             known: The statistics of the clients' training samples.
@@ -392,7 +393,7 @@ class Unfitted:
     def _of_features(self, known: Statistics, imputed: dict[str, float]) -> Statistics:
         """Convert the statistics of columns to statistics of features, in the order of ``Schema.names``."""
         rows: list[tuple[Any, ...]] = []
-        """The count, mean, sum of squares, smallest and largest value of each feature."""
+        """The count, mean, sum of squares, minimum and maximum of each feature."""
         n = known.samples
 
         def add_binary(ones: float) -> None:
@@ -419,12 +420,12 @@ _NONE = torch.zeros(0, 2, dtype=torch.float64)
 
 
 def _frequencies(values: Floats) -> Tensor:
-    """Return the different values and how often each occurs, shape (V, 2), float64, sorted by value."""
+    """Return the distinct values and how often each value occurs, shape (V, 2), float64, sorted by value."""
     return torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    """Add up two tables of values and their counts."""
+    """Merge two arrays of distinct values and their counts, each of shape (V, 2). Add the counts of equal values."""
     both = torch.cat([first, second]).numpy()
     values, index = np.unique(both[:, 0], return_inverse=True)
     counts = np.bincount(index, weights=both[:, 1], minlength=len(values))
@@ -432,7 +433,7 @@ def _added(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _filled(known: Statistics, index: int, n_missing: float, value: float) -> tuple[float, ...]:
-    """Return count, mean, sum of squares, smallest and largest value of a column whose missing values are ``value``."""
+    """Return count, mean, sum of squares, minimum and maximum of a column after ``value`` replaces missing values."""
     low = high = value
     if len(known.low):
         low, high = float(known.low[index]), float(known.high[index])
@@ -454,7 +455,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Fit the task of a data set to the clients' training targets.
+    """Set the parameters of a task that depend on the clients' training targets, such as the mean.
 
     Args:
         data: The data set.
@@ -466,7 +467,7 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Fit the features of a data set, and at real sites its task, to statistics of training samples.
+    """Impute and normalise the features of a data set with given statistics. In a deployment, also fit the task.
 
     Args:
         data: A data set with raw samples (``Dataset.unfitted``).

@@ -1,4 +1,4 @@
-"""Load data sets of the Hugging Face hub with the optional package ``datasets``."""
+"""Load data sets from the Hugging Face hub with the optional package ``datasets``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEST_SPLITS = ("test", "validation", "valid", "dev")
 
 
 def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
-    """Load a data set of the Hugging Face hub. A data set that was downloaded before is read from the local cache.
+    """Load a data set from the Hugging Face hub, or from the local cache if it was downloaded before.
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
@@ -41,7 +41,8 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     except Exception as error:  # a wrong name or format and a network failure all raise different exceptions
         first = str(error).strip().partition("\n")[0]
         raise DataError(
-            f"Hugging Face did not deliver {name!r}. Check the name and the connection. {type(error).__name__}: {first}"
+            f"{name!r} could not be loaded from Hugging Face. Check the name and the network connection. "
+            f"{type(error).__name__}: {first}"
         ) from None
     return from_hub(splits, seed, client)
 
@@ -55,7 +56,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
         seed: The seed for drawing test samples from ``train``.
-        client: The column with the client of each sample; None without such a column.
+        client: The column with the client of each sample; None if there is no such column.
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If labels have names, the result contains
@@ -66,7 +67,8 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
         DataError: The split ``train`` is missing, or the columns with the inputs and the labels cannot be identified.
     """
     if "train" not in splits:
-        raise DataError(f"the data set has no split 'train'. Its splits are: {', '.join(splits)}.")
+        named = ", ".join(splits)
+        raise DataError(f"the data set has no split 'train', only: {named}. Use a data set with a split 'train'.")
     train = splits["train"]
     if client is not None:
         _check_client(client, train.features)
@@ -154,8 +156,8 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         columns: The columns that contain the inputs; see ``input_columns``.
 
     Returns:
-        The inputs. Images are uint8, but integer and float images with more bits keep their type. Columns of other
-        types also keep their type.
+        The inputs. Images with 8 bits per channel or fewer are uint8. Images with more bits, and columns of other
+        types, keep their type.
 
     Raises:
         DataError: Images or lists have different sizes.
@@ -203,7 +205,7 @@ def _pixels(picture: Any) -> NDArray[Any]:
 
 
 def read_labels(split: Any, column: str) -> NDArray[Any]:
-    """Read the labels of one split as whole numbers or strings, shape (N,)."""
+    """Read the labels of one split as integers or strings, shape (N,)."""
     return np.asarray(split.with_format(None)[column][:])
 
 

@@ -1,4 +1,4 @@
-"""Read memory-mapped inputs, which are arrays in ``.npy`` files that may be larger than the memory."""
+"""Read memory-mapped inputs, which are arrays in ``.npy`` files that may be larger than the RAM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MappedFile:
     """An array in a memory-mapped file. Only the samples in use are read from the file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         dtype: The type of the values, one of ``TYPES``.
         shape: The shape of the array, (N, …).
         offset: The position of the array's first byte in the file.
@@ -44,7 +44,7 @@ class MappedFile:
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return the same file, but with another shape of the array."""
+        """Return a description of the same file in which the array has another shape."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:
@@ -62,7 +62,7 @@ class MappedFile:
         return torch.from_numpy(values)
 
     def checked(self, key: str) -> Tensor:
-        """Return the array as a tensor after a check of its type and values, which reads the file once.
+        """Check the type and values of the array, and return it as a tensor. The check reads the whole file.
 
         Args:
             key: The name of the inputs in error messages.

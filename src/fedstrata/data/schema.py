@@ -1,4 +1,4 @@
-"""Convert the cells of a table to numbers with a schema. ``fitting`` computes features from these numbers."""
+"""Convert the cells of a table to numbers, as a schema describes. ``fitting`` computes features from the numbers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ MOST_CATEGORIES = 100
 """A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
-"""The form of texts that are read as a date or a time of day."""
+"""The form of strings that are read as a date or a time of day."""
 SHOWN = 12
-"""The largest number of categories or columns that a message lists."""
+"""The maximum number of categories or columns that a message lists."""
 
 
 class Column(Setting):
@@ -113,7 +113,7 @@ class Column(Setting):
         if self.step is not None and not (self.type == "number" and self.counted):
             raise SpecError(
                 "step",
-                "has an effect only for a number with impute = 'median' or 'most-frequent'. Remove it.",
+                "has an effect only for a column of numbers with impute = 'median' or 'most-frequent'. Remove it.",
                 self.step,
             )
         if (self.impute == "constant") != (self.value is not None):
@@ -142,7 +142,7 @@ class Column(Setting):
 
     @property
     def accepted(self) -> str:
-        """The accepted cells in words, for error messages."""
+        """A description of the accepted cells, for error messages."""
         if self.type == "boolean":
             return f"one of {', '.join(TRUTH)}"
         if self.type == "category":
@@ -187,11 +187,11 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Parse the setting ``columns``. If a column has a text instead of a table, the text is the type of the column."""
+    """Parse the setting ``columns``. A column may be described by a string, which is the type of the column."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ValueError("must be a table of columns, each with its type. Use, for example, { age = 'number' }.")
+        raise ValueError("must be a mapping from column names to types. Use, for example, { age = 'number' }.")
 
     def column(name: str) -> object:
         given = {"type": value[name]} if isinstance(value[name], str) else value[name]
@@ -262,7 +262,7 @@ class Schema(Setting):
 
     @property
     def target(self) -> Column:
-        """The description of labels that are numbers."""
+        """The description of the label column, if labels are numbers."""
         given = (self.columns or {}).get(self.label, Column())
         return given if given.type is not None else given.model_copy(update={"type": "number"})
 
@@ -273,7 +273,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return the schema, completed with the table's columns and categories that the schema does not contain.
+        """Return a copy of the schema, with columns and categories of the table that the schema does not list.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -293,7 +293,7 @@ class Schema(Setting):
         return self._with({name: self._completed(table, name) for name in names})
 
     def _with(self, inputs: dict[str, Column]) -> Schema:
-        """Return the schema with other descriptions of the features, but the same description of the label."""
+        """Return a copy of the schema with other descriptions of the features. The label column does not change."""
         label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
         return self.model_copy(update={"columns": {**inputs, **label}})
 
@@ -323,7 +323,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for real sites. Real sites read only columns that the spec names, and do not guess types.
+        """Return the schema for a deployment, where sites read only columns that the spec names, and guess no types.
 
         Args:
             classes: True if labels are classes; False if labels are numbers.
@@ -341,7 +341,8 @@ class Schema(Setting):
                 other = ", or set task = 'regression' if labels are numbers" if key == "classes" else ""
                 raise SpecError(
                     f"data.schema.{key}",
-                    f"is required for real sites, because their rows cannot be read in advance. List the {key}{other}.",
+                    "is required in a deployment, because the sites' rows cannot be read in advance. List the "
+                    f"{key}{other}.",
                 )
         columns: dict[str, Column] = {}
         for name in self.features or self.inputs:
@@ -352,17 +353,20 @@ class Schema(Setting):
             if (given := (self.columns or {}).get(name)) is None:
                 raise SpecError(
                     key,
-                    "is required for real sites, because their rows cannot be read in advance. Describe the column.",
+                    "is required in a deployment, because the sites' rows cannot be read in advance. Describe the "
+                    "column.",
                 )
             column = under(key, partial(build, Column, {**dict(given), "type": given.type or "number"}))
             if column.type == "category" and column.categories is None:
                 raise SpecError(
                     f"{key}.categories",
-                    "is required for real sites, because their rows cannot be read in advance. List the categories.",
+                    "is required in a deployment, because the sites' rows cannot be read in advance. List the "
+                    "categories.",
                 )
             if column.type == "number" and column.counted and column.step is None:
                 problem = (
-                    f"is required for impute = {column.impute!r} at real sites, which send counts of rounded numbers. "
+                    f"is required for impute = {column.impute!r} in a deployment, where sites send counts of rounded "
+                    "numbers. "
                 )
                 raise SpecError(f"{key}.step", f"{problem}Set a rounding unit, or use impute = 'mean'.")
             columns[name] = column
@@ -393,7 +397,7 @@ class Table:
 
     Args:
         source: The name of the file or data frame, for error messages.
-        columns: A mapping from column names to cells, which are texts, numbers or booleans, and None for missing
+        columns: A mapping from column names to cells, which are strings, numbers or booleans, or None for missing
             values.
         lines: The line of the file on which each row begins; None if the source is not a text file.
     """
@@ -420,7 +424,7 @@ class Table:
 
         Args:
             column: The column.
-            missing: Texts that mark missing values, in addition to empty cells.
+            missing: Strings that mark missing values, in addition to empty cells.
         """
         marks = {"", *missing}
         cells = self.columns[column]
@@ -429,12 +433,12 @@ class Table:
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in cells]
 
     def _decoded(self, row: int, column: str) -> Any:
-        """Return a cell. A cell that contains bytes is decoded to text."""
+        """Return a cell. A cell that contains bytes is decoded to a string."""
         cell = self.columns[column][row]
         try:
             return cell.decode() if isinstance(cell, bytes) else cell
         except UnicodeDecodeError:
-            problem = "contains bytes that are not UTF-8. Use text, numbers or booleans."
+            problem = "contains bytes that are not UTF-8. Use strings, numbers or booleans."
             raise self.wrong(row, column, problem, f"a cell {problem}") from None
 
     def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:
@@ -443,8 +447,8 @@ class Table:
         Args:
             row: The row of the cell, counted from 0.
             column: The column of the cell.
-            problem: The problem. The text may quote the cell.
-            public: The problem for other parties, in words that do not disclose the cell.
+            problem: The error message, which may quote the cell.
+            public: The error message for other parties, which must not disclose the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -454,10 +458,10 @@ class Table:
 
 
 def parsed(table: Table, schema: Schema) -> Floats:
-    """Return the columns of features as numbers, shape (N, K), with NaN for missing values.
+    """Return the feature columns as numbers, shape (N, K), with NaN for missing values.
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: A completed schema.
 
     Raises:
@@ -493,7 +497,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
     """Return whether each row is a test sample, shape (N,).
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
         first: The index of the table's first client in the whole federation. With this index, a site with only some of
@@ -525,7 +529,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
 
 
 def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
-    """Return the cells of the label or client column, shape (N,), as whole numbers if possible, otherwise as texts.
+    """Return the cells of the label or client column, shape (N,), as integers if possible, otherwise as strings.
 
     Raises:
         DataError: A cell is missing, or a label is not one of the schema's classes.
@@ -533,7 +537,7 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     texts = [text_of(cell) for cell in _known(table, column, schema)]
     if (row := next((row for row, text in enumerate(texts) if text.endswith("\0")), None)) is not None:
         problem = "ends with a NUL character, which NumPy cuts off. Remove it."
-        raise table.wrong(row, column, problem, f"a text {problem}")
+        raise table.wrong(row, column, problem, f"a string {problem}")
     if column == schema.label:
         schema.refuse_target()
     if column == schema.label and schema.classes is not None:
@@ -551,8 +555,8 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     """Return the labels as float64 numbers, shape (N,).
 
     Args:
-        table: The rows.
-        schema: The schema.
+        table: The table with the rows.
+        schema: The schema of the table.
         strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
             not checked, and the result is None if a cell is not a finite number.
 
@@ -604,7 +608,7 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as text. A cell has the same text whether it was read as text, as a number or as a boolean.
+    """Return a cell as a string, which does not depend on whether the cell was a string, a number or a boolean.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -623,7 +627,7 @@ def _without_rule(table: Table, schema: Schema) -> list[str]:
 
 
 def _rules(name: str, column: Column) -> str:
-    """Return the rules for missing values that suit the type of a column, as lines of a spec."""
+    """Return rules for missing values that fit the type of a column, as lines of a spec."""
     key = _key(name)
     first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
     if column.type != "category":
@@ -650,7 +654,8 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
         advice = (
             f"Derive a number from it, such as days since admission, or leave the column out with ignore = {[name]} "
         )
-        advice += f"in [data.schema]. For few values, use {_key(name)} = 'category' in [data.schema.columns]."
+        advice += f"in [data.schema]. If there are few different values, use {_key(name)} = 'category' in "
+        advice += "[data.schema.columns]."
         problem = f"is a date or a time, which a model cannot use directly. {advice}"
         raise table.wrong(dates[0], name, problem, problem)
     values = {text_of(cell) for cell in known}
@@ -672,12 +677,12 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
 
 
 def _key(name: str) -> str:
-    """Return the name of a column as a key of TOML."""
+    """Return the name of a column as a TOML key."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _is_date(cell: object) -> bool:
-    """Return True if a cell is a date, a time, or a text in such a form."""
+    """Return True if a cell is a date or a time, or a string in the form of a date or time."""
     if isinstance(cell, str):
         return DATE.fullmatch(cell.strip()) is not None
     return isinstance(cell, (date, time, timedelta))
@@ -692,14 +697,14 @@ def _is_number(cell: object) -> bool:
 
 
 def _float(cell: Any) -> float:
-    """Return a cell as a number; refuse ``1_0`` and digits of other scripts, which Python would accept."""
+    """Return a cell as a number. Refuse ``1_0`` and non-ASCII digits, which Python would accept."""
     if isinstance(cell, str) and ("_" in cell or not cell.isascii()):
         raise ValueError(f"{cell!r} is not a number")
     return float(cell)
 
 
 def _digits(cell: int | str) -> int | None:
-    """Return a cell as a whole number with all its digits; None if the cell is not written as a whole number."""
+    """Return a cell as an integer with all its digits; None if the cell is not written as an integer."""
     try:
         return int(cell)
     except ValueError:

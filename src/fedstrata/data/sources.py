@@ -1,4 +1,4 @@
-"""Load data sets by name: scikit-learn's digits, files, and data sets of the Hugging Face hub."""
+"""Load data sets by name: scikit-learn's digits, files, and data sets from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEEDED = ("x_train", "y_train", "x_test", "y_test")
 """The arrays that a ``.npz`` file must contain."""
 
 MOST = 1 << 38
-"""The largest size in bytes of the arrays that a ``.npz`` file may declare."""
+"""The maximum total size in bytes of the arrays in a ``.npz`` file."""
 
 _reading = threading.Lock()
 """A lock for reading ``.npz`` files. NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12,
@@ -120,7 +120,7 @@ with warnings.catch_warnings():
             Args:
                 seed: The seed for drawing the samples of ``limit``, and the test samples if the data set has no
                     separate test set.
-                task: The task. If None, the task follows from the targets.
+                task: The task. If None, the targets determine the task; see ``task_of``.
 
             Raises:
                 SpecError: There is no data set with the given name.
@@ -182,7 +182,7 @@ with warnings.catch_warnings():
             Without ``shape``, return the data set unchanged.
 
             Raises:
-                DataError: The arrays differ from the spec.
+                DataError: The arrays do not match the spec.
             """
             if self.shape is None or self.classes is None:
                 return data
@@ -216,7 +216,7 @@ with warnings.catch_warnings():
 
         def _table(self, seed: int, task: Task | None) -> Dataset:
             if self.client is not None:
-                problem = "has an effect only for a hub data set. For a table, set data.schema.client."
+                problem = "has an effect only for a data set from Hugging Face. For a table, set data.schema.client."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is None:
                 problem = "is required for a table, but not set. Add [data.schema] with at least label = 'COLUMN'."
@@ -248,7 +248,10 @@ with warnings.catch_warnings():
         def _read(self, seed: int) -> Arrays:
             hub = self.name.startswith("hub:")
             if self.client is not None and not hub:
-                problem = "has an effect only for a hub data set. Store client_train and client_test in the .npz file."
+                problem = (
+                    "has an effect only for a data set from Hugging Face. For a .npz file, store client_train and "
+                )
+                problem += "client_test in the file."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is not None:
                 problem = (
@@ -266,7 +269,7 @@ def read_folder(folder: Path) -> Arrays:
     """Open the arrays of a data set in a folder of ``.npy`` files. Inputs are memory-mapped.
 
     Args:
-        folder: The folder. The files are named like the arrays of a ``.npz`` file; see ``read_npz``.
+        folder: The path of the folder. The files are named like the arrays of a ``.npz`` file; see ``read_npz``.
 
     Raises:
         DataError: The folder lacks a file, or a file is damaged.
@@ -302,10 +305,10 @@ def read_npz(path: Path) -> Arrays:
     """Read the arrays of a data set from an ``.npz`` file.
 
     Args:
-        path: The file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a model has
-            several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may also
-            contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1). The
-            arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
+        path: The path of the file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a
+            model has several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may
+            also contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1).
+            The arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
             ``client_train`` is ``client``.
 
     Raises:
@@ -315,10 +318,10 @@ def read_npz(path: Path) -> Arrays:
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
-    """Read some arrays of an ``.npz`` file.
+    """Read arrays with given names from an ``.npz`` file.
 
     Args:
-        path: The file.
+        path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
             ``x_train.NAME`` for each of several inputs, which are returned as a mapping.
         optional: The names of arrays that the file may contain, which are also read.

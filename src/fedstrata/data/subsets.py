@@ -9,7 +9,7 @@ from fedstrata.base.arrays import Ints
 
 
 def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
-    """Divide ``total`` into whole numbers in proportion to ``shares`` (Hamilton's method).
+    """Divide ``total`` into integers in proportion to ``shares`` (Hamilton's method).
 
     >>> largest_remainder(np.array([1.0, 1.0, 2.0]), 5).tolist()
     [1, 1, 3]

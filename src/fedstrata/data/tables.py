@@ -34,8 +34,8 @@ def read_table(path: Path, schema: Schema) -> Table:
     """Read the rows of a CSV or Parquet file.
 
     Args:
-        path: The file.
-        schema: The schema, of which only the delimiter is used.
+        path: The path of the file.
+        schema: The schema. Only its setting ``delimiter`` is used.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -109,16 +109,16 @@ def dataset_of(
 ) -> Dataset:
     """Build a data set with features that are imputed and normalised with statistics of all training rows.
 
-    When a run begins, the features are computed again with statistics of only the rows on which clients train.
+    When a run begins, the features are computed again, with statistics of only those rows that clients train on.
 
     Args:
-        table: The rows.
+        table: The table with the rows.
         schema: A completed schema.
         held: Whether each row is a test sample, shape (N,).
         name: The name of the data set in reports.
         normalize: See ``from_arrays``.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training rows.
-        task: The task. If None, the task follows from the labels.
+        task: The task. If None, the labels determine the task; see ``task_of``.
 
     Raises:
         DataError: A cell does not match the schema, or a missing value cannot be imputed.
@@ -129,7 +129,7 @@ def dataset_of(
     with_classes = task is None or task.has_classes
     if n_test in (0, size) or (with_classes and n_labels == size):
         rows = f"there are too few rows ({size - n_test} for training, {n_test} for testing) for {n_labels} label(s)"
-        raise DataError(f"{rows}. Add rows, so that a row for training and a row for testing have the same label.")
+        raise DataError(f"{rows}. Add rows, so that training rows and test rows have a label in common.")
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     known = unfitted.statistics([np.arange(int((~held).sum()))])
     x_train, x_test, _, _ = unfitted.fitted(known)
@@ -153,7 +153,7 @@ def task_of_table(table: Table, schema: Schema) -> Task | None:
 
     Raises:
         DataError: A label is missing.
-        SpecError: The labels are whole numbers that could be classes or quantities.
+        SpecError: The labels are integers that could be classes or quantities.
     """
     if schema.classes is not None:
         return None

@@ -43,8 +43,9 @@ A subclass that overrides one of these methods must also declare ``needs_replies
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. The method ``init`` returns the first state, and ``run_round`` takes a state
-    and returns the next state. A state is a record with at least the field ``weights``, which is the global model.
+    The fields of a subclass are the method's settings. The method ``init`` returns the first state, and ``run_round``
+    takes a state and returns the next state. A state is a record with at least the field ``weights``, which is the
+    global model.
     """
 
     paper: ClassVar[str] = ""
@@ -53,7 +54,7 @@ class Method(Setting):
     needs_sgd: ClassVar[str] = ""
     """The reason why the method supports only plain SGD on single batches, as a sentence without a full stop.
 
-    The text is empty if the method supports all optimisers of the spec's section ``training``. See also
+    The string is empty if the method supports all optimisers of the spec's section ``training``. See also
     ``Objective.needs_sgd``.
     """
 
@@ -62,7 +63,7 @@ class Method(Setting):
     """
 
     def most_summed(self, config: FederationConfig) -> int:
-        """Return the largest number of clients that contribute to one secure sum (``privacy.sums``)."""
+        """Return the maximum number of clients that contribute to one secure sum (``privacy.sums``)."""
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
@@ -70,10 +71,10 @@ class Method(Setting):
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the method's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions that handle the method's own requests on a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions that answer the requests of the method and, in a recipe, of its four choices."""
+        """Return the client functions that handle requests of the method and, in a recipe, of its four components."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -92,7 +93,7 @@ class Method(Setting):
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests that the method may send, and their bounds. Real sites refuse all other requests.
+        """Return the requests that the method may send, and their bounds. Sites refuse all other requests.
 
         If the result is None, the method does not declare its requests, and runs only in simulations. A subclass must
         override ``allowed`` if it overrides one of the methods in ``ASKING``.
@@ -109,7 +110,7 @@ class Method(Setting):
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings are not compatible with the federation."""
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
@@ -117,7 +118,7 @@ class Method(Setting):
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one round. Return the new state and the method's metrics of the round."""
+        """Run one round. Return the new state, and the metrics that the method records for the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
         """Return the model to evaluate, and to save at the end of a run. The default is ``state.weights``."""

@@ -24,7 +24,7 @@ from fedstrata.objectives.prototypes import feature_size
 
 @record("CCVRState")
 class CCVRState(RecipeState):
-    """The state of CCVR.
+    """The state of the method CCVR between rounds.
 
     Args:
         calibrated: The parameters of the calibrated head; empty after a round without calibration.
@@ -71,7 +71,7 @@ class CCVR(Recipe, HeadTuning):
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Return True if the server calibrates the head after a round (counted from 1) of ``rounds`` rounds."""
+        """Return True if the server calibrates the head after ``round`` (counted from 1) in a run of ``rounds``."""
         return round == rounds or (self.every is not None and round % self.every == 0)
 
     @override
@@ -146,7 +146,7 @@ def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def drawn(mean: Tensor, covariance: Tensor, number: int, generator: np.random.Generator) -> Tensor:
-    """Return draws from a normal distribution, shape (number, d), float32.
+    """Draw ``number`` vectors from a normal distribution, shape (number, d), float32.
 
     Rounding can cause negative eigenvalues of the covariance, which count as 0.
     """

@@ -1,4 +1,4 @@
-"""FedAU (Wang and Ji 2024)."""
+"""The method FedAU (Wang and Ji 2024)."""
 
 from __future__ import annotations
 

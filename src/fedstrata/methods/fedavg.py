@@ -1,4 +1,4 @@
-"""FedAvg (McMahan et al. 2017)."""
+"""The method FedAvg (McMahan et al. 2017)."""
 
 from __future__ import annotations
 

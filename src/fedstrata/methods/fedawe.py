@@ -1,4 +1,4 @@
-"""FedAWE (Xiang et al. 2024)."""
+"""The method FedAWE (Xiang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedstrata.methods.recipe import Parts, Recipe
 class FedAWE(Recipe):
     """FedAvg in which each client continues from the model of its last reply. Updates after absences count more.
 
-    Client k starts at x_k, the global model after the round in which it last replied. The server stores the models x_k.
-    The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
+    Client k starts at x_k, the global model after the last round in which client k replied. The server stores the
+    models x_k. The mean of the models x_k of all clients is evaluated and saved. See the aggregator ``fedawe``.
 
     Args:
         clip: Maximum norm of the mean update. A longer mean update is scaled down to this norm.

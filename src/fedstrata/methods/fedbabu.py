@@ -1,4 +1,4 @@
-"""FedBABU (Oh, Kim and Yun 2022)."""
+"""The method FedBABU (Oh, Kim and Yun 2022)."""
 
 from __future__ import annotations
 

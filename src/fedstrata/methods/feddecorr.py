@@ -1,4 +1,4 @@
-"""FedDecorr (Shi et al. 2023)."""
+"""The method FedDecorr (Shi et al. 2023)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedDyn (Acar et al. 2021)."""
+"""The method FedDyn (Acar et al. 2021)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fedstrata.objectives.feddyn import Dynamic
 class FedDyn(Recipe):
     """FedAvg with a dynamic regulariser in the clients' loss, and a correction of the averaged model.
 
-    The new model is the mean of the clients' models minus h/α. The server's state h is −α/N times the sum of all
-    updates that clients have sent so far, where N is the number of clients.
+    The new model is the mean of the clients' models minus h/α. The server's state h is −α/N times the sum of the
+    clients' updates in all rounds, including the current round. The number of clients is N.
     """
 
     paper = "Acar et al. 2021, Federated Learning Based on Dynamic Regularization (ICLR)"

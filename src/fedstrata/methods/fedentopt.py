@@ -1,4 +1,4 @@
-"""FedEntOpt (Lutz et al. 2025)."""
+"""The method FedEntOpt (Lutz et al. 2025)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedExP (Jhunjhunwala et al. 2023)."""
+"""The method FedExP (Jhunjhunwala et al. 2023)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedGS (Wang et al. 2023)."""
+"""The method FedGS (Wang et al. 2023)."""
 
 from __future__ import annotations
 

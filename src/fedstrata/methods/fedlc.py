@@ -1,4 +1,4 @@
-"""FedLC (Zhang et al. 2022)."""
+"""The method FedLC (Zhang et al. 2022)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedLESAM (Fan et al. 2024)."""
+"""The method FedLESAM (Fan et al. 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedNova (Wang et al. 2020)."""
+"""The method FedNova (Wang et al. 2020)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedNTD (Lee et al. 2022)."""
+"""The method FedNTD (Lee et al. 2022)."""
 
 from __future__ import annotations
 

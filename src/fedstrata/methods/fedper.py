@@ -1,4 +1,4 @@
-"""FedPer (Arivazhagan et al. 2019)."""
+"""The method FedPer (Arivazhagan et al. 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedRep (Collins et al. 2021)."""
+"""The method FedRep (Collins et al. 2021)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedRS (Li and Zhan 2021)."""
+"""The method FedRS (Li and Zhan 2021)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedSAM (Qu et al. 2022)."""
+"""The method FedSAM (Qu et al. 2022)."""
 
 from __future__ import annotations
 

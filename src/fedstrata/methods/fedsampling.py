@@ -1,4 +1,4 @@
-"""FedSampling (Qi et al. 2023)."""
+"""The method FedSampling (Qi et al. 2023)."""
 
 from __future__ import annotations
 

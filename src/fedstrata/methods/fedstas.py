@@ -63,7 +63,7 @@ class FedSTaS(FedSTS):
     """FedSTS in which each client trains on a random subset of its samples.
 
     All clients of a round use the same fraction of their samples. The server chooses the fraction so that the total
-    number of used samples is similar in all rounds.
+    number of samples used in training is similar in all rounds.
     """
 
     paper = "Slessor et al. 2024, FedSTaS: Client Stratification and Client Level Sampling for Efficient FL"

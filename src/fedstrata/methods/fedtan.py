@@ -22,9 +22,9 @@ class FedTAN(Recipe):
 
     In this step, every BatchNorm layer normalises with the mean and the variance that are averaged over the round's
     clients. In the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer
-    therefore needs one exchange with the server in each pass. Later local steps and the global model use these
-    statistics unchanged. The clients of a round train at the same time. If a client fails in the first step, the round
-    does not change the model.
+    therefore needs one exchange of messages with the server in each pass. Later local steps and the global model use
+    these statistics unchanged. The clients of a round train at the same time. If a client fails in the first step, the
+    round does not change the model.
 
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
@@ -44,9 +44,8 @@ class FedTAN(Recipe):
             )
             raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":
-            raise SpecError(
-                "training.batch_norm", "FedTAN averages BatchNorm statistics over clients. Use 'average'.", "local"
-            )
+            problem = "FedTAN averages BatchNorm statistics over clients. Set training.batch_norm = 'average'."
+            raise SpecError("training.batch_norm", problem, "local")
         if self.aggregator.own_starts:
             problem = "FedTAN requires that all clients start from the same model. Use another aggregator."
             raise SpecError("method.aggregator", problem, self.aggregator.name)

@@ -1,4 +1,4 @@
-"""FedVARP (Jhunjhunwala et al. 2022)."""
+"""The method FedVARP (Jhunjhunwala et al. 2022)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedVLS (Guo et al. 2025)."""
+"""The method FedVLS (Guo et al. 2025)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class HeadTuning(Setting):
             problem = f"the server needs samples of each class, but the task {config.task.name!r} has no classes"
             raise SpecError(section, f"{problem}. Use another method, such as fedavg.")
         if config.training.batch_norm == "local" and config.model.has_batchnorm:
-            problem = "the server trains the head with shared BatchNorm statistics. Use 'average'."
+            problem = "the server trains the head with shared BatchNorm statistics. Set batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")
 
     def require_samples(self, config: FederationConfig, section: str) -> None:
@@ -66,7 +66,7 @@ class HeadTuning(Setting):
         key = f"{section}.per_class"
         if config.server_data is None:
             problem = (
-                "the server trains the head on samples that no client has. With real sites, the server has no samples. "
+                "the server trains the head on samples that no client has. In a deployment, the server has no samples. "
                 "Use another method."
             )
             raise SpecError(key, problem, self.per_class)

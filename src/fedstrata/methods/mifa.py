@@ -1,4 +1,4 @@
-"""MIFA (Gu et al. 2021)."""
+"""The method MIFA (Gu et al. 2021)."""
 
 from __future__ import annotations
 

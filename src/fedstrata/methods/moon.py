@@ -1,4 +1,4 @@
-"""MOON (Li, He and Song 2021)."""
+"""The method MOON (Li, He and Song 2021)."""
 
 from __future__ import annotations
 

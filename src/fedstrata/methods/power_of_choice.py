@@ -1,4 +1,4 @@
-"""Power-of-choice (Cho et al. 2020)."""
+"""The method power-of-choice (Cho et al. 2020)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Run a round with differential privacy of clients (``privacy.clients``).
+"""Run a round with client-level differential privacy (``privacy.clients``).
 
-Such a round adds a noisy mean of updates to the model.
+Such a round adds a noisy mean of the clients' updates to the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def noisy_form(recipe: Recipe, config: FederationConfig) -> NoisyForm:
-    """Return the form in which a recipe's updates are summed with noise from the clients."""
+    """Return the description of the secure sum that adds up a recipe's updates and the clients' noise."""
     return NoisyForm(config, recipe.most_summed(config), _trained(recipe, config, config.model.params()))
 
 
@@ -52,9 +52,9 @@ def private_round(recipe: Recipe, federation: Federation, state: RecipeState) ->
 def _mean_at_server(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params, dict[str, Any]]:
-    """Train clients; return the mean of their updates with noise from the server, and metrics.
+    """Train clients. Return the mean of their updates, with noise from the server, and the metrics of the round.
 
-    The server adds noise even if no client answered. An update without noise would disclose that no client answered.
+    The server adds noise even if no client replied. An update without noise would disclose that no client replied.
     """
     dp = federation.config.privacy.clients
     assert dp is not None
@@ -69,9 +69,9 @@ def _mean_at_server(
 def _mean_of_noisy_updates(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params | None, dict[str, Any]]:
-    """Train clients, which clip their updates and add noise; return the mean from a secure sum, and metrics.
+    """Train clients, which clip their updates and add noise. Return the mean from a secure sum, and metrics.
 
-    The mean is None if too few clients answered. The server does not learn the clients' numbers of samples.
+    The mean is None if too few clients replied. The server does not learn the clients' numbers of samples.
     """
     from fedstrata.federation.secure.simulated import ask_sum
 

@@ -88,7 +88,7 @@ class Recipe(Method):
     needs_replies = ""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from names of settings in the method to other names of these settings in the choices."""
+    """A mapping from the method's settings to their names in the samplers, objective and aggregator, if they differ."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -103,8 +103,8 @@ class Recipe(Method):
         """Return the method's settings that ``parts`` passes on to a sampler, the objective or the aggregator.
 
         Returns:
-            A mapping from a setting's name in the method to a pair. The pair contains the choice that uses the setting
-            (such as ``objective``), and the name that the setting has there.
+            A mapping from a setting's name in the method to a pair. The pair contains the component that uses the
+            setting (such as ``objective``), and the setting's name in the component.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -154,7 +154,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the effective settings and the replaced choices, from which an equal method can be parsed."""
+        """Return the settings in effect and the replaced choices. Parsing the result creates an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -199,11 +199,11 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps sizes private; otherwise empty."""
+        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps it private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
-        """Check that the samplers, the objective and the aggregator fit the federation and each other."""
+        """Check that samplers, objective and aggregator are compatible with the federation and with each other."""
         sampler, data, objective, aggregator = self.choices()
         sampler.check(config)
         data.check(config)
@@ -213,7 +213,7 @@ class Recipe(Method):
             self._check_private(config)
 
     def _check_private(self, config: FederationConfig) -> None:
-        """Refuse settings that would disclose the sizes that clients keep private."""
+        """Refuse settings that would disclose the numbers of samples that clients keep private."""
         sampler, _, objective, aggregator = self.choices()
         sampler.check_private(config)
         if aggregator.needs_counts:
@@ -237,8 +237,8 @@ class Recipe(Method):
             why = "weight decay" if decays else "BatchNorm's running statistics"
             why = "the length of an optimiser's steps" if adaptive else why
             problem = (
-                f"is required, because method.data_sampler keeps the clients' sizes private. With local_epochs, {why} "
-                "would disclose the sizes. "
+                "is required, because method.data_sampler keeps the clients' numbers of samples private. With "
+                f"local_epochs, {why} would disclose these numbers. "
             )
             raise SpecError("training.local_steps", f"{problem}Set a number of steps for all clients.")
 
@@ -254,11 +254,11 @@ class Recipe(Method):
         )
 
     def most_summed(self, config: FederationConfig) -> int:
-        """Return the largest number of clients that the client sampler invites."""
+        """Return the maximum number of clients that the client sampler invites per round."""
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the forms in which replies are added, for local training and for the data sampler's requests."""
+        """Return how secure sums add the replies to training requests, and to the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -312,7 +312,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return the new model, but with the old values of frozen parameters, which weight decay has changed."""
+        """Return the new model with the previous values of frozen parameters, because weight decay changed them."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -327,7 +327,7 @@ class Recipe(Method):
         request: Fit,
         starts: Mapping[int, Weights] | None = None,
     ) -> dict[int, FitReply]:
-        """Ask the invited clients to train, and return the reply of each client that answered.
+        """Ask the invited clients to train, and return the replies that arrived.
 
         Args:
             federation: The federation.
@@ -344,7 +344,7 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function that computes a client's number of sample-gradients from the client's number of samples.
+        """Return a function that computes the number of per-sample gradients from a client's number of samples.
 
         Args:
             config: The settings that server and clients share.
@@ -365,11 +365,11 @@ def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
-    """Return the number of clients that trained, their number of sample-gradients, and their mean loss.
+    """Return the number of clients that trained, their total number of per-sample gradients, and their mean loss.
 
-    A sample-gradient is the gradient of the loss of one sample. A client's loss is the mean over its steps. The mean
-    over clients is weighted by their numbers of sample-gradients. If clients keep their counts private, the counts are
-    0, and the loss is the unweighted mean over the clients that took a step.
+    A client's loss is the mean over its steps. The mean over clients is weighted by their numbers of per-sample
+    gradients. If clients keep these numbers private, the total is 0, and the loss is the unweighted mean over the
+    clients that took a step.
     """
     seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]

@@ -1,4 +1,4 @@
-"""SCAFFOLD (Karimireddy et al. 2020)."""
+"""The method SCAFFOLD (Karimireddy et al. 2020)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
-    """Return the form in which secure sums add the replies to a recipe's training requests."""
+    """Return the description of the secure sum that adds up the replies to a recipe's training requests."""
     objective, frozen = recipe.objective, recipe.frozen(config)
     params = {name: w for name, w in config.model.params().items() if name not in frozen}
     bounds = Bounds(config, params, partial(objective.sample_gradients, config.training))
@@ -27,7 +27,7 @@ def fit_form(recipe: Recipe, config: FederationConfig) -> ModelForm:
 def secure_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
     """Select clients, train them, and update the model with the sums of the clients' replies.
 
-    If too few clients answer, only the states of the samplers change.
+    If too few clients reply, only the states of the samplers change.
     """
     from fedstrata.federation.secure.simulated import ask_sums
 

@@ -40,9 +40,9 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse local BatchNorm statistics, and client samplers that need all models or do not fit the federation."""
+        """Refuse local BatchNorm statistics, and client samplers that need all models or have unsuitable settings."""
         if config.training.batch_norm == "local":
-            problem = "SFL trains one model with one set of BatchNorm statistics. Use 'average'."
+            problem = "SFL trains one model with one set of BatchNorm statistics. Set training.batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         sampler = self.client_sampler
         if sampler.learns(config):

@@ -1,4 +1,4 @@
-"""BatchNorm with the statistics of a whole batch, whose samples are at several clients (Stratify, section III-E).
+"""BatchNorm with the statistics of a batch whose samples are spread over several clients (Stratify, section III-E).
 
 Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
 forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
@@ -25,7 +25,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """The connection of one client to its group: to the ``size`` clients that normalise a batch together.
+    """A client's connection to its group, which consists of the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -38,8 +38,8 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call. All clients must therefore call this method equally often.
-        The sum has the same bits for all clients.
+        A call waits until all clients have made the call. All clients must therefore make the same number of calls. All
+        clients get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
 
@@ -103,8 +103,8 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
     distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
-    number per channel are cast to float64. The clients need one exchange; the usual algorithm, which first averages
-    over all clients, needs two.
+    number per channel are cast to float64. The clients exchange numbers only once. The usual algorithm first averages
+    over all clients, and needs two exchanges.
 
     Returns:
         The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
@@ -129,7 +129,7 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
 
 class SharedNorm(torch.autograd.Function):
-    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). The statistics μ and σ² are over a group of clients.
+    """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). μ and σ² are computed over a group of clients.
 
     The argument ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and
     ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``, and each client propagates the
@@ -225,8 +225,8 @@ def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
     pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
-    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Without the call of
-    ``abort``, the other clients wait until their timeout.
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the other
+    clients wait until the timeout.
 
     Args:
         module: A module that ``federate_batchnorm`` converted.
@@ -263,7 +263,7 @@ class LocalGroup:
     Args:
         size: The number of members.
         timeout: The number of seconds for which a member waits for the other members before it breaks the group. None
-            means that the time is not limited. Members that fail must then always call ``abort``.
+            means that the waiting time is not limited. A member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -284,7 +284,7 @@ class LocalGroup:
     def member(self, number: int) -> ReduceGroup:
         """Return the connection of member ``number``, counted from 0, for use by one thread."""
         if not 0 <= number < self.size:
-            raise ValueError(f"member {number}: this group has members 0 to {self.size - 1}")
+            raise ValueError(f"member {number} does not exist: the group has members 0 to {self.size - 1}")
         return ReduceGroup(self, number)
 
     def abort(self, reason: str = "a member gave up") -> None:
@@ -313,7 +313,7 @@ class LocalGroup:
         """Add the tensors of some members, wait for the other members' tensors, and return the sum of all tensors.
 
         Args:
-            parts: A mapping from member to its tensor.
+            parts: A mapping from the index of each member to its tensor.
 
         Raises:
             GroupBrokenError: A member failed, ended or was too late. The error is also raised if a member added two

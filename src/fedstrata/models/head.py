@@ -17,7 +17,7 @@ class Head:
 
     Args:
         name: The dotted name of the head in the module.
-        module: The head.
+        module: The head itself.
         params: A mapping from the name of each trainable parameter in the head to its name in the whole module.
     """
 
@@ -58,8 +58,8 @@ def _find(module: nn.Module) -> str:
     ]
     linear = [name for name in linear if not _in_adapter(module, name)]
     if not linear:
-        problem = f"{type(module).__name__} has neither a submodule 'head' nor an nn.Linear that is trained"
-        advice = "Call its classifier 'head', or name it with Model(module, head='dotted.name')."
+        problem = f"{type(module).__name__} has neither a submodule 'head' nor a trained nn.Linear"
+        advice = "Call the classifier 'head', or pass its name: Model(module, head='dotted.name')."
         raise SpecError("model.head", f"{problem}. {advice}")
     return linear[-1]
 

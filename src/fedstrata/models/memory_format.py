@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
-Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The choice
-depends only on the module, because the format affects the last bits of results.
+Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The format
+affects the last bits of results. To make results reproducible, the choice depends only on the module.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
     """Convert a module with convolutions to channels-last format in place, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
-    convolution. Use ``x.flatten(1)``, which works with both formats. Other modules keep the default format, and their
-    inputs are converted to the default format.
+    convolution. Use ``x.flatten(1)``, which works with both formats. Modules that do not work in channels-last format
+    keep the default format, and their inputs are converted to the default format.
 
     Args:
-        module: The module.
-        shape: The shape of one sample, such as (channels, height, width), or of each of its inputs. Only modules of
-            images (three dimensions) change.
+        module: The module to convert.
+        shape: The shape of one sample, such as (channels, height, width), or a mapping with a shape for each input.
+            Modules are converted only if samples are images (three dimensions).
 
     Returns:
         ``module`` itself.

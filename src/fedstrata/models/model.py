@@ -33,12 +33,12 @@ class Model:
     Outside ``loaded``, the module has its initial values and is in evaluation mode. Only one thread at a time may use a
     model. Another thread must use a ``clone``.
 
-    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. A batch of
-    several tensors is passed by name: ``module(**inputs)``. The module returns the logits, or an object with an
-    attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits from
-    features, and the *features* are the input of the head. By default, the head is the submodule ``head``. Without this
-    submodule, the head is the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``, call
-    the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
+    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. The tensors of a
+    batch with several inputs are passed by name: ``module(**inputs)``. The module returns the logits, or an object with
+    an attribute ``logits``, or a tuple that begins with the logits. The *head* is the submodule that computes logits
+    from features, and the *features* are the input of the head. By default, the head is the submodule ``head``. Without
+    this submodule, the head is the last ``nn.Linear`` that is trained and not part of a LoRA adapter. In ``forward``,
+    call the head as a module: ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Only some methods need a head.
 
     Parameters that do not require gradients are *frozen*: they are neither sent nor saved. Every party creates the
     module itself, and frozen parameters must be the same for all parties. Trainable parameters are float32.
@@ -112,7 +112,7 @@ class Model:
         return clones
 
     def buffers(self) -> Params:
-        """Return clones of the initial buffers that training changes, such as running statistics, in their order.
+        """Return clones of the initial buffers that training changes, such as running statistics.
 
         Constant buffers, and buffers that are not saved (``persistent=False``), are left out.
         """

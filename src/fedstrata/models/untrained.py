@@ -16,7 +16,7 @@ class Untrained:
     """The buffers and the frozen parameters of a module.
 
     Args:
-        module: The module.
+        module: The module to watch.
         constant: The names of the buffers that are known to be constant.
     """
 
@@ -34,7 +34,7 @@ class Untrained:
         self.all: dict[str, Tensor] = {**parameters, **{name: named[name] for name in named if name in saved}}
         """The frozen parameters and all saved buffers, in an order that does not depend on ``constant``."""
         self.any = bool(named or parameters)
-        """Whether the module has buffers or frozen parameters. Otherwise, nothing must be watched."""
+        """Whether the module has buffers or frozen parameters. Otherwise, there is nothing to watch."""
         self._parameters = parameters
         names = {id(buffer): name for name, buffer in named.items()}
         self._places = [
@@ -61,7 +61,7 @@ class Untrained:
                 part._buffers[local] = buffer
 
     def restore(self, buffers: Mapping[str, Tensor]) -> None:
-        """Copy values into buffers of ``sent``."""
+        """Copy values into the buffers that are sent and saved."""
         self.gather()
         with torch.no_grad():
             for name, values in buffers.items():
@@ -72,7 +72,7 @@ class Untrained:
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return a mapping from the name of each tensor to its number of changes; -1 stands for a replaced buffer."""
+        """Return the name of each tensor with its number of changes, as pairs; −1 stands for a replaced buffer."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places
@@ -80,12 +80,12 @@ class Untrained:
         return buffers + [(name, tensor._version) for name, tensor in self._parameters.items()]
 
     def sums(self) -> dict[str, str]:
-        """Return the sum of each tensor as text. A change of ``tensor.data`` changes the sum, but not the version."""
+        """Return each tensor's sum as a string. A change of ``tensor.data`` changes the sum, but not the version."""
         return {name: repr(tensor.detach().sum(dtype=torch.float64).item()) for name, tensor in self.all.items()}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Refuse changes of ``frozen`` during the ``with`` block, and call ``gather`` at its start and at its end."""
+        """Refuse changes of tensors in ``frozen`` during the ``with`` block. Call ``gather`` before and after."""
         self.gather()
         self.watch()
         try:
@@ -95,7 +95,7 @@ class Untrained:
             self.gather()
 
     def watch(self) -> None:
-        """Begin to watch ``frozen`` for changes."""
+        """Start to watch the tensors in ``frozen`` for changes."""
         if self.frozen:
             self._versions = self.versions()
 
@@ -113,7 +113,7 @@ class Untrained:
                 )
                 advice = "Change the buffer in every training pass, or register it with persistent=False."
             else:
-                problem, advice = "is frozen and therefore not sent, but a pass changed it", "Register it as a buffer."
+                problem, advice = "is frozen and not sent, but a forward pass changed it", "Register it as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")
 
 

@@ -76,7 +76,8 @@ class Tabular(ModelSpec):
         """Create the module; see ``ModelSpec.build`` for the arguments."""
         if len(shape) != 1:
             problem = (
-                f"takes vectors (features,), but the samples have shape {shape}. Use 'mlp', which flattens samples."
+                f"takes vectors (features,), but the samples have shape {shape}. Set model.name = 'mlp', which "
+                "flattens samples."
             )
             raise SpecError("model.name", problem, self.name)
         return _with_dense([], shape[0], self.hidden, classes)
@@ -142,7 +143,7 @@ class Custom(ModelSpec):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec: ``name`` is the factory, and the other keys are its arguments."""
+        """Return the settings for a spec: ``name`` is the factory, and the other keys are its arguments."""
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: Shape, classes: int) -> nn.Module:
@@ -200,9 +201,9 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
-"""A batch on which a model is tried, and a function that checks the model's outputs. The function returns an empty text
-if the outputs have the right shape, and otherwise the right shape. None means a batch of zeros, for which the model
-must return logits of classes."""
+"""A batch on which a model is tried, and a function that checks the model's outputs. The function returns an empty
+string if the outputs have the right shape, and otherwise the right shape as a string. None means a batch of zeros, for
+which the model must return one logit per class."""
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
@@ -214,7 +215,7 @@ def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Tr
             sample.
         classes: The number of outputs, such as the number of classes.
         seed: The experiment's seed.
-        trial: A sample on which to try the model; see ``Trial``.
+        trial: A batch on which the model is tried; see ``Trial``.
 
     Raises:
         SpecError: The model does not accept the shape, or does not return one logit per class.
@@ -245,7 +246,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
     """Return a user's module, given as an object, as its Python class, or as a function that returns the module.
 
     A class or a function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as
-    ``model()``. The seed determines the module's initial values, as for a class that a spec names.
+    ``model()``. The seed determines the module's initial values, as for a model that a spec names.
 
     Raises:
         SpecError: ``model`` is neither a module nor a class or function that returns a module.
@@ -279,7 +280,7 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
     if not isinstance(logits, torch.Tensor) or form_of(logits):
         form = form_of(logits if isinstance(logits, torch.Tensor) else torch.empty(0))
         given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        problem = f"must return logits of shape {form}. For a batch of shape {described(shape)}, it returned {given}."
+        problem = f"returned {given} for a batch of shape {described(shape)}. Return logits of shape {form}."
         raise SpecError("model.name", problem, name)
 
 
@@ -302,10 +303,11 @@ def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
         SpecError: The samples are not such images. The message suggests another model.
     """
     if len(shape) != 3:
-        problem = f"takes images (channels, height, width), but the samples have shape {shape}. Use 'mlp'."
+        problem = f"takes images (channels, height, width), but the samples have shape {shape}. Set model.name = 'mlp'."
         raise SpecError("model.name", problem, name)
     if min(shape[1:]) < side:
-        problem = f"requires images of at least {side}x{side}, but these are {shape[1]}x{shape[2]}. Use 'mlp'."
+        size = f"{shape[1]}x{shape[2]}"
+        problem = f"requires images of at least {side}x{side}, but the images are {size}. Set model.name = 'mlp'."
         raise SpecError("model.name", problem, name)
 
 

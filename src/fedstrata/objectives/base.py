@@ -43,7 +43,7 @@ class Batch:
         """Return the samples at the given positions.
 
         Args:
-            where: The positions: a slice, or a tensor or array of whole numbers.
+            where: The positions: a slice, or a tensor or array of integers.
         """
         x = self.x[where] if isinstance(self.x, Tensor) else {name: each[where] for name, each in self.x.items()}
         return Batch(x, self.y[where])
@@ -91,7 +91,7 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The smallest number of samples from which a client may compute a value that it sends
+        least: The minimum number of samples from which a client may compute a value that it sends
             (``privacy.min_samples``).
     """
 
@@ -122,7 +122,7 @@ class Objective(Setting):
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the objective's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
     """The groups of tensors in a client's message that the server adds up over rounds, and that codecs with error
@@ -168,7 +168,7 @@ class Objective(Setting):
     # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the objective does not fit the model or the training settings."""
+        """Raise ``SpecError`` if the objective is not compatible with the model or the training settings."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
         """Return True if messages disclose a client's number of samples. Private data samplers forbid such messages."""
@@ -183,7 +183,7 @@ class Objective(Setting):
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return an example of a client's message. The server requires messages with its names, shapes and dtypes."""
+        """Return a template of a client's message, with the names, shapes and dtypes that the server requires."""
         return {}
 
     def server_update(
@@ -204,7 +204,7 @@ class Objective(Setting):
         return state, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the objective's own metrics of a round."""
+        """Return the metrics that the objective records for a round."""
         return {}
 
     # With secure sums (``privacy.sums``), the following hooks replace ``server_update`` and ``metrics``.
@@ -236,11 +236,11 @@ class Objective(Setting):
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage that precedes the training with this objective, or None without such a stage."""
+        """Return a stage that precedes the training with this objective, or None if there is no such stage."""
         return None
 
     def personal_stage(self) -> Stage | None:
-        """Return the stage in which each client trains and keeps a personal model, or None without such a stage.
+        """Return the stage in which each client trains and keeps a personal model; None if there is no such stage.
 
         The stage comes after the training of the global model. Training starts with the client's last personal model.
         In this stage, ``Context.received["global"]`` contains the parameters of the global model.
@@ -248,7 +248,7 @@ class Objective(Setting):
         return None
 
     def sample_gradients(self, training: Training, samples: float, keep: float = 1.0) -> float:
-        """Return the number of sample-gradients that a client computes per round; see ``Training.sample_gradients``."""
+        """Return a client's number of per-sample gradients per round; see ``Training.sample_gradients``."""
         stages = filter(None, [self.first_stage(), self.personal_stage()])
         more = sum(training.lasting(stage.epochs).sample_gradients(samples, keep) for stage in stages)
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
@@ -286,13 +286,13 @@ class Objective(Setting):
         Args:
             params: The trained parameters w.
             gradient: A function that returns the gradient of the loss of the batch at w.
-            context: The arguments of the loss.
+            context: The values that the loss needs.
         """
         return None
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step."""
+        """The number of gradients that a client computes per step, all on the same batch."""
         return 1
 
     def trains(self, name: str, model: Model) -> bool:

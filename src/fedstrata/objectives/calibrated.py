@@ -71,7 +71,7 @@ class CountsIdle(Objective):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether idle clients are counted."""
+        """Whether clients that learn nothing are counted."""
         return True
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Calibrated(PerSample):
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Put the scale and the shift, which are constant during training, into ``derived``."""
+        """Compute the scale and the shift, which are constant during training, and put them into ``derived``."""
         scale, shift = self.calibration(context.counts)
         return context.deriving(scale=scale, shift=shift)
 

@@ -1,4 +1,4 @@
-"""Define objectives that compare a client's logits with the logits of the global model, the teacher (distillation)."""
+"""Define distillation objectives, which compare a client's logits with the logits of the global model (the teacher)."""
 
 from __future__ import annotations
 

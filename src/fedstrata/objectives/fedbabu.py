@@ -1,4 +1,4 @@
-"""Define FedBABU's local objectives (Oh, Kim and Yun 2022): one trains only the body, and one only the head."""
+"""Define FedBABU's two local objectives (Oh, Kim and Yun 2022), which train only the body or only the head."""
 
 from __future__ import annotations
 

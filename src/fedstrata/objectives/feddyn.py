@@ -36,7 +36,7 @@ class Dynamic(CrossEntropy):
 
     @property
     def sends(self) -> str:
-        """An empty text, because clients do not send their states λ_k."""
+        """An empty string, because clients do not send their states λ_k."""
         return ""
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:

@@ -60,7 +60,7 @@ class Contrastive(PerSample):
 
     @property
     def sends(self) -> str:
-        """An empty text, because clients do not send their previous models."""
+        """An empty string, because clients do not send their previous models."""
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:

@@ -31,7 +31,8 @@ class PersonalLayers(CrossEntropy):
         for layer in self.layers or ():
             if not any(_inside(name, layer) for name in names):
                 known = ", ".join(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
-                raise SpecError("method.layers", f"{layer!r} has no trained parameters. Use {known}.", self.layers)
+                problem = f"{layer!r} has no trained parameters. Use names from {known}."
+                raise SpecError("method.layers", problem, self.layers)
         if all(self.stays(name, config.model) for name in names):
             if self.layers is None:
                 problem = "the model has only a head, which would stay at the clients. Use a deeper model."

@@ -50,7 +50,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
         params: The parameters that compute features.
         batches: A function that iterates over the client's samples.
         classes: The number C of classes.
-        least: The smallest number of samples of a prototype. Classes with fewer samples are left out.
+        least: The minimum number of samples per prototype. Classes with fewer samples are left out.
     """
     device = next(iter(params.values())).device
     sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=device)
@@ -59,7 +59,8 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
         for batch in batches():
             features = model.with_features(params, batch.x)[0].flatten(1)
             if features.shape[1] != sums.shape[1]:
-                problem = f"its input has {features.shape[1]} features, but its first nn.Linear takes {sums.shape[1]}. "
+                given, taken = features.shape[1], sums.shape[1]
+                problem = f"the head's input has {given} features, but the head's first nn.Linear takes {taken}. "
                 problem += "Use a head that begins with nn.Linear, or with nn.Flatten and nn.Linear."
                 raise SpecError("model.head", problem, model.head_name)
             sums.index_add_(0, batch.y, features.double())
@@ -69,7 +70,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the first table. For classes without a prototype, use the second table's prototypes (Eq. 18)."""
+    """Return the first table; classes that lack a prototype get the prototype from the second table (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
@@ -85,7 +86,7 @@ def updated(before: Table, new: Table, momentum: float) -> Table:
 
     Args:
         before: The federation's prototypes before the round.
-        new: The means of the clients' prototypes of the round.
+        new: This round's prototypes, averaged over clients.
         momentum: Weight β of the prototypes in ``before``. The new prototypes have the weight 1 − β.
 
     >>> before = {"means": torch.tensor([[8.0], [0.0], [7.0]]), "samples": torch.tensor([1.0, 0.0, 1.0])}

@@ -89,7 +89,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The client's class counts and size, because clients send the number of samples of each prototype."""
+        """The client's class counts and number of samples, because clients send the sample count of each prototype."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 
     @override
@@ -105,7 +105,7 @@ class Rebalanced(CountsIdle):
         feature_size(config.model)
         if buffers := [name for name, _ in config.model.module.get_submodule(config.model.head_name).named_buffers()]:
             problem = f"the head has buffers ({', '.join(buffers)}), which augmented samples would change. Use "
-            problem += "mu = 0, or a head without buffers."
+            problem += "mu = 0 in the settings of ReBaFL, or a head without buffers."
             raise SpecError("model.head", problem, config.model.head_name)
 
     @override
@@ -113,11 +113,11 @@ class Rebalanced(CountsIdle):
         return no_prototypes(config.strata, feature_size(config.model)) if self.mu else None
 
     def message(self, state: Tree) -> Extra:
-        """Return the federation's prototypes."""
+        """Return the message to clients, which contains the federation's prototypes."""
         return {"prototypes": state} if self.mu else {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return an example of a client's message: a table of zeros with the required shapes."""
+        """Return a template of a client's message: a table of zeros with the required shapes."""
         return {"prototypes": no_prototypes(config.strata, feature_size(config.model))} if self.mu else {}
 
     def server_update(
@@ -130,7 +130,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether idle clients are counted. A client can be idle (learn nothing) only if ε = 0."""
+        """Whether clients that learn nothing are counted. A client can learn nothing only if ε = 0."""
         return self.relaxed and self.epsilon == 0
 
     @override
@@ -157,7 +157,7 @@ class Rebalanced(CountsIdle):
     # The following hooks run on a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the client's own prototypes, computed with the received model, for Eq. 18."""
+        """Compute the client's own prototypes (Eq. 18) with the received model; add them to the server's message."""
         if not self.mu:
             return received
         with model.loaded(weights.params, weights.buffers) as params:
@@ -176,7 +176,7 @@ class Rebalanced(CountsIdle):
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the mean over the samples of the loss plus μ times the loss of the augmented features, a scalar."""
+        """Return the mean loss of the samples plus μ times the mean loss of the augmented features, as a scalar."""
         prior = context.derived["log_prior"]
         if not self.mu:
             return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none").mean()
@@ -202,7 +202,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the client's prototypes as the message and as the state. The trained model computes them (Eq. 21)."""
+        """Compute prototypes with the trained model (Eq. 21). Return them as the message and as the client's state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)
@@ -210,11 +210,11 @@ class Rebalanced(CountsIdle):
 
 
 def _totals(sent: Weights, reply: FitReply) -> Params:
-    """Return the sum of the features of each class, n_k(c) times the client's prototype."""
+    """Return the sum of each class's features, which is n_k(c) times the client's prototype of class c."""
     table = reply.message["prototypes"]
     return {"means": table["means"] * table["samples"][:, None]}
 
 
 def _samples(label: int, reply: FitReply) -> int:
-    """Return n_k(c), the number of samples of the prototype of class c."""
+    """Return n_k(c), the number of samples from which client k computed its prototype of class c."""
     return int(reply.message["prototypes"]["samples"][label])

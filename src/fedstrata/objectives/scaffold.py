@@ -34,9 +34,8 @@ class Scaffold(Objective):
         """Refuse momentum and clipping, because the formula for c_k⁺ would be wrong."""
         training = config.training
         if training.momentum > 0:
-            raise SpecError(
-                "training.momentum", "SCAFFOLD's control variates require plain SGD. Use 0.", training.momentum
-            )
+            problem = "SCAFFOLD's control variates require plain SGD. Set training.momentum = 0."
+            raise SpecError("training.momentum", problem, training.momentum)
         if training.clip is not None:
             raise SpecError(
                 "training.clip",
@@ -50,9 +49,10 @@ class Scaffold(Objective):
         return "the change of its control variate, a mean of gradients over its samples"
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if the number of local steps K depends on a client's size.
+        """Return True if the number of local steps K depends on a client's number of samples.
 
-        From the client's model and Δc_k, the server can compute K, and from K the client's size.
+        From the client's model and Δc_k, the server can compute K. From K, the server can compute the number of
+        samples.
         """
         return config.training.local_steps is None
 
@@ -65,7 +65,7 @@ class Scaffold(Objective):
         return {"c": state}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return an example of a client's message: Δc_k has the names, shapes and dtypes of the parameters."""
+        """Return a template of a client's message: Δc_k has the names, shapes and dtypes of the parameters."""
         return {"delta_c": weights.params}
 
     def server_update(

@@ -15,11 +15,11 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
 
 TINY = 1e-12
-"""A constant that is added to norms, so that a direction of length 0 stays 0."""
+"""A constant that is added to norms, to prevent division by 0."""
 
 
 def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
-    """Scale a direction to a norm over all its tensors. A direction of zeros does not change.
+    """Scale tensors so that their joint norm is ``length``. A direction of zeros does not change.
 
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
@@ -44,7 +44,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes on its batch in a step: two, or one if ρ is 0."""
+        """The number of gradients that a client computes per step on the same batch: two, or one if ρ is 0."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:

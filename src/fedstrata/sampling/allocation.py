@@ -44,7 +44,7 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 
 
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
-    """Divide ``budget`` draws among strata in proportion to ``weights``, as whole numbers.
+    """Divide ``budget`` draws among strata in proportion to ``weights``, and round the numbers of draws to integers.
 
     The numbers are rounded by largest remainder: all numbers are rounded down, and the strata with the largest
     remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
@@ -86,9 +86,9 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
     Args:
         budget: The number of draws, between the sum of ``floors`` and the sum of ``sizes``.
-        sizes: The largest result for each stratum, shape (H,), which is the stratum's number of clients.
+        sizes: The maximum result for each stratum, shape (H,), which is the stratum's number of clients.
         weights: The non-negative weight of each stratum, shape (H,).
-        floors: The smallest result for each stratum, shape (H,), at most the stratum's size.
+        floors: The minimum result for each stratum, shape (H,), at most the stratum's number of clients.
 
     Returns:
         The expected number of draws from each stratum, shape (H,).
@@ -116,13 +116,13 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
 
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
-    """Round numbers down or up at random, so that their sum stays the same and each result is unbiased.
+    """Round numbers down or up at random. The sum stays the same, and each result is unbiased.
 
     The rounding is systematic: one random number in [0, 1) is added to all cumulative sums before they are rounded
     down.
 
     Args:
-        exact: The numbers to round, shape (H,), whose sum must be a whole number.
+        exact: The numbers to round, shape (H,), whose sum must be an integer.
         generator: The random generator.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()
@@ -143,7 +143,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 
     Args:
         items: The items from which to draw, as indices into ``sizes``, shape (I,).
-        sizes: The size (weight) of each item, as whole numbers.
+        sizes: The size (weight) of each item, as integers.
         count: The number of draws.
         generator: The random generator.
 
@@ -162,7 +162,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata by a rule. Return each stratum's number of draws, and its probability of a draw.
+    """Allocate draws to strata by a rule. Return each stratum's number of draws, and its probability of any draw.
 
     Args:
         rule: The rule; see ``Allocation``.

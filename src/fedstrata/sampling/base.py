@@ -38,7 +38,7 @@ class Selection:
             sample counts. The value is None if the draws did not depend on sample counts.
         stratum_chance: The probability that each stratum gets at least one draw, shape (H,). The value is None if the
             number of draws from each stratum is not random.
-        metrics: The sampler's metrics of the round.
+        metrics: The metrics that the sampler records for the round.
         round: The round, counted from 1. The method sets this value for the aggregator.
         rounds: The number of rounds of the run. The method sets this value for the aggregator.
     """
@@ -117,7 +117,7 @@ class ClientSampler(Setting):
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions that handle the sampler's own requests on a client; see ``fedstrata.clients.handling``."""
 
     tells_sizes: ClassVar[bool] = False
     """Whether the sampler asks clients for their exact numbers of samples."""
@@ -127,11 +127,11 @@ class ClientSampler(Setting):
     """
 
     def most_invited(self, config: FederationConfig) -> int:
-        """Return the largest number of clients that the sampler invites in a round."""
+        """Return the maximum number of clients that the sampler invites per round."""
         return config.training.invited(config.clients)
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings are not compatible with the federation."""
         m = config.training.invited(config.clients)
         if m > config.clients:
             raise SpecError(
@@ -141,7 +141,7 @@ class ClientSampler(Setting):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the sampler would learn sizes that clients keep private."""
+        """Raise ``SpecError`` if the sampler would learn numbers of samples that clients keep private."""
         if self.tells_sizes:
             raise SpecError(
                 "method.client_sampler",
@@ -150,9 +150,9 @@ class ClientSampler(Setting):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests that the sampler sends. Real sites refuse all other requests.
+        """Return the requests that the sampler sends. In a deployment, sites refuse all other requests.
 
-        If the result is None, the sampler does not declare its requests, and real sites refuse the method.
+        If the result is None, the sampler does not declare its requests, and sites refuse the method.
         """
         return None
 
@@ -188,7 +188,7 @@ class ClientSampler(Setting):
         return state
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the strata of a state, for plots; None if the sampler has no strata.
+        """Return the strata that a state describes, for plots; None if the sampler has no strata.
 
         Args:
             config: The federation's settings.
@@ -221,7 +221,8 @@ class Uniform(ClientSampler):
     def check(self, config: FederationConfig) -> None:
         super().check(config)
         if self.replacement and config.privacy.sums == "secure":
-            problem = "can draw a client twice, but a secure sum counts each client once. Use false, or 'plain' sums."
+            problem = "can draw a client twice, but a secure sum counts each client once. Set replacement = false, or "
+            problem += "privacy.sums = 'plain'."
             raise SpecError("method.client_sampler.replacement", problem, True)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
@@ -246,14 +247,14 @@ class DataSampler(Setting):
     """Base class of the samplers that determine which fraction of its samples a client uses in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the sampler's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions that handle the sampler's own requests on a client; see ``fedstrata.clients.handling``."""
 
     needs_replies: ClassVar[str] = ""
     """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
     """
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings are not compatible with the federation."""
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the sampler sends, or None; see ``ClientSampler.allowed``."""
@@ -274,7 +275,7 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their sizes private, so that replies must not disclose how many samples were used."""
+        """Whether clients keep their numbers of samples private, including the numbers of samples used in training."""
         return False
 
     @abstractmethod

@@ -21,7 +21,7 @@ from fedstrata.federation.secure.ring import Ring, Words, rounding
 from fedstrata.sampling.messages import SizeReply, SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""The privacy parameter ε of local differential privacy, with a minimum so that some answers are truthful."""
+"""The privacy parameter ε of local differential privacy, with a minimum so that some replies are truthful."""
 
 
 @record("Sizes")
@@ -29,7 +29,7 @@ class Sizes:
     """The clients' numbers of samples.
 
     Args:
-        known: The clients that answered and have samples, in ascending order, int64.
+        known: The clients that replied and have samples, in ascending order, int64.
         samples: The number of samples of each client in ``known``, int64.
     """
 
@@ -38,24 +38,24 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its number of samples. Leave out clients without samples or without an answer."""
+        """Ask every client for its number of samples. Leave out clients without samples or without a reply."""
         replies = federation.ask(federation.candidates().tolist(), size_report(federation))
         held = {client: reply.samples for client, reply in replies.items() if reply.samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with known sizes, and these sizes."""
+        """Return the candidates whose numbers of samples are known, and these numbers."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]
 
 
 @record("AnswersState")
 class AnswersState:
-    """The clients' answers about their numbers of samples.
+    """The numbers of samples that clients reported.
 
     Args:
-        known: Clients that answered, ascending, int64.
-        answers: The answer of each client in ``known``, int64.
+        known: Clients that reported a number, ascending, int64.
+        answers: The number that each client in ``known`` reported, int64.
     """
 
     known: Ints
@@ -63,21 +63,21 @@ class AnswersState:
 
     @classmethod
     def empty(cls) -> AnswersState:
-        """Return a state without answers."""
+        """Return a state in which no client has reported its number of samples."""
         no_clients = np.empty(0, dtype=np.int64)
         return cls(no_clients, no_clients)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The answers of a round's participants, including answers from earlier rounds.
+    """The numbers of samples that a round's participants reported, in this round or in earlier rounds.
 
     Args:
-        state: All known answers, also of other clients.
-        participants: The participants with a known answer.
-        responses: The answer of each client in ``participants``.
-        bound: The argument of ``estimated_total``.
-        alpha: The argument of ``estimated_total``.
+        state: All reported numbers, including those of clients that do not take part in this round.
+        participants: The participants that reported a number.
+        responses: The number that each client in ``participants`` reported.
+        bound: The bound M on a reported number; see ``estimated_total``.
+        alpha: The probability α of a truthful reply; see ``estimated_total``.
     """
 
     state: AnswersState
@@ -90,11 +90,11 @@ class Answered:
 def ask_new_sizes(
     federation: Federation, state: AnswersState | None, clients: Sequence[int], epsilon: float | None, bound: int
 ) -> Answered:
-    """Ask only the clients without a known answer for their numbers of samples.
+    """Ask clients for their numbers of samples, but not clients that already reported a number.
 
     Args:
         federation: The federation, through which the server asks the clients.
-        state: The known answers, if there are any.
+        state: The numbers reported in earlier rounds; None to ask all clients.
         clients: The participants of the round.
         epsilon: The privacy parameter ε; None if clients report their true numbers.
         bound: The public bound M on a client's number of samples.
@@ -109,12 +109,12 @@ def ask_new_sizes(
 
 
 def size_report(federation: Federation, epsilon: float | None = None, bound: int = 0) -> SizeReport:
-    """Return the request for clients' numbers of samples.
+    """Return the request for a client's number of samples.
 
-    If ``epsilon`` is set, answers have ε-local differential privacy.
+    If ``epsilon`` is set, replies have ε-local differential privacy.
 
     Args:
-        federation: The federation, which knows the round.
+        federation: The federation, which provides the number of the round.
         epsilon: The privacy parameter ε; None if clients report their true numbers. The ``bound`` and the ``alpha`` of
             the request are then 0 and 1.
         bound: The public bound M on a client's number of samples. The bound is used only with ``epsilon``.
@@ -145,9 +145,9 @@ def allowed_sizes(
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
-    """Return the probability of a truthful answer, α = (e^ε − 1) / (e^ε + M − 2), where M is ``bound``.
+    """Return the probability of a truthful reply, α = (e^ε − 1) / (e^ε + M − 2), where M is ``bound``.
 
-    With this α, answers satisfy ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
+    With this α, replies satisfy ε-local differential privacy (FedSTaS, Lemma 2.4, Eq. 11).
 
     >>> round(truth_probability(3.0, 100), 4)
     0.1616
@@ -157,14 +157,14 @@ def truth_probability(epsilon: float, bound: int) -> float:
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """Return a client's answer: with probability ``alpha``, its true number of samples, and otherwise a random number.
+    """Return the number that a client reports: its number of samples (with probability ``alpha``) or a random number.
 
     The true number is clipped to the range from 1 to M − 1. The random number is uniform in {1, …, M − 1}.
 
     Args:
         size: The true number of samples.
         bound: The public bound M on a client's number of samples.
-        alpha: The probability of a truthful answer.
+        alpha: The probability of a truthful reply.
         generator: The random generator.
     """
     truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
@@ -173,12 +173,12 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
 
 
 def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
-    """Estimate the total number of samples of m clients from their randomised answers (FedSTaS, Eq. 7).
+    """Estimate the total number of samples of m clients from their randomised replies (FedSTaS, Eq. 7).
 
-    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. The answer of client k is r_k, the probability of
-    a truthful answer is α (``alpha``), and M is ``bound``. Without the minimum of 1, the estimate is unbiased if all
-    sizes lie between 1 and M − 1. With strong noise, the minimum often applies and makes the estimate too large on
-    average (``fedstrata.papers.calculations``).
+    The estimate is ñ = (Σ r_k − (1 − α) M m / 2) / α, but at least 1. Client k reports the number r_k, the probability
+    of a truthful reply is α (``alpha``), and M is ``bound``. Without the minimum of 1, the estimate is unbiased if each
+    client has between 1 and M − 1 samples. With strong noise, the minimum often applies and makes the estimate too
+    large on average (``fedstrata.papers.calculations``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0
@@ -187,7 +187,7 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
 
 
 def estimated_total_of_sum(total: int, clients: int, bound: int, alpha: float) -> float:
-    """Return the estimate of ``estimated_total``, computed from the sum of the answers and the number of clients."""
+    """Return the estimate of ``estimated_total``, computed from the sum of the replies and the number of clients."""
     return max(1.0, unbiased_total(total, clients, bound, alpha))
 
 
@@ -197,11 +197,11 @@ def unbiased_total(total: int, clients: int, bound: int, alpha: float) -> float:
 
 
 class SizeForm:
-    """The form in which secure sums add the clients' answers to ``SizeReport``.
+    """The description of the secure sum that adds up the clients' replies to ``SizeReport``.
 
     Args:
         config: The settings that server and clients share.
-        bound: The public bound M on the answers; 0 if clients report their true numbers.
+        bound: The public bound M on the reported numbers; 0 if clients report their true numbers.
     """
 
     def __init__(self, config: FederationConfig, bound: int) -> None:

@@ -1,10 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
-samples, and the sum of all sizes is Σn. Probabilities are stored as whole numbers, called *masses*. Every distribution
-has the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in
-the aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 divides the masses by client size,
-and Algorithm 2 by the similarity of the clients' updates.
+samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
+the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
+aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions in the order of
+client size, and Algorithm 2 with groups of clients that have similar updates.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sk
 Algorithm = Literal[1, 2]
 
 LARGEST = 5000
-"""The largest number of clients for Algorithm 2, because Ward's clustering needs the distances between all clients."""
+"""The maximum number of clients for Algorithm 2, because Ward's clustering needs the distances between all clients."""
 
 
 @dataclass(frozen=True)
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``, which gives a whole number. The first masses, which add up to
+    A *mass* is a probability multiplied by ``each``, which gives an integer. The first masses, which add up to
     ``each``, form the first distribution. The next masses that add up to ``each`` form the second distribution, and so
     on.
 
@@ -66,7 +66,7 @@ class ClusteredState:
     """The sampler's state.
 
     Args:
-        sizes: The sizes of all clients.
+        sizes: The number of samples of each client.
         sketches: The sketch of each client's last update, for Algorithm 2.
         seed: The experiment's seed, on which the sketches depend.
     """
@@ -98,7 +98,7 @@ class Clustered(ClientSampler):
         if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
                 f"computes the distances between all clients, and supports at most {LARGEST} clients, not "
-                f"{config.clients}. Use 1, or the sampler fedsts with refresh = 'participants'."
+                f"{config.clients}. Set algorithm = 1, or use the sampler fedsts with refresh = 'participants'."
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)
 
@@ -107,15 +107,15 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' sizes, which the sampler sends once per run."""
+        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
-        """Ask all clients for their sizes."""
+        """Ask all clients for their numbers of samples."""
         return ClusteredState(Sizes.ask(federation), no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Divide the available clients into m distributions, and draw one client from each."""
+        """Build m distributions over the available clients, and draw one client from each distribution."""
         config = federation.config
         clients, sizes = state.sizes.among(federation.candidates())
         if len(clients) == 0:
@@ -211,9 +211,10 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut the tree of Ward's clustering into groups that are as large as possible (Algorithm 2, lines 1-4).
 
     The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
-    client is m times its number of samples, modulo Σn. The function ``by_group`` divides this mass by group. Updates
-    are scaled to length 1, so that the distance of two updates depends only on the angle between them. Clients without
-    an update have the zero vector. The distance between two clients without an update is therefore 0.
+    client is m times its number of samples, modulo Σn. The function ``by_group`` divides these masses among
+    distributions. Updates are scaled to length 1, so that the distance of two updates depends only on the angle between
+    them. Clients without an update have the zero vector. The distance between two clients without an update is
+    therefore 0.
 
     Args:
         updates: The last update of each client, shape (N, d).

@@ -39,7 +39,7 @@ class Everyone(ClientSampler):
         return config.clients
 
     def check(self, config: FederationConfig) -> None:
-        """Accept every federation, because ``training.clients_per_round`` is ignored."""
+        """Check nothing, because this sampler ignores ``training.clients_per_round``."""
 
     def cohort(self, config: FederationConfig) -> int:
         """Return the number of all clients."""
@@ -81,12 +81,13 @@ class FedSamplingData(DataSampler):
     def check(self, config: FederationConfig) -> None:
         """Warn if a client has more samples than it may report with the bound M. Refuse ``reuse`` in secure sums."""
         if self.reuse and config.privacy.sums == "secure":
-            problem = "would need each client's answer, but the server sees only sums. Use false, or 'plain' sums."
+            problem = "requires each client's reply, but the server sees only sums. Set reuse = false, or "
+            problem += "privacy.sums = 'plain'."
             raise SpecError("method.data_sampler.reuse", problem, True)
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' sizes, once or in every round."""
+        """Return the request for the participants' numbers of samples, which is sent once or in every round."""
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     @override
@@ -94,11 +95,11 @@ class FedSamplingData(DataSampler):
         return {SizeReport: SizeForm(config, 0 if self.epsilon is None else self.bound)}
 
     def init(self, federation: Federation) -> Tree:
-        """Return a state without answers."""
+        """Return a state in which no client has reported its number of samples."""
         return AnswersState.empty()
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask clients for unknown sizes, estimate the total number ñ of samples, and return the probability K/ñ."""
+        """Ask for unknown numbers of samples, estimate the total number ñ, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         known = state if self.reuse else None
@@ -108,7 +109,7 @@ class FedSamplingData(DataSampler):
         return self._result(answered.state, estimated_total(answered.responses, answered.bound, answered.alpha))
 
     def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Return the result of ``keep``, computed from only the sum of the participants' answers."""
+        """Return the result of ``keep``, computed from only the sum of the participants' replies."""
         from fedstrata.federation.secure.simulated import ask_sum
 
         request = size_report(federation, self.epsilon, self.bound)

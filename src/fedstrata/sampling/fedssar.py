@@ -1,4 +1,4 @@
-"""Choose clients with FedSSAR's sampler, which clusters similar clients and draws from clusters by their size."""
+"""Choose clients with FedSSAR's sampler, which clusters similar clients and draws more clients from large clusters."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
     In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
-    did not answer are asked again in the next round. Afterwards, the stored parameters of a client change only in
-    rounds in which the client takes part (FedSSAR, Algorithm 1).
+    did not reply are asked again in the next round. Afterwards, the stored parameters of a client change only in rounds
+    in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Minimum number of clients in the neighbourhood of a core point, including the point itself
@@ -176,7 +176,7 @@ def cluster(
         points: The points, shape (N, d).
         min_samples: See ``FedSSARSampler``.
         xi: See ``FedSSARSampler``.
-        limit: The largest number of points for OPTICS. If there are more points, OPTICS clusters a random subset, and
+        limit: The maximum number of points for OPTICS. If there are more points, OPTICS clusters a random subset, and
             the other points join the cluster with the nearest mean.
         generator: The random generator for the subset.
 
@@ -205,7 +205,7 @@ def cluster(
 
 
 def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
-    """Return the OPTICS cluster of each point; −1 for noise. The result equals scikit-learn's."""
+    """Return the OPTICS cluster of each point; −1 for noise. The result is the same as in scikit-learn."""
     from sklearn.cluster import cluster_optics_xi
 
     if len(points) < max(min_samples, 3):

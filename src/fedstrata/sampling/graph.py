@@ -23,7 +23,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
 
 MOST_CLIENTS = 2000
-"""The largest number of clients. On one core, the shortest paths between all clients take 1 s for 1,000 clients, and 12
+"""The maximum number of clients. On one core, the shortest paths between all clients take 1 s for 1,000 clients, and 12
 s for 2,000 clients."""
 
 
@@ -33,7 +33,7 @@ class GraphState:
 
     Args:
         labels: The clients' label counts.
-        times: The number v of times that each client in ``labels.known`` was counted, int64.
+        times: The number v_k of times that each client k in ``labels.known`` was chosen, int64.
     """
 
     labels: LabelCounts
@@ -50,8 +50,8 @@ class Graph(ClientSampler):
     - The number v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients. The
       variance Var(v + s) is over all N clients, with the divisor N − 1.
 
-    The paper finds the best set. This implementation adds clients one by one, and then exchanges clients until no
-    exchange improves the set. Ties are broken at random.
+    The paper finds the best set. This implementation adds clients one by one, and then swaps chosen clients with other
+    clients until no swap improves the set. Ties are broken at random.
 
     Each client sends its label counts once. In the long run, all clients that are available often enough are chosen
     equally often.
@@ -83,7 +83,9 @@ class Graph(ClientSampler):
             problem = (
                 f"computes all shortest paths between {config.clients} clients, which takes too long. Use at most "
             )
-            raise SpecError("method.client_sampler", f"{problem}{MOST_CLIENTS} clients, or fedentopt.", self.name)
+            raise SpecError(
+                "method.client_sampler", f"{problem}{MOST_CLIENTS} clients, or the sampler fedentopt.", self.name
+            )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for the clients' label counts, which the sampler sends once per run."""
@@ -95,7 +97,7 @@ class Graph(ClientSampler):
         return GraphState(labels, np.zeros(len(labels.known), dtype=np.int64))
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Choose the clients of the round, and count them."""
+        """Choose the clients of the round. If invitations are counted, add 1 to the count of each of these clients."""
         known, counts, times = state.labels.known, state.labels.counts, state.times
         places = np.flatnonzero(np.isin(known, federation.candidates()))
         m = min(federation.config.training.invited(federation.config.clients), len(places))
@@ -116,7 +118,7 @@ class Graph(ClientSampler):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """If replies are counted, add 1 to the count of each client that replied.
 
-        If invitations are counted, do nothing.
+        If invitations are counted, the state does not change.
         """
         if self.counted == "invited":
             return state
@@ -143,8 +145,8 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
 
     Args:
         counts: The label counts of each client, shape (N, C).
-        epsilon: ε.
-        sigma: σ².
+        epsilon: The similarity ε above which two clients are joined by an edge.
+        sigma: The constant σ² in the length of an edge.
     """
     n = len(counts)
     lengths = np.linalg.norm(counts, axis=1, keepdims=True)
@@ -168,15 +170,15 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
 
 @lru_cache(maxsize=2)
 def _distances(counts: bytes, classes: int, epsilon: float, sigma: float) -> Floats:
-    """Return ``distances`` of label counts, given as the bytes of their int64, shape (N, ``classes``)."""
+    """Return ``distances`` for label counts that are given as the bytes of an int64 array, shape (N, ``classes``)."""
     return distances(np.frombuffer(counts, dtype=np.int64).reshape(-1, classes), epsilon, sigma)
 
 
 def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
     """Choose m clients that maximise their mean distance minus the sum of their costs, and return their indices.
 
-    The best clients are added one by one. Chosen clients are then exchanged with other clients until no exchange
-    improves the set. If several clients are equally good, the first client is used.
+    The best clients are added one by one. Chosen clients are then swapped with other clients until no swap improves the
+    set. If several clients are equally good, the first client is used.
 
     Args:
         apart: The distance between each pair of n clients, shape (n, n).

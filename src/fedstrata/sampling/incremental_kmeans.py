@@ -22,7 +22,7 @@ from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
-"""The largest number of steps of Lloyd's iteration per round. The next round continues an unfinished iteration."""
+"""The maximum number of steps of Lloyd's iteration per round. The next round continues an unfinished iteration."""
 
 UNASSIGNED = -1
 """The label of a row without a stratum."""
@@ -40,7 +40,7 @@ class Clusters:
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
         lower: A lower bound on the distance of each row to the centre of any other stratum, shape (n,), float64.
-        renewed: The number of rows that were replaced or added since the last start of k-means from scratch.
+        renewed: The number of rows that were replaced or added since k-means last started from scratch.
     """
 
     centres: Floats32
@@ -154,7 +154,7 @@ def _scale(norms: Floats) -> float:
 def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: float) -> Floats:
     """Return the distances between rows and centres, divided by ``scale``, shape (rows, H).
 
-    The rows are the rows at ``indices``, or all rows if ``indices`` is None.
+    Only the rows at ``indices`` are used, or all rows if ``indices`` is None.
     """
     scaled = centres / np.float32(scale)
     products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T

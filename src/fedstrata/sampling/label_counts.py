@@ -17,7 +17,7 @@ from fedstrata.federation.messages import Reply, Request, RequestRule
 from fedstrata.federation.reply_checks import require_shape
 
 MOST_SAMPLES = 2**40
-"""The largest number of samples of a label that a client may report, so that sums over clients fit into 64 bits."""
+"""The maximum number of samples per label that a client may report, so that sums over clients fit into 64 bits."""
 
 
 @record("LabelReply")
@@ -49,9 +49,9 @@ class LabelReport(Request):
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
-            raise ReplyRefusedError("a label occurs twice")
+            raise ReplyRefusedError("a label occurs twice in the reply")
         if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
-            raise ReplyRefusedError(f"a count is not between 1 and {MOST_SAMPLES}")
+            raise ReplyRefusedError(f"a number of samples is not between 1 and {MOST_SAMPLES}")
 
 
 @record("LabelCounts")
@@ -92,5 +92,5 @@ class LabelCounts:
 
 
 def allowed_label_counts() -> Allowed:
-    """Return the declaration with which real sites accept the request of ``LabelCounts.ask``."""
+    """Return the declaration of the request that ``LabelCounts.ask`` sends. Sites refuse undeclared requests."""
     return Allowed(LabelReport)

@@ -1,4 +1,4 @@
-"""Sample data as in FedSTaS: clients use a part of their samples, and can hide their sizes (FedSTaS §2.4)."""
+"""Sample data as in FedSTaS: clients use some of their samples, and can hide how many they have (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fedstrata.sampling.client_sizes import (
 )
 
 Estimates = Literal["round", "pooled"]
-"""The estimate that a round uses: the round's own estimate, or the mean of all estimates so far."""
+"""The estimate that a round uses: the round's own estimate, or the mean of the estimates of all rounds so far."""
 
 
 @record("FedSTaSDataState")
 class FedSTaSDataState:
-    """The running mean of a round's estimated total number of samples.
+    """The running mean, over rounds, of the participants' estimated total number of samples.
 
     Args:
-        total: The sum of the estimates so far.
-        rounds: The number of estimates so far.
+        total: The sum of the estimates of all rounds so far.
+        rounds: The number of rounds in this sum.
     """
 
     total: float
@@ -44,12 +44,12 @@ class FedSTaSDataState:
 
 @record("FedSTaSAnswersState")
 class FedSTaSAnswersState(FedSTaSDataState):
-    """The running mean of the estimates, and the clients' answers, which later rounds use again.
+    """The running mean of the estimates, and the numbers that clients reported, which later rounds use again.
 
     Args:
-        total: The sum of the estimates so far.
-        rounds: The number of estimates so far.
-        answered: The answers of all clients that have answered.
+        total: The sum of the estimates of all rounds so far.
+        rounds: The number of rounds in this sum.
+        answered: The numbers of samples that clients have reported.
     """
 
     answered: AnswersState
@@ -119,17 +119,17 @@ class FedSTaSData(DataSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' sizes; an empty list with ``share``, which needs no request."""
+        """Return the request for the participants' numbers of samples; empty with ``share``, which needs no request."""
         if self.share is not None:
             return []
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     def init(self, federation: Federation) -> Tree:
-        """Return a state without estimates and answers."""
+        """Return a state without estimates and without reported numbers."""
         return FedSTaSAnswersState(0.0, 0, AnswersState.empty()) if self.reuse else FedSTaSDataState(0.0, 0)
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for sizes that are not known. Return the requested number of samples, divided by the estimated total."""
+        """Ask for unknown numbers of samples. Return the requested number, divided by the estimated total number."""
         if self.share is not None:
             return self.share, state, {"keep": self.share, **_expected(federation, self.share, clients)}
         known = state.answered if self.reuse else None
@@ -156,9 +156,9 @@ class FedSTaSData(DataSampler):
 def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> dict[str, float]:
     """Return the expected number of samples that clients use, in a simulation; otherwise an empty mapping.
 
-    Only simulations know the true sizes. With this number, methods can be compared at equal numbers of samples. With an
-    estimate from a single round, the number is slightly larger than n*. If the bound M clips sizes, the number is much
-    larger than n*.
+    Only simulations know how many samples each client has. With the expected number, methods can be compared at equal
+    numbers of samples. With an estimate from a single round, the expected number is slightly larger than n*. If clients
+    have more samples than the bound M, the expected number is much larger than n*.
     """
     sizes = federation.config.sizes
     return {} if sizes is None else {"expected_samples": keep * float(sizes[list(clients)].sum())}

@@ -1,4 +1,4 @@
-"""Requests of samplers to clients for sizes, compressed gradients, sketches of models, and losses."""
+"""Requests from samplers to clients: for numbers of samples, compressed gradients, sketches of models, and losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.federation.reply_checks import require_shape
 from fedstrata.sampling.quantization import restore
 
 MOST_SAMPLES = 2**31
-"""The largest number of samples that a client may report. The sum over a million clients still fits into 64 bits."""
+"""The maximum number of samples that a client may report. The sum over a million clients still fits into 64 bits."""
 
 
 def sketch_length(params: Params, coordinates: int) -> int:
@@ -31,10 +31,10 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("SizeReply")
 class SizeReply(Reply):
-    """The client's number of samples, or a random answer that hides this number.
+    """The client's number of samples, or a random number that hides the true number.
 
     Args:
-        samples: The number of samples, or the random answer.
+        samples: The number of samples, or the random number.
     """
 
     samples: int
@@ -47,8 +47,8 @@ class SizeReport(Request):
     Args:
         round: The round, counted from 1.
         bound: The public bound M on the number of samples. The value 0 asks for the exact number.
-        alpha: The probability that the client answers with its true number (at most M − 1) instead of a random number;
-            see ``fedstrata.sampling.client_sizes``.
+        alpha: The probability that the client reports its true number (at most M − 1) instead of a random number; see
+            ``fedstrata.sampling.client_sizes``.
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply
@@ -59,14 +59,14 @@ class SizeReport(Request):
     alpha: float
 
     def check(self, reply: SizeReply) -> None:
-        """Refuse a size outside the possible range."""
+        """Refuse a number of samples outside the possible range."""
         if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
             raise ReplyRefusedError(f"the number of samples {reply.samples} is impossible")
 
 
 @record("CompressReply")
 class CompressReply(Reply):
-    """A quantized gradient, or a gradient that is not quantized.
+    """The gradient of a client's loss, which may be quantized.
 
     Args:
         centres: The d' values X that occur in the quantized gradient, shape (d',), float32. If the gradient is not
@@ -85,7 +85,7 @@ class CompressReply(Reply):
         """The gradient as floats, shape (length,).
 
         Raises:
-            ValueError: The codes do not fit the length or the centres.
+            ValueError: The codes do not match the length or the centres.
         """
         centres: Floats32 = self.centres.numpy()
         whole = len(centres) == self.length and not len(self.codes)
@@ -99,7 +99,7 @@ class Compress(ModelRequest):
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        centres: The largest number d' of different values in the quantized gradient. With 0, the gradient is not
+        centres: The maximum number d' of different values in the quantized gradient. With 0, the gradient is not
             quantized.
         coordinates: The length to which a random projection reduces the gradient before quantization (K_desired in the
             paper). With 0, the gradient is not projected.

@@ -15,7 +15,8 @@ from fedstrata.sampling.base import ClientSampler, Selection
 class Poisson(ClientSampler):
     """Draws each of N clients independently with probability ``training.clients_per_round`` / N.
 
-    The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, these draws lower ε.
+    The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, the random choice of
+    clients lowers ε.
     """
 
     needs_replies = ""

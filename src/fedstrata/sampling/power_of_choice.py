@@ -46,11 +46,11 @@ class PowerOfChoice(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return two requests: one for clients' sizes (once per run), and one for candidates' losses (every round)."""
+        """Return two requests: for numbers of samples (once per run), and for candidates' losses (in every round)."""
         return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:
-        """Ask all clients for their sizes."""
+        """Ask all clients for their numbers of samples."""
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:

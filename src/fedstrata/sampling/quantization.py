@@ -60,7 +60,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
     Args:
         values: The vector, shape (d,).
-        centres: The largest number d' of clusters, at most 255.
+        centres: The maximum number d' of clusters, at most 255.
 
     Returns:
         Two arrays. The first array contains the means, ascending, shape (d',) or shorter if the vector has fewer
@@ -99,10 +99,10 @@ def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats
     The argument ``packed`` contains the codes (indices of centres) in the form that ``pack`` returns.
 
     Raises:
-        ValueError: The codes do not fit the length or the centres.
+        ValueError: The codes do not match the length or the centres.
     """
     codes = np.stack([packed >> 4, packed & 15], axis=1).ravel()[:length] if len(centres) <= 16 else packed
     if len(codes) != length or (length and codes.max() >= len(centres)):
-        raise ValueError(f"{len(packed)} bytes of codes do not fit {length} coordinates and {len(centres)} centres")
+        raise ValueError(f"{len(packed)} bytes of codes do not match {length} coordinates and {len(centres)} centres")
     restored: Floats32 = centres[codes]
     return restored

@@ -79,14 +79,14 @@ def update_sketches(
     """Store sketches of the models that the participants of a round sent back.
 
     Args:
-        state: The sketches so far.
+        state: The sketches before the round.
         replies: A mapping from each participant to its reply, which contains the trained model.
         coordinates: The length K of a sketch. With 0, a sketch contains all parameters.
         seed: The experiment's seed.
         updates: Whether to store sketches of updates (trained minus received model) instead of sketches of models.
 
     Returns:
-        The sketches so far, with new sketches for the participants that trained.
+        The sketches before the round, with new sketches for the participants that trained.
     """
     # A client that took no step sent back the model that it received, which says nothing about the client's data.
     models = {client: reply.weights.params for client, reply in replies.items() if reply.trained}

@@ -38,10 +38,10 @@ Start = Literal["k-means++", "random"]
 Draws = Literal["sequential", "systematic"]
 
 LARGE = 1000
-"""The largest number of clients that, by default, all send new gradients in every round."""
+"""The maximum number of clients for which, by default, all clients send new gradients in every round."""
 
 FITTED = 1000
-"""The largest number of clients for which k-means and the spread of each stratum use all clients.
+"""The maximum number of clients for which k-means and the spread of each stratum use all clients.
 
 With more clients, k-means and the spread use a random subset of this size. All other clients join the stratum with the
 nearest centre.
@@ -149,23 +149,26 @@ class Stratified(ClientSampler):
         return "neyman" if self._renewal(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse settings that do not fit each other, the clients or the model. Warn about fewer draws than strata."""
+        """Refuse settings that contradict each other, the clients or the model. Warn about fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
-            problem = "draws each client at most once, but replacement = true. Set replacement to false."
+            problem = "draws each client at most once, but replacement = true. Set replacement = false."
             raise SpecError("method.client_sampler.draws", problem, self.draws)
         if self._renewal(config) == "all" and self.gradients == "updates":
-            problem = "only participants send updates. Set method.refresh = 'participants', or use 'asked'."
+            problem = "only participants send updates. Set method.refresh = 'participants', or "
+            problem += "method.gradients = 'asked'."
             raise SpecError("method.gradients", problem, self.gradients)
         if self.compared == "centroids" and self._renewal(config) == "updates":
-            problem = "updates are not compressed and have no centroids. Use 'restored', or set gradients = 'asked'."
+            problem = "updates are not compressed and have no centroids. Set method.compared = 'restored', or "
+            problem += "method.gradients = 'asked'."
             raise SpecError("method.compared", problem, self.compared)
         if self._renewal(config) == "updates" and not config.training.optimizer.is_sgd:
-            problem = "gradients can be computed from updates only if clients use SGD. Use 'sgd', "
+            problem = "gradients can be computed from updates only if clients use SGD. Set training.optimizer = 'sgd', "
             problem += "or method.gradients = 'asked'."
             raise SpecError("training.optimizer", problem, config.training.optimizer.label)
         if self.compared == "centroids" and not self.centres:
-            problem = "gradients that are not rounded (centres = 0) have no centroids. Use 'restored', or set centres."
+            problem = "gradients that are not rounded (centres = 0) have no centroids. Set compared = 'restored', or a "
+            problem += "positive number of centres."
             raise SpecError("method.compared", problem, self.compared)
         if self.strata > config.clients:
             raise SpecError(
@@ -191,8 +194,8 @@ class Stratified(ClientSampler):
         of local steps depends on the client's number of samples.
         """
         if self._renewal(config) == "updates" and config.training.local_steps is None:
-            problem = "updates would disclose the sizes of clients, which method.data_sampler keeps private"
-            accepted = "Use 'asked', or set training.local_steps."
+            problem = "updates would disclose the clients' numbers of samples, which method.data_sampler keeps private"
+            accepted = "Set method.gradients = 'asked', or training.local_steps."
             raise SpecError("method.gradients", f"{problem}. {accepted}", "updates")
 
     @override
@@ -290,11 +293,12 @@ class Stratified(ClientSampler):
             federation: The federation.
             state: The sampler's state.
             available: The indices in ``state.known`` of the available clients, ascending, shape (n,).
-            count: The largest number of strata.
+            count: The maximum number of strata.
 
         Returns:
-            Four values: the new state; the stratum of each available client, shape (n,); the spread of the gradients in
-            each stratum (see ``allocation.spread``), shape (H,); and the spread over all clients.
+            The new state, the stratum of each available client, shape (n,), and two spreads (see
+            ``allocation.spread``). The first is the spread of the gradients in each stratum, shape (H,). The second is
+            the spread over all clients.
         """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._renewal(federation.config) != "all":
@@ -320,8 +324,7 @@ class Stratified(ClientSampler):
         """Renew the compressed gradients.
 
         Returns:
-            The new state, and the candidates. If all candidates were asked, candidates that did not answer are left
-            out.
+            The new state, and the candidates. If all candidates were asked, candidates that did not reply are left out.
         """
         config = federation.config
         renewal, training = self._renewal(config), config.training
@@ -372,7 +375,7 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
 
     Args:
         points: The compressed gradient of each client, shape (N, d).
-        count: The largest number of strata. The number is smaller if there are fewer different gradients.
+        count: The maximum number of strata. The number of strata is smaller if there are fewer different gradients.
         seed: The experiment's seed.
         round: The round, counted from 1.
         start: See ``Stratified``.

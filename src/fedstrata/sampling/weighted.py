@@ -1,4 +1,4 @@
-"""Sample clients in proportion to their size (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
+"""Sample clients in proportion to their numbers of samples (Li et al. 2020, On the Convergence of FedAvg)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Weighted(ClientSampler):
     replacement: bool = True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' sizes, which the sampler sends once per run."""
+        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
-        """Ask all clients for their sizes."""
+        """Ask all clients for their numbers of samples."""
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw the clients of the round in proportion to their sizes."""
+        """Draw the clients of the round in proportion to their numbers of samples."""
         clients, sizes = state.among(federation.candidates())
         m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
         if len(clients) == 0:

@@ -457,5 +457,5 @@ def test_labels_of_a_data_frame_are_numbers_if_the_task_says_so():
 
 def test_a_table_with_many_whole_numbers_needs_the_task():
     frame = {"x": [float(n) for n in range(300)], "days": list(range(300))}
-    with pytest.raises(SpecError, match=r"task: is not set, and y_train has \d+ different whole numbers"):
+    with pytest.raises(SpecError, match=r"task: is not set, and y_train has \d+ different integers"):
         fs.from_dataframe(frame, label="days")

@@ -71,7 +71,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "y_train has shape (4,). Use shape (N, …), with one class for each",
     ),
     ({"y_test": np.zeros((4, 3, 2), dtype=int)}, "y_test: a sample has the shape (3, 2), but"),
-    ({"y_train": np.zeros((4, 2, 3))}, "y_train is of type float64. The task needs whole numbers as targets"),
+    ({"y_train": np.zeros((4, 2, 3))}, "y_train is of type float64. The task needs integers as targets"),
     ({"task": Segmentation(outputs=2)}, "y_train contains 2. Use 0…1, or task.ignore = -100"),
     ({"y_test": np.full((4, 2, 3), -1)}, "y_test contains -1. Use 0…2, or task.ignore = -100"),
 ]

@@ -15,7 +15,7 @@ from fedstrata.data.subsets import by_class
 
 
 def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
-    """Draw logarithms of Dirichlet shares along the last axis, which are finite even for very small α.
+    """Draw the logarithms of Dirichlet shares. The logarithms are finite even for very small α.
 
     A Dirichlet share is a gamma variate divided by the sum of all gamma variates. For small α, gamma variates underflow
     to 0. The function therefore draws log(Gamma(α)) as log(Gamma(α + 1)) + log(U)/α with a uniform U (Marsaglia and
@@ -23,7 +23,7 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 
     Args:
         alpha: The concentrations α, all positive, shape (…, C).
-        rng: The generator of the draws.
+        rng: The random generator.
 
     Returns:
         The logarithms, in the shape of ``alpha``. The shares themselves add up to 1 along the last axis.
@@ -37,13 +37,14 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    Numbers of samples are rounded at random, so that each client's expected number is exactly proportional to its draw.
+    Numbers of samples are rounded at random, so that each client's expected number is exactly proportional to its
+    share.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
         clients: The number of clients N.
         alpha: The concentration α, the same for each client.
-        rng: The generator of the draws.
+        rng: The random generator.
 
     Returns:
         The owner of every sample, as an array of shape (samples,).
@@ -65,9 +66,9 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
-        sizes: The number of samples of each client, shape (N,). The sum must be the number of all samples.
+        sizes: The number of samples of each client, shape (N,). The sum must be the total number of samples.
         log_mix: The logarithms of each client's class probabilities, shape (N, C).
-        rng: The generator of the draws.
+        rng: The random generator.
 
     Returns:
         The owner of every sample, as an array of shape (samples,).
@@ -98,13 +99,13 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose the classes of each client at random.
 
-    A client's classes are all different, and each class goes to equally many clients (±1). Any two classes can occur
-    together at a client.
+    A client's classes are all different, and each class goes to equally many clients (±1). A client can have any
+    combination of classes.
 
     Args:
         each: The number of classes of each client, at most ``classes``, shape (N,).
         classes: The number of classes C.
-        rng: The generator of the choices.
+        rng: The random generator.
 
     Returns:
         The client and the class of each holding, as two arrays with one entry per holding, sorted by client.
@@ -164,8 +165,8 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
         owner: The owner of every sample, as an array of shape (samples,). There must be at least ``clients`` ·
             ``least`` samples.
         clients: The number of clients N.
-        least: The smallest number of samples that a client may have.
-        rng: The generator that selects the samples and their new owners.
+        least: The minimum number of samples per client.
+        rng: The random generator that selects the samples and their new owners.
 
     Returns:
         The new owner of every sample, shape (samples,).
@@ -183,7 +184,9 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 
 
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
-    """Return how many samples each client loses if ``amount`` samples are taken one by one from the largest client.
+    """Return how many samples each client loses if samples are taken one by one from the largest client.
+
+    In total, ``amount`` samples are taken. Each sample is taken from the client that is the largest at this point.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]

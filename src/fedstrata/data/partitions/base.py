@@ -1,4 +1,4 @@
-"""Define the base class of all partition schemes, their registry, and their result: which client has which samples."""
+"""Define the base class and the registry of partition schemes, and their result: which client has which samples."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Assignment:
 
     def __getitem__(self, client: int) -> Ints:
         if not 0 <= client < len(self.offsets) - 1:
-            raise IndexError(f"client {client} of {len(self)}")
+            raise IndexError(f"client {client} does not exist. Use 0…{len(self) - 1}.")
         return self.indices[self.offsets[client] : self.offsets[client + 1]]
 
     @property
@@ -82,7 +82,7 @@ class Assignment:
     def names(self, dataset: Dataset) -> list[str]:
         """Return the name of each client.
 
-        If the data set does not define the clients, the names are the clients' ids, 0 … N − 1, as text.
+        If the data set does not define the clients, the names are the clients' ids, 0 … N − 1, as strings.
 
         Args:
             dataset: The data set that was divided.
@@ -112,7 +112,8 @@ Clients = Annotated[PositiveInt, Field(le=10_000_000)]
 class Partition(Setting):
     """The division of the training set among the clients.
 
-    Your own scheme derives from this class and implements ``assign``. The method ``split`` checks its result.
+    To write your own scheme, derive a class from this class, and implement ``assign``. The method ``split`` checks the
+    result of ``assign``.
 
     Args:
         clients: Number of clients.
@@ -132,7 +133,7 @@ class Partition(Setting):
 
     @abstractmethod
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints | Sequence[Ints]:
-        """Divide the samples. The result depends only on the arguments and settings.
+        """Divide the training samples among the clients. The result depends only on the arguments and settings.
 
         Args:
             labels: The label of every training sample, shape (samples,).
@@ -180,7 +181,7 @@ class Partition(Setting):
             if len(result) != samples:
                 raise wrong(f"returned {len(result)} owners for {samples} samples. Return one owner per sample.")
             if samples and not (result.min() >= UNUSED and result.max() < self.clients):
-                raise wrong(f"returned owners {result.min()}…{result.max()}. Return only 0…{self.clients - 1}.")
+                raise wrong(f"returned owners {result.min()}…{result.max()}. Return only clients 0…{self.clients - 1}.")
             assignment = Assignment.from_owners(result, self.clients)
         else:
             assignment = Assignment.from_lists(list(result))
@@ -188,7 +189,7 @@ class Partition(Setting):
                 raise wrong(f"returned {len(assignment)} lists for {self.clients} clients. Return one list per client.")
         indices = assignment.indices
         if len(indices) and not (indices.min() >= 0 and indices.max() < samples):
-            raise wrong(f"returned samples {indices.min()}…{indices.max()}. Return only 0…{samples - 1}.")
+            raise wrong(f"returned samples {indices.min()}…{indices.max()}. Return only indices 0…{samples - 1}.")
         held = np.bincount(indices, minlength=samples)
         if held.max(initial=0) > 1:
             raise wrong(f"gives sample {int(held.argmax())} to {held.max()} clients. Give each sample to one client.")
@@ -215,6 +216,6 @@ PARTITIONS = Registry(
         "single-client": "fedstrata.data.partitions.natural:SingleClient",
     },
 )
-"""The values of ``[partition] name``."""
+"""The possible values of ``partition.name``."""
 
 AnyPartition = Annotated[Partition, FromRegistry(PARTITIONS, default="dirichlet")]

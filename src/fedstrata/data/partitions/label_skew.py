@@ -158,7 +158,7 @@ def _held(
         labels: The class (or domain) of every sample, shape (samples,).
         each: The number of classes of each client, shape (N,).
         size: The number of samples of each client; None to use all samples.
-        rng: The generator of the choices.
+        rng: The random generator.
         kind: ``"class"`` or ``"domain"``, for error messages.
 
     Returns:
@@ -185,7 +185,8 @@ def _held(
     quota = None
     if size is None:
         wanted = np.bincount(held) * min(partition.min_size, 1)
-        problem, size_key, value = "clients need one. Use fewer clients, or min_size = 0.", "clients", partition.clients
+        problem = "clients need one each. Use fewer clients, or min_size = 0."
+        size_key, value = "clients", partition.clients
     else:
         if size < most:
             raise SpecError(

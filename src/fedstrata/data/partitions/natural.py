@@ -41,12 +41,12 @@ class Natural(Partition):
         """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
-            SpecError: The data have no client ids, or fewer clients than ``clients`` with ``min_size`` samples.
+            SpecError: The data have no client ids, or too few clients have at least ``min_size`` samples.
         """
         if dataset.client_train is None:
             problem = (
                 f"{dataset.name} does not identify the client of each sample. Give client_train (arrays), data.client "
-                "(a column of a hub data set) or data.schema.client (a column of a table)."
+                "(a column of a Hugging Face data set) or data.schema.client (a column of a table)."
             )
             raise SpecError("partition.name", problem, self.name)
         codes = dataset.client_train.cpu().numpy()
@@ -87,14 +87,14 @@ class SingleClient(Partition):
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme overrides ``split`` instead of ``assign``."""
-        problem = "needs the whole data set, not only its labels. Use another partition."
+        problem = "divides whole data sets, and cannot divide a list of labels. Use another partition."
         raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
         """Divide the training samples among the clients; see ``Partition.split``.
 
         Raises:
-            SpecError: A client does not exist, or the other partition does not fit the data.
+            SpecError: The client ``only`` does not exist, or the partition ``of`` cannot divide the data.
         """
         try:
             whole = self.of.split(dataset, seed)

@@ -1,4 +1,4 @@
-"""Show the samples of each label at each client, as a picture and as a table for the terminal."""
+"""Show how many samples of each label every client has, as a picture or as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""The largest number of clients that a picture shows as bubbles. For labels, the limit is half this number."""
+"""The maximum number of clients in a picture with bubbles. The maximum number of labels is half this number."""
 NAMED = 20
-"""The largest number of clients whose names are written below a picture."""
+"""The maximum number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The largest number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
+"""The maximum number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
 selection."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
@@ -38,7 +38,7 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     clients, sorted by their most frequent label.
 
     Args:
-        assignment: The partition.
+        assignment: The division of the samples among the clients.
         dataset: The data set that was divided.
         path: The file, with a suffix that determines the format, such as ``.png``.
     """
@@ -117,17 +117,17 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every: bool = False) -> ScreenTable:
-    """Return a table for the terminal, with each client's number of samples of each label.
+    """Return a table for the terminal, with each client's number of samples per label.
 
     Args:
-        assignment: The partition.
+        assignment: The division of the samples among the clients.
         dataset: The data set that was divided.
         rows: The number of clients to show. Three more rows show minimum, mean and maximum over all clients.
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns:
-        the number of labels at a client, and the percentage of samples with the client's most frequent label.
+        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns.
+        The columns contain a client's number of labels, and the percentage of samples with the most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

@@ -1,4 +1,4 @@
-"""Partition schemes of the literature. Each training sample goes to exactly one client, except with ``Given``."""
+"""Partition schemes from the literature. Each training sample goes to exactly one client, except with ``Given``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The largest number of shards if clients may be empty (``min_size = 0``), so that shards fit into memory."""
+"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -77,8 +77,8 @@ class Shards(Partition):
     """Samples are sorted by label and cut into equal shards. Each client gets the same number of shards.
 
     McMahan et al. 2017 (section 3) call this division "pathological non-IID". A shard at the border between two classes
-    has samples of both classes. A client may therefore have a few samples of an additional class. Sizes differ by at
-    most ``per_client`` samples.
+    has samples of both classes. A client may therefore have a few samples of an additional class. The clients' numbers
+    of samples differ by at most ``per_client``.
 
     Args:
         per_client: Number of shards per client.
@@ -106,9 +106,9 @@ class Shards(Partition):
 class PowerLaw(Partition):
     """Quantity skew: the number of samples of client k = 1, 2, … is proportional to k^(−exponent).
 
-    Classes are not skewed, because each client's samples are drawn at random. Sizes are rounded with the
-    largest-remainder method, and clients below ``min_size`` get samples from the largest clients. FedProx (Li et al.
-    2020, section 5) also uses a power law, but does not state its parameters.
+    Classes are not skewed, because each client's samples are drawn at random. Numbers of samples are rounded with the
+    largest-remainder method. Clients with fewer than ``min_size`` samples get samples from the largest clients. FedProx
+    (Li et al. 2020, section 5) also uses a power law, but does not state its parameters.
 
     Args:
         exponent: Exponent of the power law. With 0, all clients have equally many samples.
@@ -177,7 +177,7 @@ class Given(Partition):
 
     @property
     def covers(self) -> bool:
-        """False, because samples may be left out."""
+        """Whether every sample must belong to a client: False, because the lists may leave out samples."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
@@ -205,8 +205,8 @@ def _indices_in(file: object) -> list[list[int]]:
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
         problem = (
-            "must contain whole numbers: an array 'indices', and an array 'offsets' from 0 to the number of indices, "
-            f"{indices.size}."
+            "must contain two arrays of integers: 'indices', and 'offsets', which ascends from 0 to the number of "
+            f"indices, {indices.size}."
         )
         raise SpecError("file", problem, str(file))
     return [part.tolist() for part in np.split(indices, ends[1:-1])]

@@ -19,7 +19,7 @@ class ServerData:
 
     Args:
         data: The data set.
-        assignment: The samples of the clients.
+        assignment: The samples of each client.
     """
 
     data: Dataset

@@ -32,7 +32,7 @@ class Targets:
         train: The targets of the training samples, shape (N, …).
         test: The targets of the test samples, in the same form as ``train``.
         names: The name of each output of the model, such as the name of a class; empty if outputs have no names.
-        outputs: The number of outputs of the model for a sample, a token or a pixel.
+        outputs: The number of model outputs per sample, token or pixel.
     """
 
     train: Tensor
@@ -42,7 +42,7 @@ class Targets:
 
 
 class Task(Setting):
-    """A learning task. Your own task derives from this class; see the guide "Your task".
+    """Base class of learning tasks, including your own tasks; see the guide "Your task".
 
     In all methods, *outputs* are the values that the model returns for a batch of B samples. The *targets* are the
     stored targets of these samples, shape (B, …).
@@ -52,8 +52,7 @@ class Task(Setting):
     """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries of ``rows`` from which metrics are computed. The entry of several samples is the sum of the samples'
-    entries.
+    """The entries of ``rows`` from which metrics are computed. An evaluation adds up each entry over the samples.
     """
 
     weighted: ClassVar[bool] = False
@@ -143,7 +142,7 @@ class Task(Setting):
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
-        """Return a sort key for each sample, shape (N,). Held-out samples are spread evenly over the sorted samples."""
+        """Return a sort key per sample, shape (N,). Held-out samples are spread evenly over the sorted samples."""
         return np.zeros(len(targets), dtype=np.int64)
 
     @property
@@ -155,27 +154,27 @@ class Task(Setting):
         """Return the task with settings that depend on the training targets, such as their mean.
 
         Args:
-            known: The statistics of the clients' training targets, with one column for each value of a target. The
-                entry ``counts["y"]`` contains how often each value of ``counted`` occurs.
+            known: The statistics of the clients' training targets, with one column for each component of a target. The
+                entry ``counts["y"]`` says how often each value of ``counted`` occurs.
         """
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values that ``fitted`` needs to count, shape (N,); None if counts are not needed."""
+        """Return the values whose frequencies ``fitted`` needs, shape (N,); None if frequencies are not needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
-        """Raise ``SpecError`` if the task cannot be used with data that stay at real sites.
+        """Raise ``SpecError`` if the task cannot be used in a deployment.
 
         Args:
             label: The column with the labels; None for arrays.
             n_classes: The number of classes that the spec lists; 0 if the spec does not list classes.
         """
-        problem = "cannot be used at real sites, where the label of a sample must be one class or one number."
+        problem = "cannot be used in a deployment, where the label of a sample must be one class or one number."
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
-        """Return the required shape if a model's outputs do not fit the targets; otherwise an empty string.
+        """Return the required shape as a string if a model's outputs have another shape; otherwise an empty string.
 
         Args:
             outputs: The outputs of the model.
@@ -203,6 +202,6 @@ TASKS: Registry[Task] = Registry(
         "segmentation": "fedstrata.data.tasks.segmentation:Segmentation",
     },
 )
-"""The values of ``[task] name``."""
+"""The possible values of ``task.name``."""
 
 AnyTask = Annotated[Task, FromRegistry(TASKS)]

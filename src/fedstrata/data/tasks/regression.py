@@ -25,8 +25,8 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss
 class Regression(Task):
     """Prediction of one or more numbers per sample, such as a length of stay.
 
-    The model learns standardised targets: (target − mean) / deviation. Losses refer to standardised targets, and
-    metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
+    The model learns standardised targets: (target − mean) / deviation. Losses are computed from standardised targets,
+    and metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
     clients' training targets.
 
     Args:
@@ -145,11 +145,11 @@ class Regression(Task):
     @override
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
         if label is None:
-            problem = "needs numbers as labels, which real sites read from tables. Describe the table in data.schema."
+            problem = "needs numbers as labels, which sites read only from tables. Describe the table in data.schema."
             raise SpecError("task", problem, self.name)
         if self._needs_edges and self.step is None:
-            problem = f"is required at real sites, which count rounded values of column {label!r} for task.bins. "
-            raise SpecError("task.step", problem + "Set task.step, or use task.edges instead of task.bins.")
+            problem = f"is required in a deployment, where sites count rounded values of column {label!r} for task.bins"
+            raise SpecError("task.step", f"{problem}. Set task.step, or use task.edges instead of task.bins.")
 
     @override
     def fitted(self, known: Statistics) -> Regression:
