@@ -56,7 +56,7 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant draws samples at random, so that all participants together use a requested number of samples.
+    """Each participant uses each sample with the same probability, so that a round uses a requested number of samples.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
