@@ -62,7 +62,7 @@ class Attack(Setting):
             if (largest := max(self.clients)) >= clients:
                 raise SpecError(
                     "attack.clients",
-                    f"the clients have the numbers 0 to {clients - 1}. Use these numbers.",
+                    f"is not the id of a client. Use ids from 0 to {clients - 1}.",
                     largest,
                 )
             return tuple(sorted(set(self.clients)))
@@ -100,7 +100,7 @@ class Attack(Setting):
         requests: Mapping[ClientId, Request],
         replies: Mapping[ClientId, Any],
     ) -> dict[ClientId, FitReply]:
-        """Return the replies after the attack: updates from attackers are false, and other replies do not change.
+        """Return the attackers' replies with false updates. Replies that the attack does not change are left out.
 
         Args:
             round: The round, counted from 1.
@@ -134,7 +134,7 @@ class Attack(Setting):
 
 
 class LabelFlip(Attack):
-    """Attackers replace label c of C classes by C − 1 − c, and otherwise follow the method."""
+    """Attackers replace each label c (of C classes) by C − 1 − c, and otherwise follow the method."""
 
     alters_replies = False
 
@@ -196,7 +196,7 @@ class LittleIsEnough(Attack):
 
 
 class InnerProduct(Attack):
-    """Attackers send the negative mean honest update (inner-product manipulation, Xie et al. 2019).
+    """Attackers send the mean honest update with the opposite sign (inner-product manipulation, Xie et al. 2019).
 
     Args:
         scale: Factor ε by which the mean honest update is multiplied. A small factor is harder to detect.

@@ -18,7 +18,7 @@ SHARE_BYTES = 17
 def split(
     secret: int, threshold: int, holders: int, *, prime: int = PRIME, draw: Callable[[int], int] = secrets.randbelow
 ) -> list[int]:
-    """Return the shares of the holders 1, …, n.
+    """Divide a secret into shares, and return the shares of the holders 1, …, n.
 
     Args:
         secret: A number from 0 to ``prime`` − 1.

@@ -1,4 +1,4 @@
-"""The command ``fedstrata ledger``, which shows and verifies the ledger of a site's answers."""
+"""The command ``fedstrata ledger``, which shows and verifies the ledger of a site's replies."""
 
 from __future__ import annotations
 
