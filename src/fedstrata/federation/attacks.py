@@ -53,7 +53,7 @@ class Attack(Setting):
             seed: The experiment's seed.
 
         Raises:
-            SpecError: A client does not exist, or the fraction ``share`` of the clients rounds to zero clients.
+            SpecError: An id in ``clients`` does not exist, or ``share`` is so small that no client attacks.
 
         >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
         ((1, 5, 9), (2, 7))
@@ -83,7 +83,7 @@ class Attack(Setting):
         return labels
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return the update that an attacker sends. Default: its true update.
+        """Return the update that an attacker sends. Default: the attacker's true update.
 
         Args:
             update: The update that the attacker computed, shape (d,).

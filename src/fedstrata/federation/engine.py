@@ -41,7 +41,7 @@ class FederationConfig:
         weight_diversity: Whether methods that combine clients' models record the distances between these models.
         random: Whether the model's forward pass draws random numbers during training, as a dropout layer does.
         privacy: The privacy settings, such as the minimum number of samples from which a client may compute a reply.
-        strata: Number of strata, such as the classes; 0 if samples have no strata.
+        strata: Number of strata (groups of samples, such as classes); 0 if samples have no strata.
         places: Maximum weight of a sample: the number of tokens or pixels of its target; 1 for other tasks.
         task: The task, which defines the loss.
         augment: The augmentation of the inputs on which clients train; None if inputs are not augmented.

@@ -35,7 +35,7 @@ class Relayed:
     """The result of a relay, in which a model travelled from client to client.
 
     Args:
-        weights: The model after the last client that succeeded.
+        weights: The model after the last successful hop.
         replies: A mapping from the position of each task in the relay to its reply. Failed tasks are left out.
     """
 
@@ -352,7 +352,7 @@ class Federation:
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
-                failure only at the end. The function is then called again for this hop, with None.
+                failure only at the end. In this case, the function is called a second time for this hop, with None.
             work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """

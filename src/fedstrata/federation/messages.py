@@ -27,8 +27,8 @@ Extra = dict[str, dict[str, Tensor]]
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
-"""The phase of a run in which a request comes: before the first round (``enrolment``), in a round, or when a model is
-measured (``evaluation``)."""
+"""The phase of a run in which the server sends a request: before the first round (``enrolment``), in a round, or when a
+model is measured (``evaluation``)."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one instance per phase. All Python classes of requests with this order share this instance.
+    Each client has one ``Order`` object per phase. All Python classes of requests with this order share the object.
     """
 
     def refusal(self, request: Any) -> str:
@@ -58,13 +58,13 @@ class RequestRule:
 
     Args:
         description: A description of the reply's content, which completes a sentence that begins with "It sends".
-        phase: The phase in which the request comes.
+        phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
             This rule has no effect in jobs that do not send the enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
-            these clients fails, the same request may come again.
+            these clients fails, the server may send the same request again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
         merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a
@@ -198,7 +198,7 @@ class Weights(Message):
         """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
         Raises:
-            ReplyRefusedError: There is a difference. The error message describes the first difference.
+            ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
         """
         require_like(self.params, like.params, "params")
         if self.buffers or like.buffers:
@@ -209,7 +209,7 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
     Raises:
-        ReplyRefusedError: There is a difference. The error message describes the first difference.
+        ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:

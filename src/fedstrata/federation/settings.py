@@ -111,7 +111,7 @@ class Privacy(Setting):
     """Protection of the clients' data.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
-    labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
+    labels and counts of classes with too few samples are left out of replies. A site may require more samples than the
     spec.
 
     Args:

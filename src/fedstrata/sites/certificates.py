@@ -29,7 +29,7 @@ KEY = "client.key"
 """The file of a site's private key."""
 
 KEY_BITS = 2048
-"""The number of bits of the RSA keys that NVFlare makes. A site may use a longer key."""
+"""The number of bits of the RSA keys that NVFlare creates. A site may use a longer key."""
 
 
 def key_pair(kit: Path) -> tuple[Path, Path]:
@@ -112,7 +112,7 @@ def read(path: Path, remedy: str = ASK) -> Certificate:
 
 
 def fingerprint(kit: Path) -> str:
-    """Return the SHA-256 hash of a party's certificate in hexadecimal digits, for the policies of other sites (peers).
+    """Return the SHA-256 hash of a party's certificate, which other sites enter as ``peers`` in their policies.
 
     Args:
         kit: The party's folder.

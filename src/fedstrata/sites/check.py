@@ -27,9 +27,9 @@ SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""The maximum difference in seconds between the clocks of this machine and the server that does not cause a warning."""
+"""If the clocks of this machine and the server differ by more than this number of seconds, there is a warning."""
 
-REFUSED = "Ask the administrator whether its certificate is valid and not revoked."
+REFUSED = "Ask the administrator whether the certificate of this party is valid and not revoked."
 """The advice to a site or administrator if the server refuses the connection."""
 
 SECONDS = 10.0

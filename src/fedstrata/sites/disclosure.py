@@ -88,7 +88,7 @@ class Declaration:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the declaration in plain English."""
+        """Yield lines that describe the job's requests in plain English."""
         yield f"Job {self.job}: method {self.method}, at most {self.rounds} rounds."
         if self.allowed is None:
             yield f"The method {UNDECLARED}."

@@ -19,7 +19,7 @@ AT_WORK = -1
 
 
 class LateError(WireError):
-    """A request arrived after a later request, so the server no longer needs the reply."""
+    """An error for a request that arrives after a later request. The server no longer needs the reply."""
 
 
 class RequestCache:

@@ -1,4 +1,4 @@
-"""The two components that NVFlare loads through its Collab API: the component at the server, and the one at a site."""
+"""The two components that NVFlare loads through its Collab API: one for the server of a job, and one for a site."""
 
 from __future__ import annotations
 

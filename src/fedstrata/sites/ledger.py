@@ -1,6 +1,7 @@
-"""A site's ledger: a file with an entry for each reply or refusal. It records the kind of request and the reply's size.
+"""A site's ledger: a file with an entry for each reply or refusal.
 
-The ledger is a ``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
+An entry records the kind of the request, the size of the reply and the number of samples. The ledger is a
+``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
 detects lines that were changed, removed or moved. The *head* of a ledger consists of its number of entries and its last
 checksum. The head is stored in a second file, and is sent to the server with every reply. The server writes the heads
 to the run folder. A check can therefore also detect missing lines at the end of the ledger. The ledger never contains

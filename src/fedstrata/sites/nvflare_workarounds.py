@@ -1,4 +1,4 @@
-"""Collect all code that depends on the internals of NVFlare.
+"""Work around problems of NVFlare. Only this module depends on NVFlare's internals.
 
 Each workaround names the version and the file of NVFlare. The other modules of ``fedstrata.sites`` use only NVFlare's
 documented interfaces: ``nvflare.apis``, ``nvflare.collab``, the FLARE API, and the files that NVFlare makes for each

@@ -215,7 +215,7 @@ class Policy(Setting):
         return self.dp > 0 or self.budget is not None
 
     def _check_dp(self, asked: Declaration) -> None:
-        """Refuse a job without differential privacy, with too little noise, or with other values from the samples."""
+        """Refuse a job without differential privacy, with too little noise, or with forbidden values without noise."""
         dp = asked.privacy.dp
         accepted = f"Set privacy.dp with a noise of at least {self.dp:g}." if self.dp else "Set privacy.dp."
         if dp is None:

@@ -1,8 +1,9 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
-The site adds up Rényi divergences of one order. This order is fixed at the first step under a budget. The total
-therefore bounds ε even if jobs depend on earlier answers (Feldman and Zrnic 2021, Theorem 4.1). Each round is written
-to the disk before its first step. A job that is interrupted has spent the budget of all rounds that it began.
+The site adds up Rényi divergences of one order. The order is chosen at the first step after the site has set a budget,
+and never changes. The total therefore bounds ε even if jobs depend on earlier replies (Feldman and Zrnic 2021, Theorem
+4.1). Each round is written to the disk before its first step. A job that is interrupted has spent the budget of all
+rounds that it began.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class PrivacyBudget:
         Args:
             job: The hash of the job.
             client: The client.
-            noise: The standard deviation of the noise, as a multiple of the largest norm of a gradient.
+            noise: The standard deviation of the noise, as a multiple of the maximum norm of a gradient
+                (``privacy.dp.clip``).
             rate: The sampling probability: the probability that a sample is used in a step.
             steps: The number of steps.
 

@@ -29,10 +29,10 @@ STEP = 2.0
 """The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""A disk with fewer free bytes counts as full."""
+"""A disk with fewer free bytes than this number counts as full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
-"""A mapping from the fields of a round's record that are shown as curves to the names of the curves."""
+"""A mapping from fields of a round's record to the names of the curves that show these fields."""
 
 POINTS = 300
 """The approximate maximum number of points of a curve. The number is limited because all curves are sent every two

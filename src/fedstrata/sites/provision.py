@@ -1,6 +1,6 @@
 """Create the job of a federation, and one folder each for the server, the sites and the administrator.
 
-A folder contains a certificate, settings and start scripts. NVFlare calls such a folder a start-up kit.
+Each folder contains a certificate, settings and start scripts. NVFlare calls such a folder a start-up kit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""The names of the server's folder, of the administrator's folder, and of the folder ``JOB`` inside ``ADMIN``."""
+"""The names of three folders: the server's, the administrator's, and the job's folder inside the administrator's."""
 
 GATE = "fedstrata.sites.gate.Gate"
 

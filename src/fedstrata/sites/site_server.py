@@ -463,8 +463,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site. Without this list, a client without a state would seem to be
-        missing.
+        The checkpoint also lists all clients at this site. Without this list, a client without a state would look like
+        a client whose state was lost.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}

@@ -89,7 +89,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
         as_json: Whether to print the progress as JSON.
 
     Raises:
-        SpecError: The argument ``folder`` is not a folder of these kinds.
+        SpecError: The argument ``folder`` is another kind of folder.
         DataError: A file of the run is damaged.
         FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true and the server cannot
             be reached, the request is repeated instead.

@@ -123,7 +123,7 @@ class Watch:
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
         """A mapping from each party (a site or the server) to the number of times that the job was submitted again
-        because of this party. The number starts at 0 whenever the party works again."""
+        because of this party. The number is reset to 0 when the party works again."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None

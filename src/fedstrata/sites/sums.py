@@ -66,7 +66,7 @@ class Sums:
 
     def close(self, group: str) -> None:
         """Remove the data of a group of clients after all sums of the group are computed."""
-        self.abort(group, "the group is over")
+        self.abort(group, "the group of clients no longer exists")
         with self._lock:
             _, places = self._groups.pop(group, (None, {}))
             for site in places:
@@ -79,7 +79,7 @@ class Sums:
             with self._lock:
                 group, places = self._groups.get(part.group, (None, {}))
             if group is None:
-                raise GroupBrokenError("the group is over")
+                raise GroupBrokenError("the group of clients no longer exists")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
                 raise WireError(f"site {site} sent terms of clients {part.places}, which belong to another site")
             with self._lock:

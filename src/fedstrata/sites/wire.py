@@ -227,7 +227,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay, which is to train the travelling model. The training at one client is a hop.
+    """A task for one client of a relay: to train the model that travels from client to client (a hop).
 
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
@@ -285,7 +285,7 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """A request for a relay's model after a hop (one client's training) at the site that gets the request.
+    """A request for a relay's model, sent to the site whose client trained the model in the given hop.
 
     Args:
         relay_id: The id of the relay.

@@ -263,8 +263,8 @@ class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
-    et al. 2019). The stored error of a client that takes part rarely pulls the new model towards an old model. The
-    settings ``damping`` and ``forget_after`` limit this effect.
+    et al. 2019). If a client takes part rarely, its stored error is old, and pulls the new model towards an old model.
+    The settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which the stored error is multiplied in each round.
@@ -277,7 +277,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor by which an error is multiplied after ``age`` rounds."""
+        """Return the factor by which a stored error is multiplied after ``age`` rounds."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
@@ -317,7 +317,7 @@ class TopK(WithMemory):
         d, parts = _coordinates(like), payload["all"]
         indices = _unpack(parts["places"], _bits(d), self._sent(d))
         if len(indices) and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
-            raise ReplyRefusedError(f"the indices do not ascend, or an index is not below {d}")
+            raise ReplyRefusedError(f"the indices in the payload do not ascend, or an index is not below {d}")
         flat = np.zeros(d, dtype=np.float32)
         flat[indices] = parts["values"].numpy()
         return _shaped(flat, like)

@@ -214,11 +214,11 @@ class Sums:
     total: Total
 
     def count(self, name: str) -> int:
-        """Return the sum of the clients' counts that has this name."""
+        """Return the sum of the count ``name`` over the clients."""
         return self.total.counts[name]
 
     def of(self, name: str, by: float = 1.0) -> Params:
-        """Return the weighted sum of the real numbers that has this name, divided by ``by``."""
+        """Return the weighted sum of the real numbers ``name`` over the clients, divided by ``by``."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         row = self.total.parts[name] * (numbers.weight.largest / by)
@@ -226,13 +226,13 @@ class Sums:
         return split(torch.from_numpy(row if double else row.astype(np.float32)), numbers.like)
 
     def number(self, name: str) -> float:
-        """Return the weighted sum that has this name, if each client contributes only one real number."""
+        """Return the weighted sum of the single real number ``name`` over the clients."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         return float(self.total.parts[name][0]) * numbers.weight.largest
 
     def weight(self, name: str) -> float:
-        """Return the sum of the clients' weights that has this name; see ``Weight.name``."""
+        """Return the sum of the weight ``name`` over the clients; see ``Weight.name``."""
         if name == "clients":
             return self.clients
         return self.count(name) if isinstance(self.summands[name], Count) else self.number(name)
@@ -250,7 +250,7 @@ class Sums:
 
 
 class Form(Protocol):
-    """The form in which secure sums add the replies to requests of one Python class."""
+    """A conversion of replies to vectors that a secure sum adds up. Each Python class of requests has one form."""
 
     ring: Ring
     """The layout of the vectors that are summed."""
@@ -268,7 +268,7 @@ Forms = Mapping[type[Request], Form]
 
 
 class ModelForm:
-    """The numbers that a secure sum adds from each reply to a request with a model.
+    """The form of replies to requests with a model: the numbers of each reply that a secure sum adds up.
 
     Args:
         config: The settings that server and clients share.
@@ -276,7 +276,7 @@ class ModelForm:
         summands: The numbers that are summed.
 
     Raises:
-        SpecError: A sum could overflow the numbers modulo 2³².
+        SpecError: A sum could be too large for numbers modulo 2³².
     """
 
     def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:

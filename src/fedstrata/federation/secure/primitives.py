@@ -67,7 +67,7 @@ def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """Return a key of 32 bytes, derived from a secret by HKDF with SHA-256.
 
     Args:
-        secret: A secret without structure, such as a seed or an agreed secret.
+        secret: A random secret, such as a seed or an agreed secret.
         salt: Public bytes, such as a roster's hash.
         info: A statement that contains the purpose of the key.
     """

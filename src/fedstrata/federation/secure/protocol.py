@@ -57,8 +57,8 @@ and the few sites that vote otherwise cannot reach the threshold. The server may
 different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
 revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
 
-The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
-colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
+The proof assumes the true threshold t. If a server could choose t close to n / 2, the protocol would not tolerate even
+one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
 A request may *continue* the previous request: both sums then have the same contributors. The request's hash contains
 the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
@@ -91,8 +91,8 @@ FEWEST = 3
 """The minimum number of sites in a sum. With two sites, each site could compute the other site's vector."""
 
 Confirm = Literal["needed", "always"]
-"""The cases in which sites sign the set before they reveal shares: only if a site is missing (``needed``), or
-always."""
+"""The cases in which sites sign the set of contributors before they reveal shares: only if a site is missing
+(``needed``), or always."""
 Seed = Literal["self", "pair"]
 
 
@@ -110,7 +110,7 @@ def default_threshold(sites: int, colluding: int = 0) -> int:
 
 
 class RefusedError(WithheldError):
-    """A site does not answer a message of the server, because a check failed.
+    """An error that a site raises if its check of a message from the server fails.
 
     Args:
         check: The name of the check.

@@ -29,8 +29,8 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""The number of standard deviations of the noise for which a sum has room. Larger noise reduces the accuracy, but not
-the privacy.
+"""A sum has room for noise of up to this number of standard deviations. Larger noise reduces the accuracy, but not the
+privacy.
 """
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
@@ -192,7 +192,7 @@ class Ring:
 
         Args:
             words: The message.
-            generator: The random generator of the noise, which must be secret at real sites.
+            generator: The random generator of the noise, which must be secret in a deployment.
         """
         size = sum(part.size for part in self.parts.values())
         noisy = words.copy()

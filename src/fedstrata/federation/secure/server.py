@@ -90,7 +90,7 @@ class Server:
         self.events: list[Event] = []
         self.roster: Roster | None = None
         self.members: list[str] = []
-        """The sites of the roster's sums, after ``deliver``."""
+        """The sites whose vectors are added up; empty before ``deliver`` is called."""
         self._hash = b""
         self._boxes: dict[str, Deal] = {}
         self._delivered: set[str] = set()
@@ -112,7 +112,7 @@ class Server:
             self._note("refused", sorted(twice), "These sites use the same key, so at least one site has copied a key.")
         usable = [package for package in usable if package.name not in twice][: protocol.MOST_SITES]
         if len(usable) < max(protocol.FEWEST, self.parties):
-            self._note("failed", [], f"There are only {len(usable)} sites, but a sum needs {self._fewest}.")
+            self._note("failed", [], f"Only {len(usable)} sites have sent valid keys, but a sum needs {self._fewest}.")
             return None
         self.roster = Roster(usable, protocol.default_threshold(len(usable), self.colluding))
         self._hash = self.roster.hash(self.job)
@@ -264,7 +264,7 @@ class Exchange:
         elif self.stage == "opening":
             self._open(asked)
         else:
-            raise ValueError(f"the exchange is in the stage {self.stage!r}, which expects no replies")
+            raise ValueError(f"replies are not expected in the stage {self.stage!r} of the exchange")
 
     def _collect_vectors(self, replies: Mapping[str, Any]) -> None:
         for name, reply in replies.items():
@@ -373,7 +373,7 @@ class Exchange:
                 if tried:
                     self._suspect(owner, numbers, chosen)
                 return seed
-        self._server._note("wrong share", [owner], f"No {threshold} shares determine the seed of {owner}.")
+        self._server._note("wrong share", [owner], f"No set of {threshold} shares gives the seed of {owner}.")
         self._fail(f"a seed of {owner} cannot be reconstructed")
         return None
 

@@ -44,7 +44,7 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return the factor of each holder's share: the weighted sum of the shares is the polynomial's value at ``at``.
+    """Return the factors of the shares: the sum of all factor × share is the polynomial's value at ``at``.
 
     The factors depend only on the holders, so the factors are the same for all secrets that these holders reconstruct.
 
