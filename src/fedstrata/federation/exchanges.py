@@ -111,7 +111,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for all exchanges in a run: which clients are reached, which replies are used, and what is logged.
+    """The rules for exchanges of requests and replies: clients that are reached, replies that are used, and logging.
 
     Args:
         config: The settings that server and clients share.

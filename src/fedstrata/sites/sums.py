@@ -22,7 +22,7 @@ SHARE = 0.4
 
 
 class Sums:
-    """The server's object that adds up tensors. It waits for the terms of all sites of a group, and returns the total.
+    """An object at the server that adds up tensors. For each sum, it waits for the terms of all sites of a group.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).

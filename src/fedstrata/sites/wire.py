@@ -381,11 +381,11 @@ def read(data: object, *kinds: type[Message]) -> Any:
         SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):
-        raise WireError(f"the message is of the type {type(data).__name__}, but must be bytes")
+        raise WireError(f"the message is of the type {type(data).__name__}, but bytes were expected")
     message = records.decode(data)
     if isinstance(message, Refused):
         raise SiteRefusedError(message.reason, message.for_good)
     if not isinstance(message, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise WireError(f"received the message {type(message).__name__} instead of {expected}")
+        raise WireError(f"received a message of the class {type(message).__name__} instead of a {expected}")
     return message
