@@ -156,7 +156,7 @@ class SiteServer:
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
-        """Write the ledger, and return the encoded reply. Raise ``RuleError`` if the policy forbids so many bytes."""
+        """Write the ledger, and return the encoded reply. Raise ``RuleError`` if the policy forbids this many bytes."""
         # The bytes of a ``Surveyed`` are not counted again, because ``_surveyed`` has counted them.
         if self._run is not None and not isinstance(answer, wire.Surveyed):
             try:
