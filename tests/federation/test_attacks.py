@@ -103,7 +103,10 @@ def test_the_seed_draws_the_share_of_attackers():
 @pytest.mark.parametrize(
     ("attack", "words"),
     [
-        ({"name": "sign-flip", "clients": [1, 10]}, r"attack\.clients = 10: the clients have the numbers 0 to 9"),
+        (
+            {"name": "sign-flip", "clients": [1, 10]},
+            r"attack\.clients = 10: is not the id of a client",
+        ),
         ({"name": "sign-flip", "share": 0.01}, r"attack\.share = 0\.01: is rounded to 0 of 10 clients"),
         ({"name": "sign-flip", "share": 0.2, "clients": [1]}, r"attack\.share = 0\.2: is set together with clients"),
         ({"name": "sign-flip", "clients": []}, r"attack\.clients"),

@@ -100,7 +100,7 @@ def test_trace(tmp_path):
         6: [False, False, False],
     }
     model.check(Population(3))
-    with pytest.raises(SpecError, match=r"contains client 2. Use only clients 0 to 1"):
+    with pytest.raises(SpecError, match=r"contains client 2, which does not exist\. Use only clients 0 to 1"):
         model.check(Population(2))
 
 
@@ -109,8 +109,8 @@ def test_trace(tmp_path):
     [
         ("client,from,to\n0,1,2\n", "is not a valid trace of availability: line 1 must be client,first,last"),
         ("", "is not a valid trace of availability: line 1 must be client,first,last"),
-        ("client,first,last\n0,1,2\n1,x,2\n", "is not a valid trace of availability: line 3 must have three whole"),
-        ("client,first,last\n0,1\n", "is not a valid trace of availability: line 2 must have three whole numbers"),
+        ("client,first,last\n0,1,2\n1,x,2\n", "is not a valid trace of availability: line 3 must have three integers"),
+        ("client,first,last\n0,1\n", "is not a valid trace of availability: line 2 must have three integers"),
         (
             "client,first,last\n0,3,2\n",
             "is not a valid trace of availability: the columns of line 2 must satisfy 1 <= first <= last",
@@ -135,15 +135,15 @@ def test_a_trace_in_seconds(tmp_path):
     # Rounds start after 0, 60, 120, 180 seconds.
     online = [model.online(np.array([1, 0]), round, 0).tolist() for round in range(1, 5)]
     assert online == [[False, True], [True, False], [False, False], [True, False]]
-    with pytest.raises(SpecError, match="line 2 must have three whole numbers"):
+    with pytest.raises(SpecError, match="line 2 must have three integers"):
         fs.Trace(file=trace(tmp_path, text.replace("59.5", "5.5").replace("0,0,", "0,0.5,")))
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("0,1,x", "line 2 must have a whole number and two numbers"),
-        ("0.5,1,2", "line 2 must have a whole number and two numbers"),
+        ("0,1,x", "line 2 must have an integer and two numbers"),
+        ("0.5,1,2", "line 2 must have an integer and two numbers"),
         ("0,-1,2", "the columns of line 2 must satisfy 0 <= first <= last"),
         ("0,nan,2", "the columns of line 2 must satisfy 0 <= first <= last"),
     ],
@@ -215,7 +215,7 @@ def test_the_first_table_has_the_common_settings():
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([], r"availability = \[\]: is an empty list. Give at least one table."),
+        ([], r"availability = \[\]: is an empty list. Give at least one availability model."),
         (["markov", "markof"], r"availability.1.name = 'markof': is not a known availability; did you mean 'markov'"),
         (["markov", {"p": 0.5}], r"availability.1.name: is required, but not set. Use one of: always"),
         ([{"name": "markov", "online_rounds": 0.5}], r"availability.0.online_rounds = 0.5: must be greater than or eq"),

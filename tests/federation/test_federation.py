@@ -546,13 +546,13 @@ def test_sizes_and_labels(tiny):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"samples": 2**70}, "a whole number of more than 64 bits"),
+        ({"samples": 2**70}, "an integer of more than 64 bits"),
         ({"samples": 2**62}, f"{2**62} samples, but the client has 8"),
         ({"samples": 9}, "9 samples, but the client has 8"),
         ({"weight": 2.0**62}, "a weight of 4.61169e+18, but each of its 8 samples weighs at most 1"),
-        ({"dtype": torch.float8_e4m3fn}, "a tensor of torch.float8_e4m3fn"),
-        ({"layout": "sparse"}, "a tensor that is torch.sparse_coo on cpu"),
-        ({"device": "meta"}, "on meta"),
+        ({"dtype": torch.float8_e4m3fn}, "a tensor of the unsupported type torch.float8_e4m3fn"),
+        ({"layout": "sparse"}, "a tensor with the layout torch.sparse_coo on"),
+        ({"device": "meta"}, "on the device 'meta'"),
     ],
     ids=str,
 )

@@ -214,7 +214,7 @@ def test_a_site_of_secure_sums_has_one_client(tmp_path: Path) -> None:
 def test_a_job_does_not_say_where_a_server_writes(tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
     spec = fs.Experiment.from_table({"tracking": {"tensorboard": {"dir": "/srv"}}})
-    with pytest.raises(SpecError, match="tracking: cannot be set in a job for real sites"):
+    with pytest.raises(SpecError, match="tracking: cannot be set in the job of a deployment"):
         provision(spec, Sites.read(EXAMPLE), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

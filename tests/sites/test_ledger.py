@@ -215,7 +215,7 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: 
     (ledger / HEAD).unlink()
     Ledger(ledger).append(entries(11, "b"))
     assert check(ledger, reported).problems == ["entry 11 was rewritten, and differs from the server's record"]
-    with pytest.raises(DataError, match=r"contains nothing about the site c\. Check --site\."):
+    with pytest.raises(DataError, match=r"does not contain a record of the site c\. Check --site\."):
         heads_of(tmp_path, "c")
 
 
@@ -231,7 +231,7 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
-    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before its answer was sent"]
+    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before its reply was sent"]
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:

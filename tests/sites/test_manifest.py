@@ -48,7 +48,7 @@ def test_a_manifest_names_what_a_result_was_made_from(
     assert found["sites"] == {"a": "0123", "b": "4567"}
     assert {"model.safetensors", "metrics.jsonl", "spec.toml", FINGERPRINTS} <= found["result"].keys()
     assert found["versions"]["fedstrata"]
-    with pytest.raises(DataError, match="no valid signature of this federation"):
+    with pytest.raises(DataError, match="does not have a valid signature of this federation"):
         verify(tmp_path / "run", federations / "other" / "a")
     assert main(["verify", str(tmp_path / "run"), "--kit", str(federations / "fed" / "a")]) == 0
     said = capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_a_manifest_names_what_a_result_was_made_from(
     sign(tmp_path / "run", federations / "fed" / "admin")
     text = (tmp_path / "run" / MANIFEST).read_text()
     (tmp_path / "run" / MANIFEST).write_text(text.replace("0123", "0124"))
-    with pytest.raises(DataError, match=r"no valid signature of this federation \(InvalidSignature"):
+    with pytest.raises(DataError, match=r"does not have a valid signature of this federation \(InvalidSignature"):
         verify(tmp_path / "run", federations / "fed" / "a")
     (tmp_path / "run" / MANIFEST).write_text(json.dumps(json.loads(text), indent=2) + "\n")
     (tmp_path / "run" / "model.safetensors").write_bytes(b"another")

@@ -251,7 +251,7 @@ def test_a_site_never_answers_a_question_again_with_other_noise(
     deployment = Deployment(noisy(), tmp_path)
     assert isinstance(ask_first(Malicious(deployment)), MaskedReply)
     deployment.start("a")
-    assert "this question was answered before" in ask_first(Malicious(deployment)).reason
+    assert "this request was answered before" in ask_first(Malicious(deployment)).reason
     forgetful()
     assert isinstance(ask_first(Malicious(deployment)), MaskedReply)
     (_, first), *_, (_, last) = unmasked
@@ -274,7 +274,7 @@ def test_a_site_answers_only_as_often_as_epsilon_allows(
         other = Weights({name: w + number for name, w in server.weights.params.items()}, {})
         outcomes.append(ask_first(server, other))
     assert [type(each) for each in outcomes] == [MaskedReply, MaskedReply, Failed, MaskedReply]
-    assert "the site adds noise to at most 2 answers of this job" in outcomes[2].reason
+    assert "the site adds noise to at most 2 replies to this job" in outcomes[2].reason
 
 
 def own_data(folder: Path, sites: int = 4) -> dict[str, Any]:
@@ -340,8 +340,8 @@ def test_the_ledger_names_the_noise(tmp_path: Path) -> None:
 def test_the_list_of_requests_names_the_noise() -> None:
     lines = list(declaration_of(noisy(dp={"participations": 2})).lines())
     assert lines[-2:] == [
-        "A masked answer has only the update, scaled down to the norm 0.5, with a share of noise.",
-        "The noise of a sum is at least 0.2 × 0.5. A site sends at most 2 answers.",
+        "A masked reply has only the update, scaled down to the norm 0.5, with a share of noise.",
+        "The noise of a sum is at least 0.2 × 0.5. A site sends at most 2 replies.",
     ]
 
 

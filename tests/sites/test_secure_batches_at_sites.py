@@ -111,4 +111,4 @@ def test_a_declaration_lists_what_the_server_reads_singly() -> None:
     assert "Masked of Encoded of Gradient" in text
     assert "Masked of Coefficients" in text
     assert "the requested positions for which it has no sample left (as often as the method needs it; Reserve)" in text
-    assert "From the answers, the server learns" in text
+    assert "From the replies, the server learns" in text

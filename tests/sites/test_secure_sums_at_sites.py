@@ -274,7 +274,7 @@ def test_sites_that_restart_never_mask_an_input_again(tmp_path: Path) -> None:
     assert [record["clients_trained"] for record in history] == [0, 3, 3]
     events = read_jsonl(tmp_path / "run" / "events.jsonl")
     assert [event["kind"] for event in events if event["round"] == 1] == ["refused"] * 3 + ["secure sum failed"]
-    assert "this question was answered before" in events[0]["reason"]
+    assert "this request was answered before" in events[0]["reason"]
     assert [entry.refused for entry in again.entries("a", "Masked of Fit")] == ["secure-sums", "", ""]
     # The first round is lost, so the model of the second round differs from that of the first run.
     assert not same(history, fs.run(made))
@@ -294,7 +294,7 @@ def test_another_process_of_a_site_knows_the_questions(tmp_path: Path) -> None:
     path = tmp_path / "job"
     one, other = Answered(path), Answered(path)
     one.add(b"1" * 32)
-    with pytest.raises(protocol.RefusedError, match="this question was answered before"):
+    with pytest.raises(protocol.RefusedError, match="this request was answered before"):
         other.add(b"1" * 32)
     other.add(b"2" * 32)
     assert one.read() == {b"1" * 32, b"2" * 32}
@@ -419,7 +419,7 @@ def test_a_second_start_gives_no_second_sum(tmp_path: Path) -> None:
     exchange = again.server.begin(question_of(again.fit()), again.ring.length)
     assert exchange is not None
     outcome = again.ask("a", Masked(again.fit(), exchange.outgoing["a"]))
-    assert "this question was answered before" in outcome.reason
+    assert "this request was answered before" in outcome.reason
 
 
 def any_step(server: Malicious, round: int, chance: random.Random, seen: dict[int, dict[str, Any]]) -> Any:

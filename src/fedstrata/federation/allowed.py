@@ -22,7 +22,7 @@ class Terms:
     Args:
         training: The settings of local training.
         clients: Number of clients, N.
-        strata: Number of strata, such as classes; None if the number is not known.
+        strata: Number of strata (groups of samples, such as classes); None if the number is not known.
     """
 
     training: Training
@@ -36,11 +36,11 @@ Agreed = FederationConfig | Terms
 
 @dataclass(frozen=True)
 class Bound:
-    """A condition on the value of a request's field, for fields that have more than one accepted value.
+    """A condition that the value of a request's field must satisfy, for fields with several accepted values.
 
     Args:
         description: The accepted values in words, such as ``"from 0 to 1"``.
-        holds: A function that gets a value and the round, and returns True if the value is accepted.
+        holds: A function that takes a value and the round, and returns True if the value is accepted in this round.
     """
 
     description: str
@@ -54,22 +54,22 @@ SHARE = Bound("more than 0, at most 1", lambda value, round: 0 < value <= 1)
 
 
 def by_round(description: str, value: Callable[[int], Any]) -> Bound:
-    """Return a bound that accepts one value in each round.
+    """Return a condition on a field, which accepts exactly one value in each round.
 
     Args:
         description: The accepted values in words.
-        value: A function that returns the accepted value of a round.
+        value: A function that takes a round and returns the value that is accepted in this round.
     """
     return Bound(description, lambda given, round: bool(given == value(round)))
 
 
 @dataclass(frozen=True)
 class SampleLimit:
-    """The largest number of samples from which a client computes one reply, even if the client has more samples.
+    """The maximum number of samples that a client uses for one reply, even if the client has more samples.
 
     Args:
-        samples: The largest number of samples.
-        reason: The reason for the limit, as a verb phrase that continues a sentence about the reply.
+        samples: The maximum number of samples.
+        reason: The reason for the limit: a verb phrase whose subject is the reply, such as "uses at most 32 samples".
     """
 
     samples: int
@@ -84,12 +84,12 @@ class Allowed:
         request: The Python class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to accepted values. A ``Bound`` describes several accepted
             values of a field. Fields that are not in the mapping may have any value.
-        times: Largest number of these requests. With None, only the order of requests (see ``Order``) or the client's
-            data limit this number.
+        times: Maximum number of these requests. With None, this number is limited only by the order of requests (see
+            ``Order``) or by the client's data.
         per: Whether ``times`` counts the requests of one phase of a round, or of the whole run.
-        rounds: The rounds in which the request may come: a range, or a function that returns True for these rounds.
-            Default: every round.
-        limit: The largest number of samples from which a reply is computed. Default: all samples of the client.
+        rounds: The rounds in which the server may send the request: a range, or a function that returns True for these
+            rounds. Default: every round.
+        limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
         single: Whether the server reads individual replies even with secure sums, because the replies contain no
@@ -123,7 +123,7 @@ class Allowed:
 
     @property
     def innermost(self) -> Allowed:
-        """The entry of the innermost request, which is this entry if its request does not contain another request."""
+        """The entry of the innermost request; this entry itself if its request does not contain another request."""
         return self if self.inside is None else self.inside.innermost
 
     def wrong(self, request: Request, round: int) -> str:
@@ -137,22 +137,22 @@ class Allowed:
         return ""
 
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
-        """Return this entry's sample limit if it is so small that no client may answer; otherwise None.
+        """Return the sample limit of this request if the limit is so small that no client may reply; otherwise None.
 
-        No client may answer if the limit is below ``privacy.min_samples``, except if the samples of a batch with too
-        few samples can move to a later batch.
+        No client may reply if the limit is below ``privacy.min_samples``. An exception is a request for which a client
+        can move the samples of a small batch to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
 
     def comes_in(self, round: int) -> bool:
-        """Return True if the request may come in a round."""
+        """Return True if the server may send the request in a round."""
         if self.rounds is None:
             return True
         return round in self.rounds if isinstance(self.rounds, range) else self.rounds(round)
 
     def includes(self, request: Request) -> bool:
-        """Return True if a request and its inner request (if any) have the Python classes in this entry."""
+        """Return True if a request and its inner request (if any) have the Python classes that this entry names."""
         if type(request) is not self.request:
             return False
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class Allowed:
 
 
 def step_limit(agreed: Agreed) -> SampleLimit | None:
-    """Return the largest number of samples that one update's local steps use; None if clients train for epochs."""
+    """Return the maximum number of samples in the local steps of one update; None if clients train for epochs."""
     training = agreed.training
     if training.local_steps is None:
         return None

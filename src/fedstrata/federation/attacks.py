@@ -54,7 +54,7 @@ class Attack(Setting):
             seed: The experiment's seed.
 
         Raises:
-            SpecError: A client does not exist, or the fraction ``share`` of the clients rounds to zero clients.
+            SpecError: An id in ``clients`` does not exist, or ``share`` is so small that no client attacks.
 
         >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
         ((1, 5, 9), (2, 7))
@@ -63,7 +63,7 @@ class Attack(Setting):
             if (largest := max(self.clients)) >= clients:
                 raise SpecError(
                     "attack.clients",
-                    f"the clients have the numbers 0 to {clients - 1}. Use these numbers.",
+                    f"is not the id of a client. Use ids from 0 to {clients - 1}.",
                     largest,
                 )
             return tuple(sorted(set(self.clients)))
@@ -84,7 +84,7 @@ class Attack(Setting):
         return labels
 
     def false_update(self, update: Tensor, honest: Tensor, generator: np.random.Generator) -> Tensor:
-        """Return the update that an attacker sends. Default: its true update.
+        """Return the update that an attacker sends. Default: the attacker's true update.
 
         Args:
             update: The update that the attacker computed, shape (d,).
@@ -101,7 +101,7 @@ class Attack(Setting):
         requests: Mapping[ClientId, Request],
         replies: Mapping[ClientId, Any],
     ) -> dict[ClientId, FitReply]:
-        """Return the replies after the attack: updates from attackers are false, and other replies do not change.
+        """Return the attackers' replies with false updates. Replies that the attack does not change are left out.
 
         Args:
             round: The round, counted from 1.

@@ -32,10 +32,10 @@ class Population:
     Args:
         clients: Number of clients, N.
         classes: Number of classes C, or of other strata.
-        assignment: The training samples of each client; None for real sites, because the server does not know their
-            samples.
-        y: The label of every training sample; None for real sites.
-        seed: The seed of random numbers that do not depend on the round.
+        assignment: The training samples of each client; None in a deployment, because the server does not know the
+            sites' samples.
+        y: The label of every training sample; None in a deployment.
+        seed: The seed of all random numbers that do not depend on the round.
     """
 
     clients: int
@@ -90,7 +90,7 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether the settings need simulated time, because they set a deadline, different speeds or a network."""
+        """Whether time is simulated, because the settings define a deadline, different client speeds or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
@@ -108,7 +108,7 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        The check is called once before the first round, and may store values for ``online`` in a
+        This method is called once before the first round. It may store values that ``online`` needs in a
         ``pydantic.PrivateAttr``.
 
         Args:
@@ -130,7 +130,7 @@ class Availability(Setting):
 
         Args:
             clients: The clients, shape (n,).
-            work: Number of sample-gradients (gradients of one sample) that each client computes, shape (n,).
+            work: Number of per-sample gradients that each client computes, shape (n,).
             seed: The experiment's seed.
         """
         median: NDArray[np.float64] = work * self.seconds_per_sample
@@ -245,17 +245,17 @@ class Combined(Availability):
         for place, model in enumerate(self.models):
             for key, value in common.items():
                 if (other := getattr(model, key)) not in (value, Availability.model_fields[key].default):
-                    problem = "has no effect outside the first table. Set the key in the first table, or remove it."
+                    problem = "has no effect outside the first model. Set this key in the first model, or remove it."
                     raise SpecError(f"{place}.{key}", problem, other)
         self.__dict__.update(common)
         return self
 
     def to_spec(self) -> Any:
-        """Return a list with the table of each model."""
+        """Return a list with one dict of settings for each model."""
         return [model.to_spec() for model in self.models]
 
     def check(self, population: Population) -> None:
-        """Check each of the models, with its own seed."""
+        """Check each model with its own random seed, and raise ``SpecError`` if a model does not fit the federation."""
         # ``model.check`` stores values in a model. Copy the models, so that the user's spec does not change.
         self.__dict__["models"] = tuple(model.model_copy() for model in self.models)
         for place, model in enumerate(self.models):
@@ -269,7 +269,7 @@ class Combined(Availability):
         return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds of each client according to the first model, shape (n,)."""
+        """Return the simulated seconds that each client needs, by the settings of the first model, shape (n,)."""
         return self.models[0].seconds(clients, work, seed)
 
 
@@ -279,16 +279,16 @@ def _seed_of(place: int, seed: int) -> int:
 
 
 class Availabilities(Registry[Availability]):
-    """The registry of availability models, which reads a list of several models as ``Combined``."""
+    """The registry of availability models, which combines a list of several models into a ``Combined`` model."""
 
     def parse(self, value: object) -> Availability:
-        """Build a model from a name, a table with a ``name``, or a list of names and tables."""
+        """Build an availability model from a name, a dict with a ``name``, or a list of names and dicts."""
         parse = super().parse
         if not isinstance(value, (list, tuple)):
             return parse(value)
         models = tuple(under(str(place), partial(parse, each)) for place, each in enumerate(value))
         if not models:
-            raise SpecError("", "is an empty list. Give at least one table.", value)
+            raise SpecError("", "is an empty list. Give at least one availability model.", value)
         return models[0] if len(models) == 1 else Combined(models=models)
 
 

@@ -48,7 +48,7 @@ class Correlated(Availability):
             population: The clients.
 
         Raises:
-            SpecError: The samples of the clients are not known, or have no labels.
+            SpecError: The clients' samples are not known, or have no labels.
         """
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
@@ -64,9 +64,9 @@ class Correlated(Availability):
 class LabelCorrelated(Correlated):
     """Clients with some labels are online more often than other clients (FedAU).
 
-    Each label c of C labels gets a random weight w_c, and the weights add up to 1. A client with the fraction q_c of
-    its samples in each class c is online with probability ``mean`` · C · Σ_c q_c w_c. The mean over clients is ``mean``
-    if labels are balanced.
+    Each label c of C labels gets a random weight w_c, and the weights add up to 1. Let q_c be the fraction of a
+    client's samples that are in class c. The client is online with probability ``mean`` · C · Σ_c q_c w_c. If labels
+    are balanced, this probability is ``mean`` on average over the clients.
 
     Args:
         concentration: Concentration of the Dirichlet distribution from which label weights are drawn. With a smaller
@@ -76,10 +76,10 @@ class LabelCorrelated(Correlated):
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)
 
     def relative(self, population: Population) -> Floats:
-        """Return C · Σ_c q_c w_c of each client, shape (N,), with the symbols of ``LabelCorrelated``."""
+        """Return C · Σ_c q_c w_c for each client, shape (N,). ``LabelCorrelated`` explains the symbols."""
         counts = population.labels
         if counts is None:
-            problem = "needs the labels of all clients' samples, which real sites do not reveal. Use another model."
+            problem = "needs the labels of all clients' samples, which sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)
         classes = counts.shape[1]
         weights = rng(population.seed, "label weights").dirichlet(np.full(classes, self.concentration))
@@ -102,7 +102,7 @@ class SizeCorrelated(Correlated):
     def relative(self, population: Population) -> Floats:
         """Return n to the power of ``exponent`` for each client with n samples, divided by the mean over clients."""
         if population.sizes is None:
-            problem = "needs every client's number of samples, which real sites do not reveal. Use another model."
+            problem = "needs every client's number of samples, which sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)
         powers = np.maximum(population.sizes, 1).astype(np.float64) ** self.exponent
         relative: Floats = powers / powers.mean()

@@ -1,4 +1,4 @@
-"""Availability that a file records, such as a trace of real devices."""
+"""Availability that is read from a file, such as a trace of real devices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Trace(Availability):
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
             raise ValueError("line 1 must be client,first,last")
         number: type[int | float] = int if self.round_seconds is None else float
-        numbers = "three whole numbers" if self.round_seconds is None else "a whole number and two numbers"
+        numbers = "three integers" if self.round_seconds is None else "an integer and two numbers"
         least = 1 if self.round_seconds is None else 0
         for line, row in enumerate(reader, start=2):
             try:
@@ -61,11 +61,12 @@ class Trace(Availability):
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:
-        """Refuse a file with a client that does not exist."""
+        """Refuse a file that names a client that does not exist."""
         unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
             last = population.clients - 1
-            raise SpecError("file", f"contains client {unknown[0]}. Use only clients 0 to {last}.", self.file)
+            problem = f"contains client {unknown[0]}, which does not exist. Use only clients 0 to {last}."
+            raise SpecError("file", problem, self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Return whether each client is online in a round, according to the intervals in the file."""

@@ -26,13 +26,13 @@ class Clock:
     def __init__(self, availability: Availability, seed: int) -> None:
         self._availability, self._seed = availability, seed
         self._seconds: dict[ClientId, float] = {}
-        """The seconds that each client of the current exchange has taken so far; empty between exchanges."""
+        """The simulated seconds that each client has used in the current exchange; empty between exchanges."""
 
     def start(self, work: Mapping[ClientId, float], sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
         """Begin an exchange; return the clients that receive the request and finish their work before the deadline.
 
         Args:
-            work: Number of sample-gradients (gradients of one sample) that each client computes.
+            work: Number of per-sample gradients that each client computes.
             sizes: Size of each client's request in bytes.
             log: The round's log, which records the late clients.
         """
@@ -52,10 +52,10 @@ class Clock:
         return in_time
 
     def arrive(self, sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Add the time for sending answers to the server; return the clients that answer too late.
+        """Add the time for sending replies to the server; return the clients whose replies arrive too late.
 
         Args:
-            sizes: Size of each client's answer in bytes.
+            sizes: Size of each client's reply in bytes.
             log: The round's log, which records the late clients.
         """
         availability = self._availability
@@ -70,7 +70,7 @@ class Clock:
         return late
 
     def pass_time(self, log: RoundLog) -> None:
-        """End the exchange: add the seconds of the slowest client to the log, but at most the deadline."""
+        """End the exchange: add the time of the slowest client to the round's log, but at most the deadline."""
         if self._seconds:
             last, deadline = max(self._seconds.values()), self._availability.deadline
             log.simulated_seconds += last if deadline is None else min(last, deadline)

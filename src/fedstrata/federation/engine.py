@@ -33,16 +33,16 @@ class FederationConfig:
         model: The model's architecture, to which parameters are passed.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
-        sizes: Number of samples n_k of every client, shape (N,); None at real sites. Methods use the sizes only for
+        sizes: Number of samples n_k of every client, shape (N,); None in a deployment. Methods use the sizes only for
             warnings and for simulated time, never for training.
-        most_samples: The largest number of samples that the server accepts in each client's reply, shape (N,); None if
+        most_samples: The maximum number of samples that the server accepts in each client's reply, shape (N,); None if
             the server accepts any number.
         server_data: Training samples at the server, for methods that need such samples; None at clients.
         weight_diversity: Whether methods that combine clients' models record the distances between these models.
-        random: Whether the model's forward pass draws random numbers during training, as dropout does.
-        privacy: The privacy settings, such as the smallest number of samples from which a client may compute an answer.
-        strata: Number of strata, such as the classes; 0 if samples have no strata.
-        places: Largest weight of a sample: the number of tokens or pixels of its target; 1 for other tasks.
+        random: Whether the model's forward pass draws random numbers during training, as a dropout layer does.
+        privacy: The privacy settings, such as the minimum number of samples from which a client may compute a reply.
+        strata: Number of strata (groups of samples, such as classes); 0 if samples have no strata.
+        places: Maximum weight of a sample: the number of tokens or pixels of its target; 1 for other tasks.
         task: The task, which defines the loss.
         augment: The augmentation of the inputs on which clients train; None if inputs are not augmented.
     """
@@ -66,13 +66,13 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a request without a usable answer.
+    """The outcome of a request to which the client did not send a usable reply.
 
     Args:
         reason: The reason in words.
         error: The client's exception; None if the client did not raise an exception.
-        bystander: Whether the answer is missing only because another client of the group failed.
-        refused: Whether the answer was refused: the server cannot use it, or the client withheld it.
+        bystander: Whether the reply is missing only because another client of the group failed.
+        refused: Whether the reply was refused: the server cannot use the reply, or the client withheld the reply.
     """
 
     reason: str
@@ -82,27 +82,27 @@ class Failure:
 
 
 EngineEvent = tuple[str, list[ClientId], str]
-"""An event of an engine: its type, its clients, and the reason."""
+"""An event that an engine reports: the type of the event, the clients, and the reason."""
 
 
 class RelaySession(Protocol):
-    """A relay in progress: a model travels from client to client, and each client works on the model in one *hop*."""
+    """A relay in progress: a model travels from client to client. The training at one client is a *hop*."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Let one client work on the model.
+        """Let one client train the model that travels from client to client.
 
         Values that depend on the model, such as the loss, may be missing in the reply. ``finish`` returns all values.
         """
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last hop and its client's new state. Do not call this method after a ``Failure``."""
+        """Accept or reject the last hop and the client's new state. Do not call this method after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Return the model after all accepted hops, and the complete reply or the failure of each of these hops."""
 
 
 class SecureSums(Protocol):
-    """The server of secure sums over real sites."""
+    """The server's part in secure sums, in a deployment."""
 
     def ask(
         self, federation: Any, clients: Iterable[ClientId], request: Request, ring: Any, work: Any, continues: bool
@@ -114,33 +114,33 @@ class Engine(ABC):
     """Base class of engines, which run the clients in this process, in other processes or at sites.
 
     - ``ask`` lets clients answer requests, either independently or *together*. Clients that answer together can add up
-      tensors with each other (``all_reduce_sum``). ``ask_sum`` returns the sum of all answers if the engine can compute
-      the sum in one pass.
+    tensors with each other (``all_reduce_sum``). ``ask_sum`` returns the sum of all replies if the engine can compute
+    the sum in one pass.
 
     - ``relay`` sends a model from client to client.
 
-    - ``commit`` makes the new states of clients permanent, after their answers were accepted.
+    - ``commit`` makes the new states of clients permanent, after their replies were accepted.
 
     - ``save`` and ``restore`` are for clients that store their states themselves (``keeps_states``). ``save`` lets the
       clients write their states to disk. ``restore`` resets the clients to their states after a given round.
 
-    - ``events`` returns events that do not belong to an answer, such as a lost connection to a site.
+    - ``events`` returns events that do not belong to a reply, such as a lost connection to a site.
     """
 
     keeps_states: ClassVar[bool] = False
     """Whether clients store their own states, so that the server's checkpoints do not contain these states."""
     secure_sums: SecureSums | None = None
-    """The server of secure sums, if the clients are real sites; otherwise, secure sums are simulated."""
+    """The server's part in secure sums, in a deployment. With None, secure sums are simulated."""
 
     secret = False
-    """Whether the clients' noise comes from the operating systems of real sites instead of the spec's seed."""
+    """Whether clients take their noise from the operating system (in a deployment) instead of the spec's seed."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Ask the clients, and return their answers in any order.
+        """Send requests to clients, and return their replies in any order.
 
         Args:
-            requests: The request of each client.
+            requests: The request to each client.
             together: Whether all clients run at the same time and can add up tensors with each other
                 (``all_reduce_sum``).
         """
@@ -151,7 +151,7 @@ class Engine(ABC):
 
     @abstractmethod
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client work on the travelling model of a relay; return the new model and the reply."""
+        """Let one client train the model that travels from client to client; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
         """Begin a relay, in which a model travels from client to client and all tasks have the same Python class.
@@ -190,7 +190,7 @@ class Engine(ABC):
 
 
 class HopByHop:
-    """A ``RelaySession`` in which the model comes back to the server after the work of each client.
+    """A ``RelaySession`` in which the model returns to the server after the training at each client.
 
     Args:
         engine: The engine of the clients.

@@ -42,7 +42,7 @@ class RoundLog:
     Args:
         round: The round, counted from 1; 0 while clients enrol.
         method: The method's name, for error messages.
-        online: Whether each client that was asked is online, which is decided once per round.
+        online: Whether each client that got a request is online, which is decided once per round.
     """
 
     round: int = 0
@@ -82,7 +82,7 @@ class RoundLog:
             self.note("late", new)
 
     def fail(self, client: ClientId, failure: Failure) -> None:
-        """Record why a client's answer is not used."""
+        """Record why a client's reply is not used."""
         self.failed.add(client)
         kind = "refused" if failure.refused else "failed"
         self.note(kind, [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
@@ -92,7 +92,7 @@ class RoundLog:
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
-        """Return the round's metrics: numbers of distinct clients, exchanges, hops and bytes, and simulated time."""
+        """Return the round's metrics: numbers of clients, exchanges, relay hops and bytes, and the simulated time."""
         taking_part: Mapping[str, Collection[ClientId]] = {
             "clients_invited": self.invited,
             "clients_returned": self.returned,
@@ -111,7 +111,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for all exchanges in a run: which clients are reached, which replies are used, and what is logged.
+    """The rules for exchanges of requests and replies: clients that are reached, replies that are used, and logging.
 
     Args:
         config: The settings that server and clients share.
@@ -224,7 +224,8 @@ class Exchanges:
                 log.fail(client, Failure(defect, refused=True))
             elif most is not None and isinstance(outcome, FitReply) and outcome.samples > most[client]:
                 refused = True
-                log.fail(client, Failure(f"{outcome.samples} samples, but the client has {most[client]}", refused=True))
+                reason = f"the reply counts {outcome.samples} samples, but the client has {most[client]}"
+                log.fail(client, Failure(reason, refused=True))
             elif isinstance(outcome, WeightedFitReply) and not 0 <= outcome.weight <= outcome.samples * places:
                 refused = True
                 weight = f"the reply has a weight of {outcome.weight:g}, but each of its {outcome.samples} samples"
@@ -291,19 +292,19 @@ class Exchanges:
 
 
 def communication(weights: Weights, transfers: int, clients: int, round: int) -> dict[str, Any]:
-    """Return metrics of communication, such as the mean number of bytes that clients have sent so far.
+    """Return metrics of communication, such as the mean number of bytes that a client has sent since round 1.
 
     Args:
         weights: The model or gradient that is transferred, with a size of C bytes.
         transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model and
             returns a gradient, or receives the travelling model and passes it on.
         clients: Number of clients, N.
-        round: Number of rounds so far, R.
+        round: Number of finished rounds, R, including this round.
 
     Returns:
         The metrics ``transfers`` (the argument), ``transfers_per_client`` (f, the mean number of transfers over all
         clients), ``update_bytes`` (C) and ``client_bytes``. The value of ``client_bytes`` is R × C × f: the mean number
-        of bytes that a client has sent. The formula assumes that all rounds so far had the same number of transfers as
+        of bytes that a client has sent. The formula assumes that all earlier rounds had the same number of transfers as
         this round.
 
     >>> communication(Weights({}, {}), 30, 10, 2)["transfers_per_client"]

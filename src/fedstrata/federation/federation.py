@@ -35,7 +35,7 @@ class Relayed:
     """The result of a relay, in which a model travelled from client to client.
 
     Args:
-        weights: The model after the last client that succeeded.
+        weights: The model after the last successful hop.
         replies: A mapping from the position of each task in the relay to its reply. Failed tasks are left out.
     """
 
@@ -50,7 +50,7 @@ class Summed:
     Args:
         reply: The sum.
         clients: The clients.
-        scaled: The number of vectors in a secure sum that were out of range.
+        scaled: The number of vectors in a secure sum that clients scaled down, because an element was out of range.
     """
 
     reply: Any
@@ -86,7 +86,7 @@ class SummedLeg:
     Args:
         request: The request in the form in which it is sent.
         ring: The layout of the replies.
-        continues: Whether the sum must have the same contributors as the previous leg.
+        continues: Whether the sum must have the same contributors as the previous secure sum.
     """
 
     request: Request
@@ -144,7 +144,7 @@ class Federation:
         self.attackers = frozenset(() if attack is None else attack.attackers(config.clients, config.seed))
         """The clients that attack."""
         self.excluded: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        """The clients that must not be invited any more."""
+        """The clients that the server must not invite any more."""
         self.round = 0
         self.exchanges = Exchanges(config, availability, method)
         self.log = self.exchanges.log
@@ -175,7 +175,7 @@ class Federation:
         return clients[self.availability.online(clients, self.round, self.config.seed)]
 
     def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
-        """Record an event of this round."""
+        """Record an event of this round: its type, its clients (if any) and the reason (if any)."""
         self.log.note(kind, clients, reason)
 
     def ask(
@@ -193,12 +193,12 @@ class Federation:
         Args:
             clients: The clients that get the request.
             request: One request for all clients, or a mapping from each client to its request.
-            quorum: Smallest number of replies with which the round can continue.
+            quorum: Minimum number of replies that the round needs to continue.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
                 If one of these clients fails, the sums are invalid and no reply is used.
-            work: Number of sample-gradients (gradients of one sample) that an answer takes. Give a function of the
-                client's number of samples, or a mapping from clients to numbers. This number determines the simulated
-                time and the order in which clients work. Default: zero.
+            work: Number of per-sample gradients that a client computes for its reply. Give a function of the client's
+                number of samples, or a mapping from clients to numbers. This number determines the simulated time and
+                the order in which clients work. Default: zero.
             check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
                 knowledge.
 
@@ -207,7 +207,7 @@ class Federation:
             ``events`` contains the reasons.
 
         Raises:
-            QuorumError: Fewer than ``quorum`` clients answered.
+            QuorumError: Fewer than ``quorum`` clients sent usable replies.
             ClientsFailedError: All clients raised an exception, and no client has ever answered a request of this
                 Python class.
         """
@@ -352,8 +352,8 @@ class Federation:
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
-                failure only at the end. The function is then called again for this hop, with None.
-            work: A function that returns the number of sample-gradients, given a task and the client's number of
+                failure only at the end. In this case, the function is called a second time for this hop, with None.
+            work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """
         replies: dict[int, Any] = {}

@@ -1,7 +1,7 @@
 """Messages between server and clients, which are frozen records of tensors and plain values.
 
 All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
-``Reply``, and a handler. A handler is the function with which a client answers (``fedstrata.clients.handling``).
+``Reply``, and a handler. A handler is the function that computes a client's reply (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""The number of sample-gradients (gradients of one sample) that a client's answer takes: a mapping from clients, or a
+"""The number of per-sample gradients that a client computes for its reply: a mapping from clients to numbers, or a
 function of the client's number of samples.
 """
 Params = dict[str, Tensor]
@@ -27,8 +27,8 @@ Extra = dict[str, dict[str, Tensor]]
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
-"""The phase of a run in which a request comes: before the first round (``enrolment``), in a round, or when a model is
-measured (``evaluation``)."""
+"""The phase of a run in which the server sends a request: before the first round (``enrolment``), in a round, or when a
+model is measured (``evaluation``)."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one instance per phase. All Python classes of requests with this order share this instance.
+    Each client has one ``Order`` object per phase. All Python classes of requests with this order share the object.
     """
 
     def refusal(self, request: Any) -> str:
@@ -58,13 +58,13 @@ class RequestRule:
 
     Args:
         description: A description of the reply's content, which completes a sentence that begins with "It sends".
-        phase: The phase in which the request comes.
+        phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
         after: The Python class of an enrolment request (before the first round) that a client must have answered first.
             This rule has no effect in jobs that do not send the enrolment request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
-            these clients fails, the same request may come again.
+            these clients fails, the server may send the same request again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
         merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a
@@ -86,7 +86,7 @@ class RequestRule:
 
 
 class Reply(Message):
-    """Base class of the replies of clients."""
+    """Base class of clients' replies."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
         """Return the model update of this reply, which a codec may encode, and the reply without the update.
@@ -111,14 +111,14 @@ class Reply(Message):
 
 
 class Request(Message):
-    """Base class of the requests to clients."""
+    """Base class of requests to clients."""
 
     reply_type: ClassVar[type[Reply]] = Reply
     """The Python class of the reply to this request."""
 
     rule: ClassVar[RequestRule]
-    """The properties that all requests of this Python class have; a site checks these properties. Only jobs at real
-    sites need a rule."""
+    """The properties that all requests of this Python class have; a site checks these properties. Only jobs in a
+    deployment need a rule."""
 
     def check(self, reply: Any) -> None:
         """Refuse a reply that has the right type but wrong values.
@@ -147,7 +147,7 @@ class Requests(dict[ClientId, Request]):
     Args:
         distinct: The requests without duplicates.
         which: The index of each client's request in ``distinct``.
-        work: The number of sample-gradients that each client's answer takes. Default: zero.
+        work: The number of per-sample gradients that each client computes for its reply. Default: zero.
     """
 
     def __init__(
@@ -176,7 +176,8 @@ class Requests(dict[ClientId, Request]):
 
         Args:
             clients: The subset.
-            work: The sample-gradients of each client; see ``Requests``. Default: the numbers in this object.
+            work: The number of per-sample gradients of each client; see ``Requests``. Default: the numbers in this
+                object.
         """
         return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
 
@@ -197,7 +198,7 @@ class Weights(Message):
         """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
         Raises:
-            ReplyRefusedError: There is a difference. The error message describes the first difference.
+            ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
         """
         require_like(self.params, like.params, "params")
         if self.buffers or like.buffers:
@@ -208,7 +209,7 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
 
     Raises:
-        ReplyRefusedError: There is a difference. The error message describes the first difference.
+        ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:
@@ -247,13 +248,13 @@ class FitReply(Reply):
 
     Args:
         weights: The model after local training.
-        samples: Number of samples that were used. If the request does not allow counts, ``samples``, ``steps`` and
+        samples: Number of samples used in training. If the request does not allow counts, ``samples``, ``steps`` and
             ``seen`` are 0.
         steps: Number of mini-batch steps, K.
-        seen: Number of sample-gradients that were computed.
+        seen: Number of per-sample gradients that the client computed.
         loss: Mean training loss over the steps.
         message: The message that the objective sends from the client to the server.
-        trained: Whether the client took a step. Without a step, the client returns the model unchanged.
+        trained: Whether the client took at least one training step. Otherwise, the client returns the model unchanged.
     """
 
     weights: Weights
@@ -288,7 +289,7 @@ class FitReply(Reply):
         return replace(self, weights=Weights(params, self.weights.buffers), message=message)
 
     def has_update(self) -> bool:
-        """Return True if the client took a step."""
+        """Return True if the client took at least one training step, so that the reply contains an update."""
         return self.trained
 
     @property
@@ -302,14 +303,14 @@ class WeightedFitReply(FitReply):
     """A locally trained model, for tasks in which samples have different weights.
 
     Args:
-        weight: The sum of the weights of the used samples. The weight of a sample may be its number of tokens.
+        weight: The sum of the weights of the samples used in training. A sample's weight may be its number of tokens.
     """
 
     weight: float = 0.0
 
     @property
     def size(self) -> float:
-        """The sum of the samples' weights."""
+        """The client's averaging weight before normalisation, which is the sum of its samples' weights."""
         return self.weight
 
 
@@ -350,8 +351,8 @@ class Fit(TrainingRequest):
         weights: The global model.
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
-        counts: Whether the reply may contain the number of samples that were used. If clients keep their sizes private,
-            the reply must not contain this number, because the number would reveal the client's size.
+        counts: Whether the reply may contain the number of samples used in training. If clients keep their sizes
+            private, the reply must not contain this number, because the number would reveal the client's size.
     """
 
     rule = RequestRule("the model after its local training")

@@ -27,7 +27,7 @@ class LocalOptimizer(Setting):
     """Base class of the optimisers of local training."""
 
     is_sgd: ClassVar[bool] = False
-    """Whether clients take the steps of SGD, which are implemented in ``fedstrata.clients.training.sgd``."""
+    """Whether the optimiser is SGD, whose steps are implemented in ``fedstrata.clients.training.sgd``."""
 
     @property
     def label(self) -> str:
@@ -57,7 +57,9 @@ class LocalOptimizer(Setting):
                 given[key] = value
             elif value:
                 raise SpecError(
-                    f"training.{key}", f"is not an argument of {self.label}. Use 0, or optimizer = 'sgd'.", value
+                    f"training.{key}",
+                    f"is not an argument of {self.label}. Set it to 0, or set training.optimizer = 'sgd'.",
+                    value,
                 )
         try:
             return cls(params, **given, **arguments)  # type: ignore[arg-type]
@@ -73,7 +75,7 @@ class SGD(LocalOptimizer):
     is_sgd = True
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return PyTorch's class ``SGD``, which takes the same steps."""
+        """Return PyTorch's class ``SGD``, whose steps are the same as those of our own implementation."""
         from torch import optim
 
         return optim.SGD, {}
@@ -82,7 +84,7 @@ class SGD(LocalOptimizer):
 class AdamW(LocalOptimizer):
     """AdamW (Loshchilov and Hutter 2019).
 
-    The steps are the same as in ``torch.optim.AdamW``. The setting ``training.momentum`` is refused.
+    The steps are the same as in ``torch.optim.AdamW``. The setting ``training.momentum`` must be 0.
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and its square.
@@ -116,16 +118,16 @@ class OwnOptimizer(LocalOptimizer):
         return self.path
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the table for a spec: ``name`` is the path, and the other keys are the arguments."""
+        """Return the settings as a dict for a spec: ``name`` is the path, and the other keys are the arguments."""
         return {"name": self.path, **plain(self.arguments)}
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return the class and its arguments."""
+        """Return the optimiser's class and the arguments that the spec sets."""
         return load_object(self.path, "local optimiser"), self.arguments
 
 
 class _Optimizers(Registry[LocalOptimizer]):
-    """The registry of local optimisers, which also accepts the classes of ``OwnOptimizer``."""
+    """The registry of local optimisers. A name may also be the path of a class; see ``OwnOptimizer``."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> LocalOptimizer:
         """Create the optimiser called ``name`` with the settings in ``table``; see ``Registry.make``."""
@@ -136,13 +138,13 @@ class _Optimizers(Registry[LocalOptimizer]):
         cls = load_object(name, self.kind)
         if not inspect.isclass(cls) or not issubclass(cls, Optimizer):
             raise SpecError(
-                "name", "is not a subclass of torch.optim.Optimizer. Use a class that is derived from it.", name
+                "name", "is not a subclass of torch.optim.Optimizer. Use the path of such a subclass.", name
             )
         for key in ELSEWHERE:
             if key in table:
                 raise SpecError(
                     key,
-                    (f"cannot be set in this table. Set training.{key}, which applies to every optimiser."),
+                    (f"cannot be set in training.optimizer. Set training.{key}, which applies to every optimiser."),
                     table[key],
                 )
         return build(OwnOptimizer, {"path": name, "arguments": dict(table)})

@@ -32,7 +32,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
 
     Args:
         reply: The reply.
-        check: The check of the request.
+        check: The check that the request defines.
         further: A second check, such as a check by the method.
     """
     if not isinstance(reply, records.Message):
@@ -43,11 +43,12 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
         for leaf in records.leaves_of(reply):
             if isinstance(leaf, Tensor):
                 if leaf.layout != torch.strided or leaf.device.type == "meta":
-                    return f"the reply contains a tensor that is {leaf.layout} on {leaf.device.type}"
+                    place = f"the layout {leaf.layout} on the device {leaf.device.type!r}"
+                    return f"the reply contains a tensor with {place}"
                 if leaf.dtype not in DTYPES:
-                    return f"the reply contains a tensor of {leaf.dtype}"
+                    return f"the reply contains a tensor of the unsupported type {leaf.dtype}"
             elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-                return "the reply contains a whole number of more than 64 bits"
+                return "the reply contains an integer of more than 64 bits"
             if isinstance(leaf, (Tensor, np.ndarray, float)) and not finite(leaf):
                 return f"the reply contains NaN or infinity. {DIVERGED}"
         check(reply)

@@ -49,8 +49,8 @@ class DPSGD(Setting):
 
     In each step, a client draws each of its samples with the same probability. The client scales down gradients that
     are longer than ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
-    differ by one additional sample. Only the noise of real sites protects data, because the noise of a simulation
-    follows from the seed.
+    differ by one additional sample. Only noise in a deployment protects data, because the noise of a simulation follows
+    from the seed.
 
     Args:
         clip: Maximum L2 norm C of the gradient of one sample. Longer gradients are scaled down.
@@ -72,9 +72,9 @@ class ClientDP(Setting):
     """Differential privacy of whole clients.
 
     With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
-    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if one client never answers in one of the
-    runs. This ε limits what users of the models learn about one client. It does not limit what the server learns,
-    because the server sees each update.
+    the sum of the updates (McMahan et al. 2018). Two runs are neighbours if they differ only in one client, which never
+    replies in one of the runs. This ε limits what users of the models learn about one client. It does not limit what
+    the server learns, because the server sees each update.
 
     With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
     distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two runs
@@ -113,7 +113,7 @@ class Privacy(Setting):
     """Protection of the clients' data.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
-    labels and counts of classes with too few samples are left out of answers. A site may require more samples than the
+    labels and counts of classes with too few samples are left out of replies. A site may require more samples than the
     spec.
 
     Args:
@@ -157,7 +157,8 @@ class Privacy(Setting):
         secure = ("simulate_masks", "range", "buffer_range", "message_range", "largest", "parties")
         for key in secure if self.sums == "plain" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise SpecError(key, "has an effect only with sums = 'secure'. Remove it.", getattr(self, key))
+                problem = "has an effect only with sums = 'secure'. Remove it, or set privacy.sums = 'secure'."
+                raise SpecError(key, problem, getattr(self, key))
         return self
 
     @model_validator(mode="after")
@@ -167,11 +168,11 @@ class Privacy(Setting):
             return self
         if clients.noise_from == "server":
             if clients.colluding:
-                problem = "has an effect only with noise_from = 'sites'. Remove it."
+                problem = "has an effect only with noise_from = 'sites'. Remove it, or set noise_from = 'sites'."
                 raise SpecError("clients.colluding", problem, clients.colluding)
             return self
         if self.sums == "plain":
-            problem = "the server would see individual updates with too little noise. Use it with sums = 'secure'."
+            problem = "the server would see individual updates with too little noise. Set privacy.sums = 'secure'."
             raise SpecError("clients.noise_from", problem, "sites")
         for key in ("range", "buffer_range", "message_range", "largest"):
             if getattr(self, key) != type(self).model_fields[key].default:
@@ -271,7 +272,7 @@ class Training(Setting):
     @model_validator(mode="after")
     def _state_to_keep(self) -> Training:
         if self.optimizer_state == "keep" and self.optimizer.is_sgd and not self.momentum:
-            problem = "the optimiser sgd without momentum does not have a state. Use 'reset', or set training.momentum."
+            problem = "sgd without momentum does not have a state. Set it to 'reset', or set training.momentum."
             raise SpecError("optimizer_state", problem, self.optimizer_state)
         return self
 
@@ -286,7 +287,7 @@ class Training(Setting):
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
-        """Return the number of sample-gradients (gradients of one sample) that a client computes per round.
+        """Return the number of per-sample gradients that a client computes per round.
 
         Args:
             samples: The client's number of samples.
@@ -300,7 +301,7 @@ class Training(Setting):
         return self.local_steps * min(self.samples_per_step, samples * keep)
 
     def poisson(self, samples: int) -> tuple[float, int]:
-        """Return the probability that a step uses a sample, and the number of steps per round, with ``privacy.dp``.
+        """Return the sampling probability and the number of steps per round, for training with ``privacy.dp``.
 
         Args:
             samples: The client's number of samples.

@@ -20,7 +20,7 @@ ROOT_DAYS = 3650
 certificates that it signs."""
 
 WARNED = timedelta(days=30)
-"""If a certificate is valid for less than this time, its owner is warned."""
+"""If a certificate expires in less than this time, its owner gets a warning."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
@@ -29,7 +29,7 @@ KEY = "client.key"
 """The file of a site's private key."""
 
 KEY_BITS = 2048
-"""The number of bits of the RSA keys that NVFlare makes. A site may use a longer key."""
+"""The number of bits of the RSA keys that NVFlare creates. A site may use a longer key."""
 
 
 def key_pair(kit: Path) -> tuple[Path, Path]:
@@ -46,16 +46,15 @@ def key_pair(kit: Path) -> tuple[Path, Path]:
         if path.exists():
             return path, path.with_suffix(".key")
     raise FedstrataError(
-        f"folder = {str(kit)!r}: there is no certificate in startup/. Give the folder of a party that 'fedstrata "
+        f"folder = {str(kit)!r}: startup/ does not contain a certificate. Give the folder of a party that 'fedstrata "
         "deploy' created."
     )
 
 
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
-    """Yield each problem with the certificates of a party (the server, a site or the administrator).
+    """Yield the problems with the certificates of a party (the server, a site or the administrator).
 
-    Each problem is a pair. The first element of the pair is True if the problem prevents the party from taking part.
-    The second element is a description.
+    Each problem is a pair: whether the problem prevents the party from taking part, and a description of the problem.
 
     Args:
         kit: The party's folder.
@@ -113,7 +112,7 @@ def read(path: Path, remedy: str = ASK) -> Certificate:
 
 
 def fingerprint(kit: Path) -> str:
-    """Return the SHA-256 hash of a party's certificate in hexadecimal digits, for the policies of other sites (peers).
+    """Return the SHA-256 hash of a party's certificate, which other sites enter as ``peers`` in their policies.
 
     Args:
         kit: The party's folder.
@@ -127,7 +126,7 @@ def fingerprint(kit: Path) -> str:
 
 
 def request_certificate(name: str, folder: Path) -> Path:
-    """Make a private key for a site, and a request for a certificate, which contains only the public key.
+    """Create a private key for a site, and a certificate request, which contains only the public key.
 
     Args:
         name: The name of the site.
@@ -167,7 +166,8 @@ def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey
         names: The names of the sites.
 
     Raises:
-        SpecError: A request is missing, damaged, of another site, or not about an RSA key of ``KEY_BITS`` or more.
+        SpecError: A request is missing, damaged or from another site, or its key is not an RSA key with ``KEY_BITS``
+            bits or more.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey

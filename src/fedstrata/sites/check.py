@@ -27,10 +27,10 @@ SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""A larger difference in seconds between this machine's clock and the server's clock gives a warning."""
+"""If the clocks of this machine and the server differ by more than this number of seconds, there is a warning."""
 
-REFUSED = "Ask the administrator whether its certificate is valid and not revoked."
-"""The advice to a site or administrator whose connection the server refuses."""
+REFUSED = "Ask the administrator whether the certificate of this party is valid and not revoked."
+"""The advice to a site or administrator if the server refuses the connection."""
 
 SECONDS = 10.0
 """The number of seconds within which the server must answer."""
@@ -57,8 +57,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to read the site's data too. Without the data, a refused job is a warning instead of a problem,
-            because the site may start for another job.
+        data: Whether to check the site's data too. If the data are not checked, a job that the site refuses is only a
+            warning, because the site may start for another job.
 
     Raises:
         FedstrataError: ``kit`` is not the folder of a party.
@@ -103,7 +103,7 @@ def _policy(kit: Path) -> str:
     Without this check, an error in the file would stop the first job.
     """
     if not (kit / POLICY).exists():
-        return f"policy: there is no {POLICY}, so the defaults apply, and no job is approved"
+        return f"policy: {POLICY} does not exist, so the defaults apply, and all jobs need approval"
     Policy.read(kit)
     return f"policy: {POLICY} can be read"
 

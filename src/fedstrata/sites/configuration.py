@@ -27,7 +27,7 @@ ERROR = "error.json"
 
 
 RESULT = "fedstrata"
-"""The name of the run folder inside the result folder that NVFlare stores for a job on real machines."""
+"""The name of the run folder inside the result folder that NVFlare stores for a job of a deployment."""
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 
     Args:
         folder: The folder of the job.
-        plans: The experiments of the job, which the server runs one after another.
+        plans: The experiments of the job. The server runs the experiments one after another.
         specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review the
             spec. If a spec were in the JSON file, NVFlare would replace its braces as placeholders.
     """
@@ -77,7 +77,7 @@ def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """Describe an error as a table for JSON, from which ``raised`` restores the error."""
+    """Convert an error to a dict that JSON can represent. The function ``raised`` restores the error."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
     return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}
@@ -93,7 +93,7 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """A replacement of a value that JSON cannot represent.
+    """A replacement for a value that JSON cannot represent.
 
     The replacement has the same ``repr``, so error messages do not change.
     """

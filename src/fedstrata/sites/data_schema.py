@@ -1,4 +1,4 @@
-"""Check a site's own data against the spec's ``[data]``, compute their statistics, and make a client's data set."""
+"""Check a site's own data against the spec's ``[data]``, compute statistics of the data, and create a data set."""
 
 from __future__ import annotations
 
@@ -48,37 +48,37 @@ STATISTICS = "statistics"
 """The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
 
 FEWEST = 2
-"""The smallest number of training samples of a site. The mean over a single sample would reveal the sample."""
+"""The minimum number of training samples at a site. The mean over a single sample would reveal the sample."""
 
 MOST_CLIENTS = 1_000_000
-"""The largest number of clients of a job. The memory use of a site grows with the number of clients."""
+"""The maximum number of clients in a job. The memory use of a site grows with the number of clients."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
 """The last sentence of errors about a site's data that the server may see. The sentence says where to read the full
 error."""
 
 _PREPARING = Lock()
-"""A lock for drawing initial parameters, because all sites in one process share PyTorch's random generator."""
+"""A lock for drawing the model's initial parameters. All sites in one process share PyTorch's random generator."""
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """The site's data do not fit the spec.
+    """An error that a site raises if its data do not fit the spec.
 
-    The error's text discloses only this fact, so the server may see the text.
+    The message discloses only this fact, so the site may send the message to the server.
     """
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
     """Return the context (data, model and settings) that the clients of one site share.
 
-    The data come from the site's own file. If the spec names a data set, the spec's partition instead divides this data
-    set among all clients.
+    The data come from the site's own file. However, if the spec names a data set, the spec's partition divides this
+    data set among all clients.
 
     Args:
         begin: The server's first message, which describes the run.
-        data: The site's own data file; None if the site has no data file.
+        data: The site's own data file; None if the site's settings do not name a file.
         keys: The keys that clients use to mask their labels.
         tells: Whether the site sends the values of its own metrics. Every site sends the sums from which the server
             computes the metrics of all sites.
@@ -113,14 +113,14 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Check the ids and the number of clients against their bounds, before memory is allocated for the clients.
+    """Refuse invalid ids or numbers of clients, before memory is allocated for the clients.
 
     Args:
         clients: The ids of the clients at this site.
         total: The number of clients of the job.
 
     Raises:
-        RuleError: An id or a count is out of bounds.
+        RuleError: An id or the number of clients is out of bounds.
     """
     if type(total) is not int or not 1 <= total <= MOST_CLIENTS:
         raise RuleError("bounds", f"the job has {total!r:.40} clients, but must have 1 to {MOST_CLIENTS}")
@@ -135,9 +135,9 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     """Return the summary statistics of a site's training samples, if the data fit the spec.
 
     Args:
-        survey: The server's question for statistics.
+        survey: The server's request for statistics.
         data: The site's own data file.
-        least: The smallest number of samples that the site's policy requires for each value that leaves the site. The
+        least: The minimum number of samples that the site's policy requires for each value that leaves the site. The
             spec may require more.
 
     Raises:
@@ -151,12 +151,12 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
         data_set, whole, brought = _own_data(spec, path, survey.clients[0], survey.total)
         if survey.tests and brought is None and spec.evaluation.client_test is None:
             accepted = "Add x_test and y_test, or set evaluation.client_test."
-            raise _unfit(path, f"there are no test samples, and the server has none. {accepted}")
+            raise _unfit(path, f"neither this file nor the server contains test samples. {accepted}")
         _, held = hold_out(spec.evaluation, data_set, whole, spec.seed, brought=brought, everybody=False)
         assert data_set.unfitted is not None
         rows = list(trained_on(data_set, whole, held))
         if data_set.unfitted.needed and (count := sum(map(len, rows))) < least:
-            problem = f"training samples are left after holding out test samples. Provide at least {least}."
+            problem = f"training samples are left after test samples are held out. Provide at least {least}."
             raise _unfit(path, f"too few {problem}", f"only {count} {problem}")
         return data_set.unfitted.statistics(rows, least)
 
@@ -248,7 +248,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         clients: The number of clients.
 
     Raises:
-        SpecError: A setting does not fit, or the description of the data is incomplete.
+        SpecError: A setting does not fit the federation, or the description of the data is incomplete.
         DataError: The test file is missing or damaged, or does not fit the spec.
     """
     evaluation = spec.evaluation
@@ -274,9 +274,9 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with data that are normalised with the statistics of all sites' training samples.
+    """Return the experiment with normalised data. The normalisation uses statistics of all sites' training samples.
 
-    A new run asks the sites for these statistics.
+    If the run is new, the server requests these statistics from the sites.
 
     Args:
         prepared: The experiment, from ``prepare_server``.
@@ -315,7 +315,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
 
 
 def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None:
-    """Refuse a spec if the answers of sites would disclose facts that the method keeps private.
+    """Refuse a spec if the sites' replies would disclose facts that the method keeps private.
 
     Sums over test samples disclose the number of samples of each class, and statistics disclose the number of samples.
     ``tests`` says whether the server has test samples.
@@ -327,7 +327,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
         if measures and conceals:
             problem = (
-                f"the answers of sites would disclose their {what}, which the method keeps private. Remove this key, "
+                f"the sites' replies would disclose their {what}, which the method keeps private. Remove this key, "
                 "and give "
             )
             raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
@@ -415,7 +415,7 @@ def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: in
     rest = samples[0][:0], _NO_LABELS
     if f"x_{other}" in arrays:
         if f"y_{other}" not in arrays:
-            raise _unfit(path, f"there is x_{other}, but no y_{other}. Add y_{other}.")
+            raise _unfit(path, f"x_{other} has no labels. Add them as y_{other}.")
         rest = _samples(path, arrays, other)
         if rest[0].shape[1:] != samples[0].shape[1:]:
             raise _unfit(
@@ -453,10 +453,8 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
     """Return the checked inputs and labels of one split (``train`` or ``test``) of an ``.npz`` file."""
     x, y = checked_inputs(arrays[f"x_{split}"], f"x_{split}"), arrays[f"y_{split}"]
     if y.dtype.kind not in "iu" or y.shape != (len(x),):
-        private = (
-            f"y_{split}: is of type {y.dtype} and shape {y.shape}. Give one whole number for each of {len(x)} samples."
-        )
-        raise _unfit(path, f"y_{split}: must have one whole number for each sample", private)
+        private = f"y_{split}: is of type {y.dtype} and shape {y.shape}. Give one integer for each of {len(x)} samples."
+        raise _unfit(path, f"y_{split}: must have one integer for each sample", private)
     return x, torch.from_numpy(y.astype(np.int64))
 
 

@@ -1,4 +1,4 @@
-"""The server's list of the sites, with each site's clients, and whether the site takes part in the run."""
+"""The server's list of sites: the clients of each site, and whether the site takes part in the run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SiteDirectory:
 
     Args:
         site_of_client: The name of each client's site. The index in this list is the client's id.
-        is_reachable: A function that returns True if a site will probably answer now. The function raises an error if
-            the job is over.
-        least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: The reaction when fewer than ``least`` sites answer.
+        is_reachable: A function that returns True if a site can probably be reached now. The function raises an error
+            if the job is over.
+        least: The minimum number of sites that must reply, before the first round and in every round.
+        fewer: The reaction if fewer than ``least`` sites reply.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SiteDirectory:
         """The sites that are left out of the run, each with the reason."""
         self._warned: dict[str, str] = {}
         self._lost: set[str] = set()
-        """Sites that did not answer the last message in time."""
+        """Sites that did not reply to the last message in time."""
         self._refusing: dict[str, str] = {}
         """The sites whose policy refuses all requests until this job ends, each with the reason."""
 
@@ -58,18 +58,18 @@ class SiteDirectory:
         return {site for site in self.participants() if self.is_reachable(site)}
 
     def exclude(self, site: str, error: FedstrataError) -> None:
-        """Leave a site out of the run, and log the reason if the reason is new."""
+        """Exclude a site from the run, and log the reason if the reason is new."""
         reason = f"site {site} does not take part: {str(error).removeprefix(f'site {site}: ')}"
         if self._warned.get(site) != reason:
             LOG.warning("%s", reason)
         self.excluded[site] = self._warned[site] = reason
 
     def record(self, site: str, error: FedstrataError | None) -> None:
-        """Record whether a site answered a message.
+        """Record whether a site replied to a message.
 
         Args:
             site: The site.
-            error: The reason why the site's answer cannot be used; None if the site answered.
+            error: The reason why the site's reply is missing or cannot be used; None if the reply can be used.
         """
         if error is None:
             self._lost.discard(site)
@@ -83,7 +83,7 @@ class SiteDirectory:
         """Return a site's state and the reason for this state.
 
         The states are ``in`` (the site takes part), ``refused``, ``gone`` (the site cannot be reached) and ``late``
-        (the site's last answer did not come in time). For ``in``, the reason is empty.
+        (the site's last reply did not come in time). For ``in``, the reason is empty.
         """
         if site in self.excluded:
             return "refused", self.excluded[site]
@@ -91,7 +91,7 @@ class SiteDirectory:
             return "gone", "it has not joined, or cannot be reached"
         if site in self._refusing:
             return "refused", self._refusing[site]
-        return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
+        return ("late", "its last reply did not come in time") if site in self._lost else ("in", "")
 
     def require_begun(self, count: int) -> None:
         """Check that enough sites can begin the run.
@@ -111,7 +111,7 @@ class SiteDirectory:
         self._refuse_fewer(count)
 
     def gather(self) -> None:
-        """Check before an exchange whether enough sites can be reached.
+        """Check before an exchange of requests and replies whether enough sites can be reached.
 
         If too few sites can be reached, ``fewer`` decides whether to wait, continue or end the run.
 
@@ -123,18 +123,19 @@ class SiteDirectory:
         self._refuse_fewer(len(self.present()))
 
     def require_enough(self, outcomes: Iterable[object]) -> None:
-        """End the run after an exchange if too few sites answered.
+        """End the run after an exchange of requests and replies if too few sites replied.
 
         Without this check, the run would finish its remaining rounds without clients. The ended run can be resumed when
         the sites can be reached again.
 
         Args:
-            outcomes: The answers and errors of the exchange. If all sites are unreachable, the raised error quotes
+            outcomes: The replies and errors of the exchange. If all sites are unreachable, the raised error quotes
                 these errors.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or too many sites refuse to answer.
+            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or too many sites refuse all
+                requests.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
@@ -145,7 +146,7 @@ class SiteDirectory:
         self._refuse_fewer(len(self.sites) - len(out))
 
     def require_willing(self, excluded: Collection[str]) -> None:
-        """End the run if waiting cannot help, because too many sites refuse all requests until the job ends.
+        """End the run if too many sites refuse all requests until the job ends, because waiting cannot help then.
 
         Args:
             excluded: The sites that are excluded until the run ends.
@@ -186,5 +187,5 @@ class SiteDirectory:
 
 
 def _listed(reasons: Iterable[str]) -> str:
-    """Return reasons as one text, each without its full stop."""
+    """Join reasons to one string, and remove the full stop at the end of each reason."""
     return "; ".join(reason.rstrip(".") for reason in reasons)

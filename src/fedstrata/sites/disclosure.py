@@ -1,4 +1,4 @@
-"""Describe everything that a job may ask its clients, as text and as a table, so that sites can accept or refuse it."""
+"""Describe everything that a job may request from clients. With this description, sites accept or refuse the job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FACTS: dict[Fact, str] = {
 
 @dataclass(frozen=True)
 class Declaration:
-    """Everything that a job may ask of a site and its clients.
+    """The declaration of a job: everything that the job may request from a site and its clients.
 
     Args:
         job: The hash of the job's spec, by which a site approves the job.
@@ -48,7 +48,7 @@ class Declaration:
         own_data: Whether sites bring their own data. In this case, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
         extremes: Whether the statistics contain the minimum and the maximum, which are values of individual samples.
-        privacy: The spec's privacy settings: the smallest number of samples from which an answer is computed.
+        privacy: The spec's privacy settings, such as the minimum number of samples from which a reply is computed.
         targets: Whether the statistics also describe the labels, because the task needs statistics of the labels.
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
             ``outside_epsilon``.
@@ -68,13 +68,13 @@ class Declaration:
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The facts about clients that the server can read in the answers, because these facts are not masked."""
+        """The facts about clients that the server can read in the replies, because these facts are not masked."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
         facts |= frozenset({"labels"} if self.targets else ())
         return facts.union(*(allowed.rule.discloses for allowed in self.allowed or ()))
 
     def table(self) -> dict[str, Any]:
-        """Return the declaration as a table for JSON."""
+        """Return the declaration as a dict that JSON can represent."""
         return {
             "job": self.job,
             "method": self.method,
@@ -88,7 +88,7 @@ class Declaration:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the declaration in plain English."""
+        """Yield lines that describe the job's requests in plain English."""
         yield f"Job {self.job}: method {self.method}, at most {self.rounds} rounds."
         if self.allowed is None:
             yield f"The method {UNDECLARED}."
@@ -106,16 +106,16 @@ class Declaration:
             for allowed in requests:
                 yield f"  - It sends {allowed.rule.description} ({_often(allowed)}; {allowed.label})."
         facts = " and ".join(_FACTS[fact] for fact in sorted(self.discloses))
-        clear = f"From the answers, the server learns {facts}."
-        yield clear if facts else "The server cannot read labels or numbers of samples in the answers."
+        clear = f"From the replies, the server learns {facts}."
+        yield clear if facts else "The server cannot read labels or numbers of samples in the replies."
         if self.privacy.dp is not None:
             outside = "; ".join(OUTSIDE[name] for name in self.outside)
             yield f"Updates have noise (privacy.dp.noise = {self.privacy.dp.noise:g}). Values without noise: {outside}."
             return
         if (dp := self.privacy.clients) is not None and dp.noise_from == "sites":
             most = dp.participations or self.rounds
-            yield f"A masked answer has only the update, scaled down to the norm {dp.clip:g}, with a share of noise."
-            yield f"The noise of a sum is at least {dp.noise:g} × {dp.clip:g}. A site sends at most {most} answers."
+            yield f"A masked reply has only the update, scaled down to the norm {dp.clip:g}, with a share of noise."
+            yield f"The noise of a sum is at least {dp.noise:g} × {dp.clip:g}. A site sends at most {most} replies."
             return
         yield "Models and gradients can reveal something about the samples from which they were computed."
 
@@ -140,7 +140,7 @@ def _often(allowed: Allowed) -> str:
 def declaration_of(
     spec: Experiment, *, agreed: Agreed | None = None, clients: int | None = None, own_data: bool | None = None
 ) -> Declaration:
-    """Return everything that a job with this spec may ask.
+    """Return the declaration of a job: everything that a job with this spec may request.
 
     Args:
         spec: The experiment.

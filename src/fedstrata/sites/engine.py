@@ -1,4 +1,4 @@
-"""The engine for clients at sites, which sends the requests of an exchange to all sites at the same time."""
+"""The engine for clients at sites. It sends requests to all sites at the same time, and collects the replies."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from fedstrata.sites.secure_sums import SecureSums
 
 BEGIN_AGAIN = 10.0
-"""The number of seconds between two attempts to begin the run at a site, if the run waits for more sites."""
+"""The number of seconds between two attempts to begin the run at a site, while the run waits for more sites."""
 
 
 class NVFlareEngine(Engine):
-    """An engine for clients at sites, which keep the clients' data and states.
+    """An engine for clients at sites. The sites store the clients' data and states.
 
     In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
 
     Args:
         config: The settings that server and clients share.
         messenger: The messenger that sends messages to the sites.
-        sums: The server's adder of tensors from several sites, for methods in which clients add up tensors.
+        sums: The object that adds up tensors from several sites, for methods in which clients add up tensors.
         spec: The experiment as TOML.
         run: The name of the run. Sites store their clients' states under this name.
         direct: True if the model of a relay goes from site to site; False if the model returns to the server after each
@@ -96,7 +96,7 @@ class NVFlareEngine(Engine):
         self._pending_events: list[EngineEvent] = []
         self._unsaved: set[str] = set()
         self._asked: dict[str, list[ClientId]] = {}
-        """The sites of the last exchange, each with the ids of its clients that were asked."""
+        """A mapping from each site to the ids of its clients that got a request in the last exchange."""
         self._relays = 0
         if config.privacy.sums == "secure":
             self._sum_securely(trust)
@@ -106,15 +106,15 @@ class NVFlareEngine(Engine):
         from fedstrata.sites.secure_sums import SecureSums
 
         if trust is None:
-            problem = "needs certificates, which this server does not have. Use 'plain', or deploy the job."
+            problem = "needs certificates, which this server does not have. Set it to 'plain', or deploy the job."
             raise SpecError("privacy.sums", problem, "secure")
         require_own_sites(self.directory.site_of_client)
         self.secure_sums = SecureSums(self, job_of(self._spec), trust)
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
-        """Ask all sites for the statistics of their training samples, and return the statistics over all sites.
+        """Request statistics of the training samples from all sites, and return the statistics over all sites.
 
-        A site with data that do not fit the spec does not take part, and an event gives the reason.
+        If a site's data do not fit the spec, the site does not take part in the run. An event gives the reason.
 
         Args:
             unfitted: A data set without samples, which was made from the spec's description of the data.
@@ -139,19 +139,20 @@ class NVFlareEngine(Engine):
     def _begin(
         self, bodies: Mapping[str, Message], kind: type[Message], check: Callable[[str, Any], None]
     ) -> dict[str, Any]:
-        """Send each site a message before the run begins, and exclude the sites that cannot take part.
+        """Send each site a message before the run begins, and exclude all sites that cannot take part.
 
         Args:
             bodies: A mapping from each site to its message.
-            kind: The expected class of the answers.
-            check: A function that is called with a site and its answer, and raises a ``FedstrataError`` if the answer
+            kind: The expected class of the replies.
+            check: A function that is called with a site and its reply, and raises a ``FedstrataError`` if the reply
                 cannot be used.
 
         Returns:
-            The answers of the sites that can take part, by the name of the site.
+            A mapping from the name of each site that can take part to its reply.
 
         Raises:
-            FedstrataError: No site can take part, or too few sites can take part and ``fewer`` does not allow this.
+            FedstrataError: No site can take part. Or fewer than ``least`` sites can take part, and ``fewer`` is
+                ``abort``.
         """
         outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
@@ -183,14 +184,14 @@ class NVFlareEngine(Engine):
         self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
-        """Let every site restore its clients' states after ``round`` rounds, or begin a new run if ``round`` is 0.
+        """Let each site restore its clients' states from the end of ``round``. If ``round`` is 0, begin a new run.
 
-        A site does not take part if it cannot restore the states, or if its data changed since the run began. An event
-        gives the reason.
+        A site does not take part if it refuses this message, or if its data have changed since the run began. Events
+        give the reasons, and name the clients whose states were not restored.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can begin.
+            FedstrataError: Too few sites can begin the run.
         """
 
         def check(site: str, answer: Begun) -> None:
@@ -217,7 +218,7 @@ class NVFlareEngine(Engine):
                 self._note("state lost", site, reason, lost)
 
     def save(self, round: int) -> None:
-        """Let every site write the states of its clients to its own disk. An event reports a site's first failure."""
+        """Let each site write its clients' states to its disk. An event reports the first failure at a site."""
         bodies = {site: Save(round) for site in self.directory.participants()}
         for site, outcome in self.messenger.ask_all(bodies, Done).items():
             if not isinstance(outcome, FedstrataError):
@@ -285,7 +286,7 @@ class NVFlareEngine(Engine):
             if isinstance(answer, FedstrataError):
                 replies |= {client: Failure(str(answer)) for client in clients}
             elif len(answer.outcomes) != len(clients):
-                reason = f"site {site} sent {len(answer.outcomes)} answers to {len(clients)} questions"
+                reason = f"site {site} sent {len(answer.outcomes)} replies to {len(clients)} requests"
                 replies |= {client: Failure(reason) for client in clients}
             else:
                 outcomes = zip(clients, answer.outcomes, strict=True)
@@ -304,7 +305,7 @@ class NVFlareEngine(Engine):
             self.directory.require_enough([reply.reason])
             return reply
         if outcome.weights is None:
-            return Failure("it sent no model back")
+            return Failure(f"site {site} did not send the model back")
         return outcome.weights, reply
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
@@ -315,7 +316,7 @@ class NVFlareEngine(Engine):
         return SiteRelay(self.messenger, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Tell each site, in the next message to the site, which of its clients' answers the server used."""
+        """Record which replies the server used. The next message to each site contains this information."""
         counted = set(accepted)
         for site, clients in self._asked.items():
             ack = Commit(self.messenger.exchange, [client for client in clients if client in counted])
@@ -323,7 +324,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_log_heads(self) -> None:
-        """Append new heads of the sites' ledgers to the file. The heads can show later that a site removed entries."""
+        """Append new heads of the sites' ledgers to the file, so that a check can find entries that a site removed."""
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:

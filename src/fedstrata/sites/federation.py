@@ -19,13 +19,13 @@ from fedstrata.spec.experiment import Experiment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 LONGEST_NAME = 64
-"""The largest number of characters of a name in a certificate."""
+"""The maximum number of characters of a name in a certificate."""
 RESERVED = ("server", "admin", "authority", "result")
 """Names that no site may have, because ``fedstrata deploy`` uses these names for other folders."""
 
 
 def check_name(key: str, name: str) -> None:
-    """Check the name of a federation or a site, which its certificate contains.
+    """Check the name of a federation or a site. Certificates contain these names.
 
     Args:
         key: The name of the setting, for the error message.
@@ -37,7 +37,7 @@ def check_name(key: str, name: str) -> None:
     if len(name) > LONGEST_NAME:
         raise SpecError(key, f"has {len(name)} characters. Use at most {LONGEST_NAME}.", name)
     if not _NAME.fullmatch(name) or name in RESERVED:
-        accepted = f"Use letters, digits and hyphens, but none of {', '.join(RESERVED)}."
+        accepted = f"Use letters, digits and hyphens, but not the names {', '.join(RESERVED)}."
         raise SpecError(key, f"is not a valid name. {accepted}", name)
 
 
@@ -139,7 +139,7 @@ class Sites(Setting):
         """Read the description of a federation from a TOML file.
 
         Raises:
-            SpecError: The file is missing or not TOML, or a setting is wrong; the message names the line.
+            SpecError: The file is missing or is not TOML, or a setting is wrong. The message names the line.
         """
         return read_setting(cls, path, "--sites")
 
@@ -149,7 +149,7 @@ class Sites(Setting):
         Args:
             name: The name of the site.
             base_dir: The folder to which relative paths refer in a trial on this machine. With None, paths refer to the
-                site's own machine, and stay unchanged.
+                site's own machine, and are not changed.
         """
         entry = self.site[name]
         given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}
@@ -176,7 +176,7 @@ class Sites(Setting):
 
 
 def path_of(given: str | None, base_dir: Path | None) -> Path | None:
-    """Convert the text of a path in ``sites.toml`` to a path. The path is absolute if ``base_dir`` is given."""
+    """Convert a string from ``sites.toml`` to a path. If ``base_dir`` is not None, the path is absolute."""
     if given is None:
         return None
     path = Path(given).expanduser()
@@ -184,7 +184,7 @@ def path_of(given: str | None, base_dir: Path | None) -> Path | None:
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """Return the initial policy of all sites, which allows only this job.
+    """Return the policy with which all sites begin. This policy allows only this job.
 
     The values in ``sites.policy`` replace the policy's default values.
     """

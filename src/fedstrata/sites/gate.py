@@ -1,4 +1,4 @@
-"""Admit only the sites on the server's list. This check is needed because NVFlare cannot revoke certificates."""
+"""Let only listed sites connect to the server. This check is needed because NVFlare cannot revoke certificates."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedstrata.sites.settings import USER
 LOG = logging.getLogger(__name__)
 
 _LOOKED_AT = (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED, EventType.SUBMIT_JOB)
-"""The events at which the list is read. Heartbeats are included, because running sites do not register again after a
-restart of the server."""
+"""The events at which the list of sites is read. Heartbeats are included, because running sites do not register again
+after a restart of the server."""
 
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """A component that checks names against our list at registration, at each heartbeat and when a job arrives.
+    """A component that checks the names of parties at registration, at each heartbeat and when a job arrives.
 
     A connecting site states its name. NVFlare first asks whether the name is disabled, and then compares the name with
-    the site's certificate. Our list therefore decides whether the name is disabled. Other messages do not prove that
-    the stated name is true.
+    the site's certificate. Our list of sites that may connect therefore decides whether the name is disabled. Other
+    messages do not prove that the stated name is true.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.
@@ -42,7 +42,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._lock = threading.Lock()
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Let NVFlare check names against our list, and log out clients that were removed from the list."""
+        """Let NVFlare check names against the list of sites, and log out sites that were removed from the list."""
         if event_type not in _LOOKED_AT:
             return
         with self._lock:

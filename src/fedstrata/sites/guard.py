@@ -30,16 +30,16 @@ site."""
 
 
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
-    """Check that a job reads only files that the site allows, and return everything that the job may ask.
+    """Check that a job reads only files that the site allows, and return everything that the job may request.
 
-    This function does not open files or check the site's policy.
+    This function does not open files, and does not check the site's policy.
 
     Args:
         text: The spec as TOML.
         settings: The site's settings. If the settings name a data file, the site uses this file instead of the data
             that the spec names.
         clients: The number of clients.
-        own_data: True if the job is about the sites' own data; False if the job is about the data that the spec names.
+        own_data: True if the job uses the sites' own data; False if the job uses the data that the spec names.
 
     Raises:
         RuleError: The spec names data or files that are not in the site's catalog.
@@ -84,10 +84,10 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job, and limit how often jobs can try to guess these data.
+    """Let the ``with`` block read a site's data for a job, and limit how often jobs can test guesses about these data.
 
-    A job learns whether the data fit its description, and this answer reveals something about the data. Each different
-    description therefore counts as a trial. A request that fails also counts as a trial. If the same request later
+    A job learns whether the data fit the job's description, which reveals something about the data. Each different
+    description therefore counts as a trial. A failed request also counts as a trial. If the same request later
     succeeds, for example after the site corrected its file, the failed trial no longer counts. A job that the site
     approved is never refused by this function, but its trials count. Only one job can be in the block at a time.
 
@@ -127,13 +127,13 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
 
 
 SAVE_SECONDS = 1.0
-"""The smallest number of seconds between two writes of a quota's counts during a job."""
+"""The minimum number of seconds between two writes of a quota's counts during a job."""
 
 COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """The numbers of starts, exchanges and bytes of a job at a site. A file stores these numbers between two starts.
+    """The numbers of starts, exchanges and bytes of a job at a site. These numbers are stored in a file.
 
     The same job may run in two processes. Each process adds its own numbers to the file.
 
@@ -147,11 +147,11 @@ class Quota:
         self._survey = self._path.with_suffix(".survey")
         self.starts = self.exchanges = self.bytes = 0
         self.home: list[int] = []
-        """The total number of clients, followed by the ids of the clients at this site; empty until the job names the
+        """The total number of clients, followed by the ids of this site's clients; empty until the job names the
         clients."""
         self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
-        """A lock for changes of the counts, because several threads send answers."""
+        """A lock for changes of the counts, because several threads send replies."""
         self._read()
 
     def start(self, policy: Policy | None) -> None:
@@ -169,12 +169,12 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Add the job's starts, exchanges and bytes since the last write to the numbers in the file."""
+        """Write the counts to the file: add the starts, exchanges and bytes since the last write."""
         with self._changing():
             pass
 
     def save_now_and_then(self) -> None:
-        """Save at most once per second. A site that is killed therefore loses only the numbers of the last second."""
+        """Write the counts at most once per second. A killed site loses only the counts of the last second."""
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
@@ -200,7 +200,7 @@ class Quota:
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """Record the clients that a job assigns to this site, and refuse later changes.
 
-        If the ids changed, the spec would hold out different samples for tests. The difference between two answers
+        If the ids changed, the spec would hold out different samples for tests. The difference between two replies
         could then reveal a sample.
 
         Args:
@@ -223,7 +223,7 @@ class Quota:
 
     @property
     def survey(self) -> bytes | None:
-        """The encoded answer to this job's ``Survey`` (a question for statistics); None before the answer is sent."""
+        """The encoded reply to this job's ``Survey`` (a request for statistics); None before the reply is sent."""
         return self._survey.read_bytes() if self._survey.exists() else None
 
     @survey.setter
@@ -231,35 +231,35 @@ class Quota:
         replace_file(self._survey, answer, mode=0o600)
 
     def surveys(self) -> list[bytes]:
-        """Return the site's encoded answers to the surveys of all jobs."""
+        """Return the site's encoded replies to the requests for statistics (``Survey``) of all jobs."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock that gives this process exclusive access to the quota and survey files of all jobs."""
+        """Return a lock for exclusive access to the files of all jobs with quotas and with replies to ``Survey``."""
         return FileLock(self._survey.with_name(LOCK))
 
 
 REPEATS = 3
-"""The largest number of repetitions of a request to clients that add up tensors together, after a client failed. The
-number is limited, because terms of sums may leave the site each time."""
+"""The maximum number of repetitions of a request to clients that add up tensors together, after a client failed. The
+number is limited, because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
-"""A point of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
+"""The progress of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A request that may be answered.
+    """A request that the guard allows, with its entry in the job's declaration.
 
     Args:
         client: The client to which the request is addressed.
         request: The request as it arrived.
         number: The index of the entry ``allowed`` in the job's declaration.
         allowed: The entry of the declaration that allows the request.
-        position: The progress of the run after the answer to the request.
+        position: The progress of the run after the reply to the request.
         digests: The hashes of all variants of the request that the server may send after other clients failed. The
             value is empty unless clients add up tensors together.
-        again: Whether the client gets this request a second time, because another client failed.
+        again: Whether the client got this request before, and gets it again because another client failed.
     """
 
     client: ClientId
@@ -272,10 +272,10 @@ class Match:
 
 
 class Guard:
-    """A check that decides which requests the clients of one site may answer in a run, and that counts the answers.
+    """A guard that decides which requests the clients of one site may answer in a run, and counts the replies.
 
     Args:
-        declaration: Everything that the job may ask.
+        declaration: Everything that the job may request.
         policy: The site's policy; None if the site has no policy.
         quota: The numbers of starts, exchanges and bytes that the job has used at the site.
         round: The last finished round; 0 for a new run.
@@ -305,7 +305,7 @@ class Guard:
         """Check whether a client may answer a request, without counting the request.
 
         Args:
-            client: The client that is asked.
+            client: The client that gets the request.
             request: The request.
             relay: Whether the request comes with a model that goes from client to client.
             together: Whether the client must answer together with other clients, because these clients add up tensors.
@@ -338,7 +338,7 @@ class Guard:
         return match
 
     def take(self, match: Match | None) -> None:
-        """Count a request, just before it is answered."""
+        """Count a request, just before the client answers the request."""
         if match is None:
             return
         if match.position > self.position:
@@ -355,7 +355,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Limits per run refer to replies instead of requests, because a client may fail to answer."""
+        """Count a reply. Limits per run apply to replies instead of requests, because a client may fail to reply."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -366,10 +366,10 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count a message with questions to clients, or with a task to train a model that travels between clients.
+        """Count a message with requests to clients, or with a task to train a model that travels between clients.
 
         Raises:
-            RuleError: The job has already sent the largest number of such messages that the policy allows.
+            RuleError: The job has already sent the maximum number of such messages that the policy allows.
         """
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
@@ -384,17 +384,17 @@ class Guard:
         """Count ``size`` bytes that are about to leave the site.
 
         Raises:
-            RuleError: The job's answers would exceed the limit of the policy.
+            RuleError: The replies to the job would exceed the limit ``megabytes`` of the policy.
         """
         with self.quota.lock:
             total = self.quota.bytes + size
             if self.policy is not None and total > self.policy.megabytes * 1e6:
                 limit = f"but this site sends at most {self.policy.megabytes:g} MB"
-                raise RuleError("policy.megabytes", f"all answers together would have {total / 1e6:g} MB, {limit}")
+                raise RuleError("policy.megabytes", f"all replies together would have {total / 1e6:g} MB, {limit}")
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Write the numbers that the job has used, at the same time as the clients' states.
+        """Write the counts of starts, exchanges and bytes to the disk, when the clients' states are also written.
 
         Raises:
             RuleError: The round is later than the job's last round.
@@ -447,7 +447,7 @@ class Guard:
         raise RuleError("kind", f"job {self.declaration.job} does not declare the request {name}")
 
     def _position_of(self, allowed: Allowed, request: Request, relay: bool, together: bool) -> Position:
-        """Return the position (see ``Position``) of the run after the answer to a request.
+        """Return the position (see ``Position``) of the run after the reply to a request.
 
         Raises:
             RuleError: The entry does not allow the request.
@@ -457,7 +457,7 @@ class Guard:
             way = "for a relay" if rule.relay else "outside relays"
             raise RuleError("kind", f"{label} is declared only {way}")
         if together and not rule.together:
-            raise RuleError("kind", f"{label} is not declared for groups of clients")
+            raise RuleError("kind", f"{label} is not declared for groups of clients that add up tensors")
         round = _round_of(request, rule.phase, self.round)
         inside = getattr(request, "request", None)
         if allowed.inside is not None and _round_of(inside, rule.phase, round) != round:
@@ -481,8 +481,8 @@ class Guard:
     def _refuse_early(self, match: Match) -> None:
         """Refuse a request until its client has answered the earlier request that ``RequestRule.after`` names.
 
-        The earlier request replaces labels by other ids, which later requests use. A client must answer the earlier
-        request again if its site lost the checkpoint.
+        The earlier request replaces labels by other ids, which later requests use. If a site lost its checkpoint, its
+        clients must answer the earlier request again.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
@@ -494,7 +494,7 @@ class Guard:
         allowed, key = match.allowed, (match.client, match.number)
         if match.again:
             if self._repeats.get(key, 0) >= REPEATS:
-                problem = f"{allowed.label} of a broken group was repeated more than {REPEATS} times"
+                problem = f"{allowed.label} was repeated more than {REPEATS} times after clients of a group failed"
                 raise RuleError("repeat", problem)
             return
         if allowed.times is None:

@@ -1,4 +1,4 @@
-"""Compute each answer of a site only once, even if the question is repeated. Send the heartbeats of the site."""
+"""Compute each reply of a site only once, even if the request is repeated. Send the site's heartbeats."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ HEARTBEAT = 1.0
 """The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The value that a heartbeat contains instead of the size of an answer while the site still computes the answer."""
+"""The value that a heartbeat contains instead of the size of a reply while the site still computes the reply."""
 
 
 class LateError(WireError):
-    """A question arrived after a later question, so the server no longer needs its answer."""
+    """An error for a request that arrives after a later request. The server no longer needs the reply."""
 
 
 class RequestCache:
-    """A cache that computes the answer to each question once, and returns the same bytes for a repeated question."""
+    """A cache that computes the reply to each request once, and returns the same bytes for a repeated request."""
 
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._newest, self._answer = 0, Future[bytes]()
         self.pulse = (0, 0)
-        """The number of the last question that the site began, and the size of its answer in bytes (or ``AT_WORK``)."""
+        """The number of the last request on which the site began to work, and the size of its reply in bytes (or
+        ``AT_WORK``)."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:
-        """Return the answer to a question. The answer is computed only when the question arrives for the first time.
+        """Return the reply to a request. If the request was sent before, return the stored reply.
 
         Args:
-            number: The sequence number of the question. Later questions have larger numbers. A question with the number
-                0 is never repeated.
-            work: A function that computes the answer.
+            number: The sequence number of the request. Later requests have larger numbers. A request with the number 0
+                is never repeated.
+            work: A function that computes the reply.
 
         Raises:
-            LateError: The server already asked a later question.
+            LateError: The server has already sent a later request.
         """
         with self._lock:
             first = number == 0 or number > self._newest
             if not first and number < self._newest:
-                raise LateError(f"question {number} came after question {self._newest}, and is no longer needed")
+                raise LateError(f"request {number} came after request {self._newest}, and is no longer needed")
             if first:
                 self._newest, self._answer = max(number, self._newest), Future()
             answer = self._answer
@@ -65,7 +66,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
 
     Args:
         cache: The cache that provides ``pulse``, the content of a heartbeat.
-        send: A function that sends a heartbeat with the two numbers of ``pulse``, without waiting for an answer.
+        send: A function that sends a heartbeat with the two numbers of ``pulse``, and does not wait for a reply.
         over: The exception that ``send`` raises when the job is over.
     """
     ended = threading.Event()

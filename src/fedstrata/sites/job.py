@@ -1,4 +1,4 @@
-"""The two components that NVFlare loads through its Collab API: the server of a job, and a site."""
+"""The two components that NVFlare loads through its Collab API: one for the server of a job, and one for a site."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""The number of seconds within which another site must begin to send its model. After this time, the site is asked
+"""The number of seconds within which another site must begin to send its model. After this time, the request is sent
 again."""
 
 
@@ -59,8 +59,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The component at the server, which runs the experiments of a job one after another.
 
     Args:
-        plans: The experiments. Each experiment is a table of the fields of a ``JobSpec``, because a job's configuration
-            is JSON.
+        plans: The experiments. Each experiment is a dict with the fields of a ``JobSpec``, because a job's
+            configuration is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -72,7 +72,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._progress: Progress | None = None
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Report the progress when an administrator asks."""
+        """Report the progress of the run when an administrator requests it."""
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS and self._progress is not None:
             fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR).set_info(FEDSTRATA, self._progress.table())
 
@@ -81,8 +81,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         """Receive a site's heartbeat.
 
         Args:
-            number: The sequence number of the last question that the site began to answer.
-            size: The size in bytes of the answer to this question; ``AT_WORK`` while the site works on the answer.
+            number: The sequence number of the last request on which the site began to work.
+            size: The size in bytes of the reply to this request; ``AT_WORK`` while the site still computes the reply.
         """
         if self._transport is not None and not self._transport.struck(collab.caller):
             self._transport.hear(collab.caller, number, size)
@@ -100,7 +100,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     def main(self) -> None:
         """Run all experiments of the job, one after another.
 
-        If an experiment raises a ``FedstrataError``, write the error to the run folder, and run the next experiment.
+        If an experiment raises a ``FedstrataError``, write the error to the run folder, and continue with the next
+        experiment.
         """
         end = JobEnd(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, end) for site in collab.clients}
@@ -188,7 +189,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. Except in simulations, its name is a hash of the spec, so each job has its own folder."""
+    """Return the run folder. In a deployment, its name is a hash of the spec, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
@@ -238,7 +239,7 @@ class Site:
     def init(self) -> None:
         """Read the site's settings.
 
-        If the settings are wrong, this site refuses all questions. Other sites still take part.
+        If the settings are wrong, this site refuses all requests. Other sites still take part.
         """
         root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
@@ -291,7 +292,7 @@ class Site:
 
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:
-        """Answer a message; see ``fedstrata.sites.wire``."""
+        """Return the encoded reply to a message from the server or another site; see ``fedstrata.sites.wire``."""
         if self._site_server is None:
             return records.encode(Refused(self._problem))
         self._progress.question(len(data))

@@ -1,4 +1,4 @@
-"""Adapt NVFlare's start-up kits: let only the owner read a kit, make kits movable, and shorten their logs.
+"""Adapt NVFlare's start-up kits: let only the owner read a kit, allow kits to be moved, and shorten their logs.
 
 A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
 """
@@ -21,8 +21,8 @@ RECORDS = "records"
 """The folder with NVFlare's records of jobs, in the server's folder."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files of NVFlare that are removed. The first file is for NVFlare's privacy filters, which cannot read our
-messages."""
+"""Files in NVFlare's kits that fedstrata removes. The first file is for NVFlare's privacy filters, which cannot read
+fedstrata's messages."""
 
 
 def finish(kit: Path) -> None:
@@ -39,7 +39,7 @@ def finish(kit: Path) -> None:
 
 
 def close(folder: Path) -> None:
-    """Set the permissions of a folder and its content, so that only the owner can read them."""
+    """Set the permissions of a folder and its content, so that only the owner has access."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
@@ -66,10 +66,10 @@ def _set_paths(node: Any, kit: Path) -> None:
 
 
 class Printable(logging.Filter):
-    """A log filter that makes records printable, because they can contain errors and names that other parties sent."""
+    """A log filter that makes records printable, because records can contain texts from other parties."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Make a record printable, and indent its traceback so that it differs from other records. Return True."""
+        """Make a log record printable, and indent its traceback to distinguish it from other records. Return True."""
         record.msg, record.args = printable(record.getMessage()), None
         if record.exc_info and not record.exc_text:
             lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()

@@ -1,10 +1,11 @@
-"""A site's ledger: a file with an entry per answer or refusal. An entry says what was asked and how much was sent.
+"""A site's ledger: a file with an entry for each reply or refusal.
 
-The ledger is a ``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
+An entry records the kind of the request, the size of the reply and the number of samples. The ledger is a
+``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
 detects lines that were changed, removed or moved. The *head* of a ledger consists of its number of entries and its last
-checksum. The head is stored in a second file, and is sent to the server with every answer. The server writes the heads
+checksum. The head is stored in a second file, and is sent to the server with every reply. The server writes the heads
 to the run folder. A check can therefore also detect missing lines at the end of the ledger. The ledger never contains
-values, labels or texts of errors.
+values, labels or error messages.
 """
 
 from __future__ import annotations
@@ -59,28 +60,28 @@ class Head:
 
     @classmethod
     def parsed(cls, text: object) -> Head | None:
-        """Parse the text of a head. Return None if the text is not a head."""
+        """Convert a string back to a head. Return None if the string is not a head."""
         match = _HEAD.fullmatch(text) if isinstance(text, str) else None
         return cls(int(match[1]), match[2]) if match else None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the ledger about one answer.
+    """An entry of the ledger about one reply or refusal.
 
     Args:
         run: The hash of the spec.
-        kind: The kind of the question.
-        client: The id of the client; None for an answer of the site itself.
+        kind: The kind of the request.
+        client: The id of the client; None for a reply of the site itself.
         phase: ``enrolment``, ``round`` or ``evaluation``; empty if the phase is not known.
-        round: The round; None if the question does not belong to a round.
-        samples: The number of samples from which the answer was computed.
-        bytes: The size of the answer in bytes.
-        epsilon: The privacy budget ε that the answer spent; None without local differential privacy.
-        refused: The name of the limit that stopped the answer; empty if the site answered.
-        failed: The class name of the error that was raised instead of an answer; empty if there was an answer.
-        to: The site that received the answer; empty for the server.
-        exchange: The index of the secure sum within its roster; None for other answers.
+        round: The round; None if the request does not belong to a round.
+        samples: The number of samples from which the reply was computed.
+        bytes: The size of the reply in bytes.
+        epsilon: The privacy budget ε that the reply spent; None without local differential privacy.
+        refused: The name of the limit because of which the site refused the request; empty if the site replied.
+        failed: The class name of the error that was raised instead of a reply; empty if the site replied.
+        to: The site that received the reply; empty for the server.
+        exchange: The index of the secure sum within its roster (group of sites); None for other replies.
         roster: The hash of the roster of a secure sum, in hexadecimal digits.
         members: The sites of a roster, or the sites that contributed to a secure sum.
         noise: The standard deviation of the noise that the site added to each number of its update, as a multiple of
@@ -104,12 +105,12 @@ class Entry:
     noise: float | None = None
 
     def table(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults."""
+        """Return the fields that differ from their default values, as a dict."""
         return {key: value for key, value in vars(self).items() if value != getattr(type(self), key, ...)}
 
 
 class Ledger:
-    """The ledger of one site. Several processes may write to the ledger.
+    """The ledger of one site. Several processes may write to the ledger at the same time.
 
     Args:
         folder: The folder of the ledger.
@@ -120,11 +121,11 @@ class Ledger:
         self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
-        """Write entries to the disk, and return the new head. Call this method before the answers leave the site.
+        """Write entries to the disk, and return the new head. Call this method before the replies leave the site.
 
         Raises:
             DataError: The last line of the file is not an entry.
-            OSError: The entries cannot be written. The answers must then not leave the site.
+            OSError: The entries cannot be written. In this case, the replies must not leave the site.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._mutex, FileLock(self.path.with_name(LOCK), poll_interval=0.001):
@@ -173,7 +174,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of checking that a ledger is complete and unchanged.
+    """The result of a check that a ledger is complete and unchanged.
 
     Args:
         entries: The unchanged entries at the beginning of the ledger.
@@ -212,10 +213,10 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             checked.notes.append(
-                f"entry {number}: a crash cut off the line after entry {number - 1} before its answer was sent"
+                f"entry {number}: a crash cut off the line after entry {number - 1} before its reply was sent"
             )
     if torn:
-        problem = f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before its answer was sent"
+        problem = f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before its reply was sent"
         checked.notes.append(f"{problem}. The next entry will record this.")
     whole = not checked.problems
     heads = [(HEAD, _read_head(folder, checked))] + [("the server's record", head) for head in reported]
@@ -253,7 +254,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
         site: The name of the site.
 
     Raises:
-        DataError: There are no heads of this site.
+        DataError: The file cannot be read, or does not contain a head of this site's ledger.
     """
     file = path / HEADS if path.is_dir() else path
     try:
@@ -262,12 +263,12 @@ def heads_of(path: Path, site: str) -> list[Head]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file}: the server's record of ledgers cannot be read: {error}") from None
     if not heads:
-        raise DataError(f"{file}: contains nothing about the site {site}. Check --site.")
+        raise DataError(f"{file}: does not contain a record of the site {site}. Check --site.")
     return [head for head in heads if head is not None]
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the totals of a site's answers (counts, bytes, ε), with a row for each run and kind of question."""
+    """Return the totals of a site's replies (counts, bytes, ε), with a row for each run and kind of request."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

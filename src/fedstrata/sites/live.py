@@ -1,4 +1,4 @@
-"""Show the progress of a run on a web page, only to browsers on this machine."""
+"""Show the progress of a run on a web page. Only browsers on this machine can open the page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
     Raises:
         SpecError: ``folder`` is not one of these folders, or the port cannot be used.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses a request.
+        FedstrataError: The server of the run refuses a request.
     """
     with closing(source_of(folder, report)) as source, serving(source, port) as (address, update):
         report(f"{address} shows the run, only on this machine; press Ctrl-C to stop")
@@ -51,11 +51,11 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
     """Serve the web page during the ``with`` block. Yield the page's address, and a function that updates the page.
 
-    All users of this machine, and all web pages in their browsers, can connect. The page is therefore sent only if the
-    address contains a random key and the host name is a name of this machine.
+    All users of this machine, and all web pages in their browsers, can connect to the port. The page is therefore sent
+    only if the address contains a random key and the host name is a name of this machine.
 
     Args:
-        source: The source of the progress.
+        source: The source from which the progress of the run is read.
         port: The port; 0 for a free port.
 
     Raises:
@@ -80,7 +80,7 @@ class _Page:
     """The files of the web page. One thread updates the files, and other threads send the files.
 
     Args:
-        source: The source of the progress.
+        source: The source from which the progress of the run is read.
     """
 
     def __init__(self, source: Source) -> None:

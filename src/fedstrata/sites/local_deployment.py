@@ -24,7 +24,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
         out: The folder that will contain the parties' folders and the result. The folder ``out`` must be empty, or not
             exist.
         base_dir: The folder to which relative paths of data files refer.
-        report: A function that is called with a line of text about each event.
+        report: A function that is called with a line of text about each event, such as the start of the job.
 
     Returns:
         The run folder, ``out/result``.
@@ -38,7 +38,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
 
 
 class Processes:
-    """The processes of a trial.
+    """The processes of the server and the sites in a trial on one machine.
 
     At the end of the ``with`` block, these processes and their child processes are stopped.
 

@@ -26,12 +26,12 @@ FINGERPRINTS = "fingerprints.json"
 """The file in the server's run folder that maps each site to the fingerprint of its data."""
 
 SECRET = "fingerprint.key"
-"""The file with the key of a site's fingerprints. Without this key, nobody can test guesses of the data by comparing
-them with a fingerprint."""
+"""The file with the secret key of a site's fingerprints. Without this key, nobody can test guesses about the data by
+comparing them with a fingerprint."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
-    """Return a keyed hash (HMAC) of a site's file, which does not reveal its content; empty if ``data`` is None.
+    """Return a keyed hash (HMAC) of a site's data file; an empty string if ``data`` is None.
 
     Args:
         data: The site's data file.
@@ -47,7 +47,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
 
 
 def sign(run: Path, kit: Path) -> Path:
-    """Write the manifest of a run folder, sign it with the administrator's key, and return its path.
+    """Write the manifest of a run folder, sign it with the administrator's key, and return the manifest's path.
 
     Args:
         run: The run folder.
@@ -73,7 +73,7 @@ def sign(run: Path, kit: Path) -> Path:
 
 
 def verify(run: Path, kit: Path) -> dict[str, Any]:
-    """Return the manifest of a run folder after checking its signature and the files.
+    """Check the signature of a run folder's manifest and the hashes of all files, and return the manifest.
 
     A signature by a site is refused, although sites also have certificates of the federation. A file that is not in the
     manifest, such as a report, causes only a log message.
@@ -98,7 +98,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         key.verify((run / SIGNATURE).read_bytes(), data, padding.PKCS1v15(), hashes.SHA256())
     except Exception as error:
         raise DataError(
-            f"{run / MANIFEST} has no valid signature of this federation ({type(error).__name__}). {AGAIN}"
+            f"{run / MANIFEST} does not have a valid signature of this federation ({type(error).__name__}). {AGAIN}"
         ) from None
     names = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     if names != [USER]:

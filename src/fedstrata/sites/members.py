@@ -23,7 +23,7 @@ def members(kit: Path) -> list[str]:
     """Return the names of the sites that may connect to the server with the folder ``kit``.
 
     Raises:
-        SpecError: The folder does not contain a list.
+        SpecError: The folder does not contain a list of sites.
         DataError: The list cannot be read.
     """
     return _read(kit).sites
@@ -42,7 +42,7 @@ def _read(kit: Path) -> _Lists:
     if not path.exists():
         raise SpecError(
             "SERVER",
-            f"is not the folder of a server, because it has no {MEMBERS}. Give its folder from 'fedstrata deploy'.",
+            f"is not the folder of a server, because {MEMBERS} is missing. Give its folder from 'fedstrata deploy'.",
             str(kit),
         )
     try:
@@ -53,7 +53,7 @@ def _read(kit: Path) -> _Lists:
 
 
 class Members:
-    """A running server's list of sites. The file is read at each use, because an administrator may edit the file.
+    """A running server's list of sites that may connect. The file is read at each use, because users may edit the file.
 
     If the file cannot be read, the last valid list is used. If there was never a valid list, no site may connect.
 
@@ -78,18 +78,19 @@ class Members:
         return self._last
 
     def struck(self, name: str) -> bool:
-        """Return True if this site may not connect because a list exists and does not name the site."""
+        """Return True if a site may not connect, because the list exists and does not contain the site."""
         names = self.names()
         return names is not None and name not in names
 
 
 def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Write the list to the server's folder.
+    """Write the list of sites that may connect to the server's folder.
 
     Args:
         kit: The server's folder.
         names: The sites that may connect.
-        others: Other sites of the federation, which ``revoke`` may put on the list later.
+        others: Other sites of the federation, which are not on the list, but may be added with ``revoke(…,
+            undo=True)``.
     """
     sites = set(names)
     write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})
@@ -97,11 +98,11 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 
 
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
-    """Remove a site from the list, or add it again, and return the sites on the list.
+    """Remove a site from the list of sites that may connect (or put it back), and return the sites on the list.
 
     The server and the run continue. New connections of the site are refused at once, and an existing connection ends at
-    NVFlare's next heartbeat. The server no longer asks the site, and ignores an answer that is still on its way. The
-    site's certificate stays valid, but the certificate alone is not enough to connect.
+    NVFlare's next heartbeat. The server no longer sends requests to the site, and ignores a reply that arrives later.
+    The site's certificate stays valid, but the certificate alone is not enough to connect.
 
     Args:
         kit: The server's folder.

@@ -1,4 +1,4 @@
-"""Send the server's messages to all sites at the same time. Messages are numbered, and acknowledge earlier answers."""
+"""Send the server's messages to all sites at the same time. Messages have numbers, and acknowledge earlier replies."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""The smallest number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
+"""The minimum number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
 shorter."""
 
 MOST_AT_ONCE = 64
-"""The largest number of sites that are asked at the same time."""
+"""The maximum number of sites to which messages are sent at the same time."""
 
 
 class Transport(Protocol):
     """The connection that carries bytes to a site and back."""
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """Return a site's answer.
+        """Send a message to a site, and return the site's reply.
 
         Args:
             site: The name of the site.
             data: The encoded message.
-            patience: The number of seconds to wait for the answer.
+            patience: The number of seconds to wait for the reply.
             number: The sequence number of the message. Later messages have larger numbers. A site that receives the
-                same number again repeats its answer.
+                same number again repeats its reply.
 
         Raises:
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.
         """
 
     def is_reachable(self, site: str) -> bool:
-        """Return True if a site will probably answer now.
+        """Return True if a site can probably be reached now.
 
         Raises:
             Exception: The job is over.
@@ -55,9 +55,9 @@ class Messenger:
     Args:
         transport: The connection to the sites.
         site_of_client: The name of each client's site; the index is the client's id.
-        patience: The number of seconds within which a site must answer.
-        least: The smallest number of sites that must answer, before the first round and in every round.
-        fewer: The reaction when fewer than ``least`` sites answer.
+        patience: The number of seconds within which a site must reply.
+        least: The minimum number of sites that must reply, before the first round and in every round.
+        fewer: The reaction if fewer than ``least`` sites reply.
     """
 
     def __init__(
@@ -85,31 +85,31 @@ class Messenger:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def next_exchange(self) -> int:
-        """Begin an exchange (questions to clients and their answers), and return the exchange's number."""
+        """Begin an exchange (requests to clients and their replies), and return the number of the exchange."""
         self.exchange += 1
         return self.exchange
 
     def acknowledge(self, site: str, ack: Message) -> None:
-        """Attach an acknowledgement to all messages to a site until the site has answered such a message."""
+        """Attach an acknowledgement to all messages to a site until the site has replied to such a message."""
         if site not in self.directory.excluded:
             self._acks[site].append(ack)
 
     def ask(self, site: str, body: Message, *kinds: type[Message]) -> Any:
-        """Return a site's answer if its class is in ``kinds``. For any other answer, return a ``FedstrataError``."""
+        """Send a message, and return the site's reply. If the reply's class is not in ``kinds``, return an error."""
         self.directory.gather()
         return self._send(site, body, kinds, next(self._numbers))
 
     def ask_all(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Wait until enough sites can be reached, ask several sites, and return their answers or errors.
+        """Wait until enough sites can be reached, send messages to several sites, and return their replies or errors.
 
         Args:
             bodies: A mapping from each site to its message.
-            kind: The expected class of the answers.
-            ended: A function that is called with each site and its answer or error, as soon as they arrive. Give this
-                function only if the clients at these sites add up tensors together. A site that fails is then not asked
-                again, because the other sites do not wait for this site.
+            kind: The expected class of the replies.
+            ended: A function that is called with a site and its reply or error, as soon as the reply arrives. Give this
+                function only if the clients at these sites add up tensors together. The message to a site that fails is
+                then not sent again, because the other sites do not wait for this site.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)
@@ -119,7 +119,7 @@ class Messenger:
     def deliver(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, Any], None] | None = None
     ) -> dict[str, Any]:
-        """Ask several sites as ``ask_all`` does, but do not check that enough sites can be reached and answer."""
+        """Send messages to several sites as ``ask_all`` does, but do not check that enough sites can be reached."""
         directory, outcomes = self.directory, dict[str, Any]()
         numbers = {site: next(self._numbers) for site in bodies}
 
@@ -142,15 +142,15 @@ class Messenger:
             directory.wait_for_any(wanted)
 
     def _complete(self, site: str, outcome: Any) -> Any:
-        """Fetch the answers that did not fit into the first message of a site, and return all answers of the site."""
+        """Fetch the replies that did not fit into the first message of a site, and return all replies of the site."""
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
                 # This error must not be a SiteLostError. The server would then send the question again, but the site
                 # can repeat only its last answer.
-                return WireError(f"site {site} was lost between two parts of its answer: {rest}")
+                return WireError(f"site {site} was lost between two parts of its reply: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
-                return WireError(f"site {site} announced {outcome.left} more answers, but did not send answers")
+                return WireError(f"site {site} announced {outcome.left} more replies, but did not send them")
             outcome = wire.Answers(outcome.outcomes + rest.outcomes, rest.left)
         return outcome
 

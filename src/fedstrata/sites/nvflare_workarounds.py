@@ -1,4 +1,4 @@
-"""Collect all code that depends on the internals of NVFlare.
+"""Work around problems of NVFlare. Only this module depends on NVFlare's internals.
 
 Each workaround names the version and the file of NVFlare. The other modules of ``fedstrata.sites`` use only NVFlare's
 documented interfaces: ``nvflare.apis``, ``nvflare.collab``, the FLARE API, and the files that NVFlare makes for each
@@ -31,13 +31,13 @@ SWEEP = 30
 """The number of seconds between two runs of the garbage collector."""
 
 AT_ONCE = 24
-"""The number of threads with which each pool starts. Three sites keep at most half of these threads busy; NVFlare's
-pools allow up to 128 threads."""
+"""The number of threads with which each of NVFlare's thread pools starts. Three sites keep at most half of these
+threads busy. The pools allow up to 128 threads."""
 
 
 @cache
 def bound_growth() -> None:
-    """Keep the number of threads and the memory use of this process constant while it exchanges messages.
+    """Keep the number of threads and the memory use of this process constant while the process exchanges messages.
 
     The first call in a process starts a thread that never ends. Later calls have no effect.
     """
@@ -76,7 +76,7 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
 
 
 def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Every second, run the clean-ups that are due; every ``SWEEP`` seconds, free the memory of sent messages.
+    """Every second, delete old records of received messages; every ``SWEEP`` seconds, free the memory of sent messages.
 
     For each sent message, however small, a buffer of one MiB stays in a cycle of references. Python's garbage collector
     examines old objects only when a quarter of all objects are new. Until then, these buffers would fill gigabytes.
@@ -94,13 +94,13 @@ def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) 
 
 
 def release_memory() -> None:
-    """Give unused memory of the C library back to the operating system. Only glibc supports this."""
+    """Return unused memory of the C library to the operating system. Only glibc supports this."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fill_thread_pools() -> None:
-    """Let NVFlare's thread pools start ``AT_ONCE`` threads at the beginning.
+    """Let NVFlare's thread pools start ``AT_ONCE`` threads immediately, instead of adding threads during the run.
 
     A pool starts another thread whenever more messages arrive at the same time than ever before. The number of threads
     would therefore grow for hours.
@@ -123,7 +123,7 @@ def _fill_thread_pools() -> None:
 
 
 def _start_threads_of(owner: type[Any]) -> None:
-    """Let every new object of a class start the threads of its pools."""
+    """Change a class of NVFlare so that every new object starts the threads of its pools."""
     construct = owner.__init__
 
     @wraps(construct)  # The wrapper preserves the names of the parameters, because NVFlare reads them.
@@ -169,12 +169,12 @@ class JobEnd:
         return bool(self.reached or self._signal.triggered)
 
     def ends_calls_to(self, site: Any) -> None:
-        """Make calls to a site end as soon as this signal is triggered."""
+        """Let calls to a site end as soon as this signal is triggered."""
         site.backend.abort_signal = self
 
 
 def survive_kill(run: Path) -> None:
-    """Let the other sites continue if the process of this site's job is killed.
+    """Let a job continue at the other sites if the job's process at this site is killed.
 
     NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the return code from a
     file in the job's folder. This function therefore writes 0 to the file in advance. A process that is not killed
@@ -218,7 +218,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
 SIMULATOR = "nvflare.private.fed.app.simulator.simulator"
 
 SIMULATOR_ATTEMPTS = 2
-"""The largest number of attempts to start the simulator, if it ends before the first run has begun.
+"""The maximum number of attempts to start the simulator, if it ends before the first run has begun.
 
 On a busy machine, NVFlare may lose a site during the start. The simulator then ends before any of our code has run.
 Seen in NVFlare 2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
@@ -237,7 +237,7 @@ def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
 
 
 def open_session(user: str, admin: Path) -> Any:
-    """Open an administrator's session. Suppress the many lines that the FLARE API logs if the server is unreachable."""
+    """Open an administrator's session. If the server is unreachable, suppress the FLARE API's many log lines."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)
@@ -260,7 +260,7 @@ def is_temporary(error: Exception, known: bool) -> bool:
 
     Args:
         error: The exception that the FLARE API raised.
-        known: Whether the server has accepted our session before.
+        known: Whether the server has accepted this session before.
     """
     from nvflare.apis.fl_exception import FLCommunicationError
     from nvflare.fuel.flare_api import api_spec as api

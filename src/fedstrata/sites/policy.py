@@ -21,18 +21,18 @@ from fedstrata.sites.settings import read_setting
 from fedstrata.spec.experiment import line_of
 
 _EXAMPLES = {"methods": "[]", "budget": "8.0", "peers": "[]"}
-"""For each key without a default, the value in the comment of a new file."""
+"""Example values for keys without a default. A new policy file contains these examples in comments."""
 
 FILE = Path("local") / "policy.toml"
 """The policy's file in a site's folder; it is never part of a job."""
 
 
 class RuleError(FedstrataError):
-    """A site refuses a job or a request because of one of its limits.
+    """An error that a site raises to refuse a job or a request, because it exceeds one of the site's limits.
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
-        reason: A text that says what the site refuses, and what it would accept.
+        reason: A sentence that says what the site refuses, and what the site would accept.
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -41,7 +41,7 @@ class RuleError(FedstrataError):
 
     @property
     def for_good(self) -> bool:
-        """Whether the site will refuse all requests until the job ends, because its policy will not change."""
+        """Whether the site will refuse all requests until the job ends. The policy does not change during a job."""
         return self.rule.startswith("policy.")
 
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
@@ -56,7 +56,8 @@ def _fingerprint(text: str) -> str:
 
 
 Fingerprint = Annotated[str, AfterValidator(_fingerprint)]
-"""The fingerprint of a certificate; colons and capital letters, as OpenSSL writes them, are accepted too."""
+"""The fingerprint of a certificate, in hexadecimal digits. Colons and capital letters, as OpenSSL writes them, are also
+accepted."""
 
 
 class Policy(Setting):
@@ -129,10 +130,10 @@ class Policy(Setting):
     peers: list[Fingerprint] | None = None
 
     def check(self, asked: Declaration) -> None:
-        """Check a job against the policy before any data are read.
+        """Check a job against the policy, before the site reads any data.
 
         Args:
-            asked: The declaration of everything that the job asks.
+            asked: The declaration of everything that the job may request.
 
         Raises:
             RuleError: The job is refused. The message gives the limit, the job's value and the accepted values.
@@ -183,7 +184,7 @@ class Policy(Setting):
         self._check_client_noise(asked.privacy)
 
     def _check_sums(self, privacy: Privacy) -> None:
-        """Refuse a job whose sums show more than this site allows."""
+        """Refuse a job in which the server would see sums over fewer sites than this site allows, or single updates."""
         if privacy.sums == "plain":
             if self.sums == "secure":
                 problem = "the server would see individual updates, but this site accepts only privacy.sums = 'secure'"
@@ -214,7 +215,7 @@ class Policy(Setting):
         return self.dp > 0 or self.budget is not None
 
     def _check_dp(self, asked: Declaration) -> None:
-        """Refuse a job without differential privacy, with too little noise, or with other values from the samples."""
+        """Refuse a job without differential privacy, with too little noise, or with forbidden values without noise."""
         dp = asked.privacy.dp
         accepted = f"Set privacy.dp with a noise of at least {self.dp:g}." if self.dp else "Set privacy.dp."
         if dp is None:
@@ -239,28 +240,28 @@ class Policy(Setting):
         return f"{values} would be sent without noise, but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Refuse an answer about the site's data if other jobs already got ``surveys`` different answers.
+        """Refuse a reply about the site's data if other jobs already got ``surveys`` different replies.
 
         Args:
             job: The hash of the job.
-            answer: The answer, or a key that identifies the answer.
-            before: The earlier answers to all jobs. The site may repeat these answers.
-            topic: A description of the answers, for the error message.
+            answer: The reply, or a key that identifies the reply.
+            before: The earlier replies to all jobs. The site may send the same replies again.
+            topic: A description of the replies, for the error message.
 
         Raises:
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
-            problem = f"other jobs already learned {topic}, and this site gives at most {self.surveys} such answer(s)"
+            problem = f"other jobs already learned {topic}, and this site sends at most {self.surveys} such replies"
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse to send counts of categories, targets or values if a count is between 1 and ``least`` − 1.
+        """Refuse to send counts of categories, targets or values if a count is from 1 to ``least`` − 1.
 
         Args:
             job: The hash of the job.
             counts: The number of times that each category or value of a column, or each target, occurs.
-            least: The smallest count that may leave the site.
+            least: The minimum count that may leave the site.
 
         Raises:
             RuleError: A count is too small, and the job is not approved.
@@ -275,7 +276,7 @@ class Policy(Setting):
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """Return the spec's privacy settings, but with the policy's ``min_samples`` if the policy's value is larger.
+        """Return the spec's privacy settings, with the policy's ``min_samples`` if the policy requires more samples.
 
         Args:
             privacy: The privacy settings of the spec.
@@ -289,7 +290,7 @@ class Policy(Setting):
         """Read the policy from a site's folder, or return the defaults if the folder has no policy file.
 
         Raises:
-            SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.
+            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message names the line.
         """
         return read_setting(cls, root / FILE, "policy") if (root / FILE).exists() else cls()
 
@@ -352,10 +353,10 @@ def _with_approved(lines: list[str], approved: list[str]) -> str:
 
 
 def require_hash(text: str) -> str:
-    """Check that a text has the form of a spec's hash, and return it.
+    """Return a string if it has the form of a spec's hash. Otherwise, raise an error.
 
     Raises:
-        SpecError: The text is not a hash.
+        SpecError: The string is not a hash.
     """
     if not re.fullmatch("[0-9a-f]{16}", text):
         problem = "is neither a spec nor a hash. Give the spec file, or the 16 digits that 'fedstrata asks' prints."

@@ -1,8 +1,9 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
-The site adds up Rényi divergences of one order. This order is fixed at the first step under a budget. The total
-therefore bounds ε even if jobs depend on earlier answers (Feldman and Zrnic 2021, Theorem 4.1). Each round is written
-to the disk before its first step. A job that is interrupted has spent the budget of all rounds that it began.
+The site adds up Rényi divergences of one order. The order is chosen at the first step after the site has set a budget,
+and never changes. The total therefore bounds ε even if jobs depend on earlier replies (Feldman and Zrnic 2021, Theorem
+4.1). Each round is written to the disk before its first step. A job that is interrupted has spent the budget of all
+rounds that it began.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fedstrata.sites.policy import Policy, RuleError
 FILE = "privacy.json"
 
 Steps = tuple[str, ClientId, float, float]
-"""The steps that are counted together: the hash of the job, the client, the noise, and the probability of a sample."""
+"""The key under which steps are counted: the job's hash, the client, the noise, and the sampling probability."""
 
 
 @dataclass
@@ -37,17 +38,17 @@ class Spending:
     """The privacy loss that a site's file records.
 
     Args:
-        order: The order of the Rényi divergences that are added up; None before the first step under a budget.
-        steps: The number of steps of each kind.
+        order: The order of the Rényi divergences that are added up; None before the first step with a budget.
+        steps: The number of steps for each key; see ``Steps``.
     """
 
     order: int | None = None
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """For each job and each of ``ORDERS``, return the largest divergence over the job's clients.
+        """Return each job's Rényi divergences: for each of ``ORDERS``, the maximum over the job's clients.
 
-        In a job, clients have different samples, so only the largest divergence counts.
+        The clients of a job have different samples, so only the maximum over the clients counts.
         """
         clients: dict[tuple[str, ClientId], NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
         for (job, client, noise, rate), count in self.steps.items():
@@ -58,30 +59,31 @@ class Spending:
         return jobs
 
     def total(self) -> NDArray[np.float64]:
-        """Return the divergence of all jobs for each of ``ORDERS``."""
+        """Return the sum of the Rényi divergences over all jobs, for each of ``ORDERS``."""
         total: NDArray[np.float64] = sum(self.by_job().values(), np.zeros(len(ORDERS)))
         return total
 
 
 class PrivacyBudget:
-    """The privacy budget of one site. Several processes may use the budget.
+    """The privacy budget of one site. Several processes may use the budget at the same time.
 
     Args:
         folder: The folder of the file.
-        policy: The site's policy, which sets the largest ε (``budget``) and δ (``delta``).
+        policy: The site's policy, which sets the maximum ε (``budget``) and δ (``delta``).
     """
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._path, self._most, self._delta = folder / FILE, policy.budget, policy.delta
 
     def spend(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> None:
-        """Write the steps of a client's round to the disk, before the client takes them.
+        """Write the number of steps of a client's round to the disk, before the client takes these steps.
 
         Args:
             job: The hash of the job.
             client: The client.
-            noise: The standard deviation of the noise, as a multiple of the largest norm of a gradient.
-            rate: The probability that a sample is used in a step.
+            noise: The standard deviation of the noise, as a multiple of the maximum norm of a gradient
+                (``privacy.dp.clip``).
+            rate: The sampling probability: the probability that a sample is used in a step.
             steps: The number of steps.
 
         Raises:
@@ -99,9 +101,9 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def report(self) -> dict[str, Any]:
-        """Return the ε that all jobs spent together, and each job's ε by privacy loss distributions (PLD).
+        """Return the total ε of all jobs, and the ε of each job, computed with privacy loss distributions (PLD).
 
-        The table is empty if no job with ``privacy.dp`` has trained.
+        The result is empty if no job with ``privacy.dp`` has trained.
 
         Raises:
             ExtraMissingError: The extra ``dp`` is not installed.
@@ -143,12 +145,12 @@ class PrivacyBudget:
         return Spending(table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]})
 
     def _order(self, spending: Spending, step: NDArray[np.float64], most: float) -> int:
-        """Return the order with which the budget lasts for the most steps.
+        """Return the order of the Rényi divergence with which the budget allows the most steps.
 
         Args:
-            spending: The steps so far, which were taken before the site had a budget.
+            spending: The steps that clients have taken before the site had a budget.
             step: The divergence of one step for each of ``ORDERS``.
-            most: The largest ε.
+            most: The maximum ε.
         """
         orders = np.array(ORDERS)
         # A Rényi divergence d of order α corresponds to ε = d + log(1 − 1/α) − (log δ + log α) / (α − 1) (Canonne et
@@ -157,14 +159,14 @@ class PrivacyBudget:
         return int(orders[np.argmax((most - added - spending.total()) / step)])
 
     def _epsilon(self, spending: Spending) -> float:
-        """Return the ε of all jobs by the fixed order or, without a budget, by the order that gives the smallest ε."""
+        """Return the total ε of all jobs, with the fixed order. Without a budget, use the order with the smallest ε."""
         orders = ORDERS if spending.order is None else [spending.order]
         divergence = spending.total()[[ORDERS.index(order) for order in orders]]
         epsilon, _ = dp_accounting().rdp.compute_epsilon(orders, divergence, self._delta)
         return float(epsilon)
 
     def _epsilon_of_job(self, spending: Spending, job: str) -> float:
-        """Return the largest ε of the clients of a job, by privacy loss distributions."""
+        """Return the maximum ε over a job's clients, computed with privacy loss distributions."""
         library, clients = dp_accounting(), defaultdict[ClientId, list[Any]](list)
         for (name, client, noise, rate), count in spending.steps.items():
             if name == job:

@@ -1,6 +1,6 @@
-"""Start and end processes together with their descendants, and send signals to all of these processes.
+"""Start and end processes and their child processes, and send signals to all of these processes.
 
-All started processes end when our own process ends.
+All started processes end when the process that started them ends.
 
 The call ``python -m fedstrata.sites.processes COMMAND`` runs a command. If standard input is closed before the command
 ends, the call kills the command.

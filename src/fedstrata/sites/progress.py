@@ -1,4 +1,4 @@
-"""Write and show the progress of a run over sites. The server and each site write their progress as a table."""
+"""Write and show the progress of a run across sites. The server and each site write their progress to a JSON file."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ STATUS = Path("fedstrata") / "status.json"
 """The file, in the folder of the server or of a site, to which this party writes the progress of a run."""
 
 FEDSTRATA = "fedstrata"
-"""The key of our table in the answer of NVFlare's command ``show_stats``."""
+"""The key of fedstrata's progress in the reply to NVFlare's command ``show_stats``."""
 
 STEP = 2.0
 """The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""A disk with fewer free bytes counts as full."""
+"""A disk with fewer free bytes than this number counts as full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
-"""A mapping from the fields of a round's record that are shown as curves to the names of the curves."""
+"""A mapping from fields of a round's record to the names of the curves that show these fields."""
 
 POINTS = 300
-"""The approximate largest number of points of a curve. The number is limited because all curves are sent every two
+"""The approximate maximum number of points of a curve. The number is limited because all curves are sent every two
 seconds."""
 
 MEASURED = ("accuracy", "loss", "train_loss")
 COUNTED = ("returned", "dropped", "late", "failed")
-"""The fields of a round that are shown: metrics (``MEASURED``) and counts of clients (``COUNTED``)."""
+"""The fields of a round's record that are shown: metrics (``MEASURED``) and counts of clients (``COUNTED``)."""
 
 
 def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -> dict[str, list[list[float]]]:
-    """Return the curves of a run, each as a list of rounds and a list of values.
+    """Return the curves of a run's metrics. A curve consists of a list of rounds and a list of values.
 
     A curve has approximately ``POINTS`` points or fewer. The curve of the ``primary`` metric comes first.
 
@@ -69,7 +69,7 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
 
 def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
-    """Return the entries of a run's progress that describe the run: the folder's name, the title, and the setting.
+    """Return the description of a run for its progress: the name of the run folder, the title, and the setting.
 
     Args:
         history: The history of the run. Only its method and its seed are used.
@@ -83,7 +83,7 @@ def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
 
 
 class Progress:
-    """The progress of a run that its server reports.
+    """The progress of a run, which the server collects and reports.
 
     Args:
         rounds: The number of rounds of the run.
@@ -112,11 +112,11 @@ class Progress:
         self._states: dict[str, list[str]] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Add the record of a round. A run calls this as a callback."""
+        """Add the record of a round. The training loop calls this object as a callback."""
         self._history.append(_kept(record))
 
     def table(self) -> dict[str, Any]:
-        """Return the progress as a table for JSON."""
+        """Return the progress as a dict that JSON can represent."""
         # The records are copied, because another thread may add records.
         history, records = self._history, list(self._history)
         here, last = records[self._before :], records[-1] if records else {"round": 0}
@@ -152,14 +152,14 @@ class Progress:
         self._states = {site: list(self._status(site)) for site in self._sites}
 
     def end(self, outcome: str = "complete") -> None:
-        """Record and write the end of the run. The recorded states of the sites do not change afterwards."""
+        """Record the end of the run, and write the progress. The states of the sites do not change afterwards."""
         with suppress(Exception):  # errors are ignored, because the transport may already be closed
             self._update_states()
         self._over = outcome
         self.write()
 
     def write(self) -> None:
-        """Write the progress to the file, if there is one."""
+        """Write the progress to the file, if a file was given."""
         if self._path is not None:
             # Without the lock, one thread could replace a newer table by an older table of another thread.
             with self._writing:
@@ -204,12 +204,12 @@ class SiteProgress:
         self.table: dict[str, Any] = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "refused": "", "working": False}
 
     def question(self, size: int) -> None:
-        """Count a question of ``size`` bytes that arrived from the server."""
+        """Count a request of ``size`` bytes that arrived from the server."""
         self.table |= {"bytes_in": self.table["bytes_in"] + size, "working": True, "asked": time.time()}
         self.table["questions"] += 1
 
     def answer(self, size: int, refused: str = "") -> None:
-        """Count an answer of ``size`` bytes to the server. If the site refused to answer, record the reason."""
+        """Count a reply of ``size`` bytes to the server. If the site refused the request, record the reason."""
         self.table |= {"bytes_out": self.table["bytes_out"] + size, "working": False}
         self.table["refused"] = refused or self.table["refused"]
 
@@ -232,7 +232,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def headline(table: Mapping[str, Any]) -> str:
-    """Return a line about a run, with round, metrics, clients of the last round, sites, bytes, and remaining time.
+    """Return one line about a run: round, metrics, clients of the last round, sites, bytes and remaining time.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
     ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
@@ -250,7 +250,7 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return lines of text about the progress of a run (one line for each site), or of one site's work in a run.
+    """Return lines of text about a run, with one line for each site, or about one site's work in a run.
 
     Args:
         table: The progress that the server or the site wrote.

@@ -1,6 +1,6 @@
-"""Make the job of a federation, and folders for the server, each site and the administrator.
+"""Create the job of a federation, and one folder each for the server, the sites and the administrator.
 
-A folder contains a certificate, settings and start scripts. NVFlare calls such a folder a start-up kit.
+Each folder contains a certificate, settings and start scripts. NVFlare calls such a folder a start-up kit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""The names of the server's folder, of the administrator's folder, and of the folder ``JOB`` inside ``ADMIN``."""
+"""The names of three folders: the server's, the administrator's, and the job's folder inside the administrator's."""
 
 GATE = "fedstrata.sites.gate.Gate"
 
@@ -60,14 +60,14 @@ def provision(
         sites: The federation.
         out: A folder that is empty or does not exist.
         base_dir: The folder to which relative paths of data files refer in a trial on this machine; otherwise None.
-        requests: The folder with the certificate requests of all sites. The folder of a site then has no private key,
-            because the site made its key itself. Default: make the private keys of the sites.
+        requests: The folder with the certificate requests of all sites. The sites then keep the private keys that they
+            created, and their folders do not contain private keys. Default: create the private keys of all sites.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
         SpecError: A setting is wrong, or ``out`` is not empty.
         DataError: The server's test samples are missing or do not fit the spec.
-        FedstrataError: NVFlare cannot make the certificates.
+        FedstrataError: NVFlare cannot create the certificates.
     """
     require_nvflare()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -75,7 +75,7 @@ def provision(
             "--out", "already exists, and certificates are never overwritten. Give another folder.", str(out)
         )
     if spec.tracking.callbacks:
-        problem = "cannot be set in a job for real sites. Remove this section, and read the run folder of the result."
+        problem = "cannot be set in the job of a deployment. Remove this section, and read the run folder instead."
         raise SpecError("tracking", problem)
     refuse_attack(spec)
     keys = {} if requests is None else requested_keys(requests, sites.site)

@@ -1,7 +1,7 @@
-"""Run an experiment over sites in one process, to test it before it runs on real machines.
+"""Run an experiment with simulated sites in one process, to test the experiment before a deployment.
 
-As on real machines, the run reads the sites' files and encodes all messages. The result is the same as on real
-machines.
+As in a deployment, the run reads the sites' data files and encodes all messages. The result is the same as in the
+deployment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATES = "sites"
 
 
 class _Transport(Transport):
-    """A connection to sites in this process, which exchange encoded messages as in a deployment."""
+    """A connection to simulated sites in this process. Messages are encoded as in a deployment."""
 
     def __init__(self, site_servers: dict[str, SiteServer]) -> None:
         self.site_servers = site_servers

@@ -1,4 +1,4 @@
-"""Run relays over sites: clients train one model in turn. The server sends tasks, and sites pass the model on."""
+"""Run relays across sites: clients train one model in turn. The server sends tasks, and sites pass the model on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.sites.wire import Failed, Fetch, Hop, HopCommit, Hopped, RelayEnd
 
 
 class ClientRaisedError(FedstrataError):
-    """An exception that a client raised at its site."""
+    """An error that stands for an exception that a client raised at its site."""
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
@@ -27,7 +27,7 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
     if isinstance(outcome, wanted):
         return outcome
     kind, question = type(outcome).__name__, type(request).__name__
-    return Failure(f"the reply is a {kind}, but the answer to {question} must be a {wanted.__name__}")
+    return Failure(f"the reply to {question} is a {kind}, but must be a {wanted.__name__}")
 
 
 @dataclass
@@ -48,13 +48,13 @@ class _Hop:
 
 
 class SiteRelay:
-    """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
+    """A ``RelaySession`` in which the model goes directly from site to site.
 
     The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
     relay is over. If a site fails, the run can therefore continue with the model that the previous site still stores.
 
     Args:
-        messenger: Sends messages to the sites.
+        messenger: The messenger that sends messages to the sites.
         number: The id of the relay.
         weights: The initial model.
     """
@@ -64,8 +64,8 @@ class SiteRelay:
         self._site_of_client = messenger.directory.site_of_client
         self._hops: list[_Hop] = []
         self._trail: list[int] = []
-        """The index of each site's last hop, in ascending order. The site still stores the model as this hop returned
-        it."""
+        """The index of each site's last hop, in ascending order. The site still stores the model that this hop
+        returned."""
         self._sites: set[str] = set()
         self._last: _Hop | None = None
 
@@ -96,7 +96,7 @@ class SiteRelay:
         return reply
 
     def _send(self, site: str, client: ClientId, task: Request, ticket: str, base: int, weights: Weights | None) -> Any:
-        """Send a task and return the site's answer.
+        """Send a task to a site, and return the site's reply.
 
         The message contains the model if ``weights`` is not None. If ``weights`` is None, the message names the site
         that has the model after hop ``base``. The receiving site then fetches the model from that site.
@@ -116,7 +116,7 @@ class SiteRelay:
         self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the final model and each accepted hop's outcome, and tell the sites which hops were not accepted."""
+        """Return the final model and the outcome of each accepted hop. Tell the sites which hops do not count."""
         weights = self._weights
         while self._trail:
             base = self._trail[-1]
@@ -149,4 +149,4 @@ class SiteRelay:
         since = self._trail[-1] if self._trail else -1
         for hop in self._hops[since + 1 :]:
             if not isinstance(hop.outcome, Failure):
-                hop.outcome = Failure(f"the model that it passed on was lost: {reason}")
+                hop.outcome = Failure(f"the model that the client trained was lost: {reason}")

@@ -1,4 +1,4 @@
-"""Take part in secure sums as a real site, with a certificate, the list of answered questions, and ledger entries."""
+"""Take part in secure sums as a site, with a certificate, a list of answered requests, and ledger entries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
 from fedstrata.sites.policy import Policy
 
 ANSWERED = ".answered"
-"""The folder in a site's folder with the hashes of the questions that the site has answered, in one file per job."""
+"""The folder in a site's folder with the hashes of the requests that the site has answered. There is one file per
+job."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ def job_of(spec: str) -> bytes:
 
 
 class Answered:
-    """A file with the hashes of the questions that a site has answered in a job.
+    """A file with the hashes of the requests that a site has answered in a job.
 
     Args:
         path: The file.
-        most: The largest number of questions that the site answers; None for any number.
+        most: The maximum number of requests that the site answers; None for any number.
     """
 
     def __init__(self, path: Path, most: int | None = None) -> None:
@@ -111,19 +112,19 @@ class Answered:
         return {data[end - KEY_BYTES : end] for end in range(KEY_BYTES, len(data) + 1, KEY_BYTES)}
 
     def add(self, question: bytes) -> None:
-        """Write a hash to the disk, before the answer leaves the site.
+        """Write a request's hash to the disk, before the reply leaves the site.
 
         Raises:
-            RefusedError: The question was answered before, perhaps by another process of the site, or the site has
-                answered the largest number of questions.
+            RefusedError: The site has answered this request before, perhaps in another process. Or it has already
+                answered the maximum number of requests.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             known = self.read()
             if question in known:
-                raise RefusedError("question", "this question was answered before")
+                raise RefusedError("question", "this request was answered before")
             if self._most is not None and len(known) >= self._most:
-                raise RefusedError("participations", f"the site adds noise to at most {self._most} answers of this job")
+                raise RefusedError("participations", f"the site adds noise to at most {self._most} replies to this job")
             with open(self._path, "ab", opener=partial(os.open, mode=0o600)) as file:
                 file.truncate(file.tell() // KEY_BYTES * KEY_BYTES)  # removes an incomplete hash
                 file.write(question)
@@ -132,10 +133,10 @@ class Answered:
 
 
 class KeptSite(Site):
-    """A site that writes each question to the disk before it answers the question.
+    """A site that stores the hash of each request on disk, before it answers the request.
 
     Args:
-        answered_file: The questions that the site has answered in this job.
+        answered_file: The file of the requests that the site has answered in this job.
         job: See ``Site``.
         credentials: The site's certificate, and the accepted certificates.
         settings: Further arguments of ``Site``.
@@ -148,11 +149,11 @@ class KeptSite(Site):
     def mask(
         self, begin: Begin, question: bytes, vector: Words, enough: bool, *, continues: bool = False
     ) -> MaskedVector:
-        """Store the server's question on disk, and then return this site's masked vector.
+        """Store the hash of the server's request on disk, and then return this site's masked vector.
 
         Raises:
             RefusedError: A check failed.
-            OSError: The question cannot be written.
+            OSError: The hash cannot be written.
         """
         masked = super().mask(begin, question, vector, enough, continues=continues)
         self._answered_file.add(question)
@@ -162,11 +163,11 @@ class KeptSite(Site):
 def member_of(
     begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, config: FederationConfig
 ) -> Member:
-    """Return a site's part in the secure sums of a run, with new keys.
+    """Return the object that takes part in the secure sums of a run for a site, with new keys.
 
     Args:
         begin: The server's first message.
-        path: The file of the questions that the site has answered in this job.
+        path: The file of the requests that the site has answered in this job.
         credentials: The site's certificate, and the accepted certificates.
         policy: The site's policy; None if the site has no policy.
         config: The settings that server and clients share.
@@ -194,12 +195,12 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
         SpecError: A site has several clients.
     """
     if len(set(site_of_client)) < len(site_of_client):
-        problem = "a secure sum needs sites with one client each. Use one client per site, or 'plain'."
+        problem = "a secure sum needs sites with one client each. Use one client per site, or set it to 'plain'."
         raise SpecError("privacy.sums", problem, "secure")
 
 
 def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
-    """Process a message which says that the server has unmasked a sum. The server may send this message several times.
+    """Process the message that the server has unmasked a sum. The server may send this message several times.
 
     Args:
         member: The object that takes part in secure sums for this site.

@@ -1,4 +1,4 @@
-"""Compute secure sums over real sites at the server. A group of sites (the roster) takes part in several sums."""
+"""Compute secure sums over sites, at the server of a deployment. A group of sites (roster) computes several sums."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class SecureSums:
-    """The secure sums of a run over sites, each with one client.
+    """The server's part in the secure sums of a run. Each site has one client.
 
     A roster ends when its keys are used up, when one of its sites is lost, or when the next sum needs different sites.
-    If a sum fails, the states do not change, and an event gives the reason.
+    If a sum fails, the states of the clients do not change, and an event gives the reason.
 
     Args:
         engine: The engine of the sites.
@@ -61,7 +61,7 @@ class SecureSums:
         work: Work | None,
         continues: bool,
     ) -> SecureSum | None:
-        """Ask sites a question, and return only the sum of their replies; None if the sum failed."""
+        """Send sites a request, and return only the sum of their replies; None if the sum failed."""
         asked = Requests.of(clients, Masked(request))
         reached = federation.exchanges.reach(asked, work)
         least = len(asked) if continues else max(protocol.FEWEST, federation.config.privacy.parties)
@@ -91,7 +91,7 @@ class SecureSums:
         return SecureSum(total, contributors)
 
     def _joined(self, federation: Federation, clients: Collection[ClientId], least: int) -> Server | None:
-        """Return the server of a roster of these clients' sites; None if fewer than ``least`` sites join."""
+        """Return the server of a group of these clients' sites; None if fewer than ``least`` sites take part."""
         sites = self._with_keys(federation, clients)
         server = self._server
         # Keep the roster if it has keys left and consists of the same sites, even if one of these sites refused to send
@@ -114,7 +114,7 @@ class SecureSums:
         return self._server
 
     def _with_keys(self, federation: Federation, clients: Collection[ClientId]) -> list[str]:
-        """Return the sites of clients that can be reached and have sent keys, in ascending order."""
+        """Return the sites that can be reached and have sent keys, in ascending order of their names."""
         self._engine.directory.gather()
         present = self._engine.directory.present()
         sites = {self._site_of[client] for client in clients}
@@ -125,7 +125,7 @@ class SecureSums:
         return sorted(sites & present & self.packages.keys())
 
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
-        """Send the question to the members that answer in time, and pass their masked vectors to the exchange."""
+        """Send the request to the members that reply in time, and pass their masked vectors to the exchange."""
         begun: dict[ClientId, Request] = {}
         log = federation.log
         for client, request in reached.items():
@@ -171,7 +171,7 @@ class SecureSums:
                     self._server = None
 
     def _report(self, federation: Federation, server: Server) -> None:
-        """Turn the events of the protocol into events of the round."""
+        """Record the events of the protocol as events of the round."""
         for event in server.events:
             clients = [self._client_of[site] for site in event.sites]
             if event.kind == "refused":

@@ -22,7 +22,7 @@ USER = "admin@fedstrata.local"
 """The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
 
 PATIENCE = 600.0
-"""The default number of seconds within which a site must answer."""
+"""The default number of seconds within which a site must reply."""
 
 
 def run_of(spec: str) -> str:
@@ -46,7 +46,7 @@ def read_setting(kind: type[S], path: Path, key: str) -> S:
         key: The name of the file in error messages, such as ``--sites``.
 
     Raises:
-        SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the line.
+        SpecError: The file is missing or is not TOML, a key is unknown or a value is wrong. The message names the line.
     """
     table = read_toml(path, key)
     try:
@@ -62,15 +62,15 @@ class JobSpec:
     Args:
         spec: The name of the file with the spec, in the job's configuration folder.
         folder: The path of the run folder in a simulation. In a deployment, the server computes the path with
-            ``run_of``. A run that is already in the folder is resumed.
+            ``run_of``. If the folder already contains a run, the server resumes the run.
         clients: The number of clients.
         sites: The name of each client's site in a deployment. If ``sites`` is empty, clients are divided among the
             connected sites.
         own_data: Whether sites have their own data. Otherwise, the spec's partition divides the spec's data set.
-        patience: The number of seconds within which a site must answer.
+        patience: The number of seconds within which a site must reply.
         direct: Whether a model that clients train in turn goes from site to site instead of through the server.
-        least: The smallest number of sites that must answer.
-        fewer: The reaction when fewer than ``least`` sites answer.
+        least: The minimum number of sites that must reply.
+        fewer: The reaction if fewer than ``least`` sites reply.
     """
 
     spec: str
@@ -85,7 +85,7 @@ class JobSpec:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """Make a ``JobSpec`` from the table of its fields in a job's configuration."""
+        """Create a ``JobSpec`` from a dict of its fields, as a job's configuration contains it."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:
@@ -133,7 +133,7 @@ class SiteSettings(Setting):
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:
-        """Return the values that differ from the defaults, as a table for TOML."""
+        """Return the settings that differ from their defaults, as a dict that TOML can represent."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
@@ -141,7 +141,7 @@ class SiteSettings(Setting):
         """Read the settings from the folder of the server or a site. Return the defaults without a settings file.
 
         Raises:
-            SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.
+            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message names the line.
         """
         settings = read_setting(cls, root / LOCAL, "settings") if (root / LOCAL).exists() else cls()
         paths = {key: getattr(settings, key) for key in ("data", "keys", "states")}

@@ -59,17 +59,18 @@ def simulate(
 
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
-        sites: The number of sites, which are processes that hold the clients. Default: one site per client, but at most
-            max(3, number of processors). A resumed run keeps its sites, because these sites store the clients' states.
+        sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
+            but at most max(3, number of processors). A resumed run keeps its sites, because these sites store the
+            clients' states.
         resume: Whether to resume the runs in the folders.
-        callbacks: Functions that are called with the record of every round.
-        patience: The number of seconds within which a site must answer.
+        callbacks: Functions that are called with the record of each round.
+        patience: The number of seconds within which a site must reply.
         direct: Whether a model that clients train in turn goes from site to site instead of through the server.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
         SpecError: A setting is wrong.
-        FedstrataError: A run ended early.
+        FedstrataError: A run ended before its last round.
     """
     require_nvflare()
     for spec, _ in runs:
@@ -117,7 +118,7 @@ def simulate(
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
-    """Return the number of sites of the runs to resume, or ``sites`` if none of these runs has begun.
+    """Return the number of sites that the runs to resume had before. If none of these runs has begun, return ``sites``.
 
     Args:
         folders: The run folders.
@@ -179,7 +180,7 @@ def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Watch:
-    """Calls callbacks with the record of every round that the server writes to the run folders."""
+    """A watcher that calls callbacks with the record of each round that the server writes to the run folders."""
 
     def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
         self._files = [folder / METRICS for folder in folders]

@@ -1,4 +1,4 @@
-"""Answer the server's messages at a site, which stores the data and states of its clients."""
+"""Reply to the server's messages at a site. The site stores the data and states of its clients."""
 
 from __future__ import annotations
 
@@ -54,38 +54,38 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 256 << 20
-"""The largest total size in bytes of the answers in one message. A single larger answer is sent in its own message."""
+"""The maximum total size in bytes of the replies in one message. A single larger reply is sent in its own message."""
 
 SERVER = "server"
-"""The name of the server as a sender. The server may ask all questions, but other sites may only fetch a trained
-model."""
+"""The name of the server as a sender. The server may send all kinds of messages, but other sites may only fetch a
+trained model."""
 
 HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError, LateError),
 )
-"""Errors whose text the server and other sites may read. The text is about the reader's own messages or the spec, or
-names only a column and the requirement that the values violate."""
+"""Errors whose text the server and other sites may read. The text is about the reader's own messages or the spec. Or it
+names only a column and the requirement that the column's values violate."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
-"""Questions before the first round. If such a question fails, the failure is also written to the ledger, because it
-reveals that the data do not fit the spec."""
+"""Messages before the first round. If such a message fails, the failure is also written to the ledger, because the
+failure reveals that the data do not fit the spec."""
 
 
 class SiteServer:
-    """A site, which answers messages for its clients.
+    """A site, which replies to messages for its clients.
 
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
         send: A function that sends bytes to another site, or to the server (for a term of a sum), and returns the
-            answer.
+            reply.
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
         keys: The keys that all clients share to mask labels. Default: the keys that environment variables name.
         policy: The site's limits on jobs. With None, the site allows everything that a job declares.
-        ledger: The site's ledger of answers and refusals; optional.
+        ledger: The site's ledger of replies and refusals; optional.
         credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses
             jobs with secure sums.
     """
@@ -113,14 +113,14 @@ class SiteServer:
         self.request_cache, self.problem = RequestCache(), ""
         self._run: SiteRun | None = None
         self._asking = ""
-        """The hash of the job whose ``Survey`` or ``Begin`` the site is answering; empty during other questions."""
+        """The hash of the job whose ``Survey`` or ``Begin`` message the site processes; empty during other messages."""
 
     def call(self, caller: str, data: object) -> bytes:
-        """Return the encoded answer to a message from the server or another site.
+        """Return the encoded reply to a message from the server or another site.
 
         Args:
             caller: The name of the sender, which NVFlare has verified.
-            data: The encoded message. If the message is wrong or not allowed, the answer is ``Refused``.
+            data: The encoded message. If the message is wrong or not allowed, the reply is ``Refused``.
         """
         what = "a message"
         try:
@@ -156,7 +156,7 @@ class SiteServer:
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
-        """Write the ledger, and return the encoded answer. Raise ``RuleError`` if the policy forbids so many bytes."""
+        """Write the ledger, and return the encoded reply. Raise ``RuleError`` if the policy forbids this many bytes."""
         # The bytes of a ``Surveyed`` are not counted again, because ``_surveyed`` has counted them.
         if self._run is not None and not isinstance(answer, wire.Surveyed):
             try:
@@ -170,9 +170,9 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Make an ``Entry`` about a question from the fields in ``about``.
+        """Create a ledger ``Entry`` about a request from the fields in ``about``.
 
-        The entry is written to the ledger (the site's log of all answers) before the answer leaves the site.
+        The entry is written to the ledger (the site's log of all replies) before the reply leaves the site.
         """
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
@@ -181,10 +181,10 @@ class SiteServer:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
     def _mark(self, **outcome: Any) -> None:
-        """Mark this thread's new ledger entries as refused or failed, because the answers will not leave the site.
+        """Mark this thread's new ledger entries as refused or failed, because the replies will not leave the site.
 
-        If one of the entries is about the terms of a sum, no entry is marked. These terms have already left the site,
-        and depend on the data of all its clients.
+        If one of the entries is about the terms of a sum, the entries are not marked. These terms have already left the
+        site, and depend on the data of all its clients.
         """
         me = threading.get_ident()
         with self._noting:
@@ -197,7 +197,7 @@ class SiteServer:
                     self._entries[place] = me, dataclasses.replace(entry, **outcome)
 
     def _write_ledger(self) -> str:
-        """Write the new entries to the ledger, and return its head (see ``Head``); empty without a ledger."""
+        """Write the new entries to the ledger, and return the ledger's ``Head`` as a string; empty without a ledger."""
         if self.ledger is None:
             return ""
         with self._noting:
@@ -210,9 +210,9 @@ class SiteServer:
 
         Args:
             error: The error, which contains the name of the limit and the reason.
-            what: The kind of the question.
-            caller: The name of the sender of the question.
-            client: The client that was asked; None if the site itself was asked.
+            what: The kind of the request.
+            caller: The name of the sender of the request.
+            client: The client that got the request; None for a request to the site itself.
         """
         LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
         self.problem = str(error)
@@ -220,12 +220,12 @@ class SiteServer:
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
-        """Check that this site accepts a job, and return everything that the job may ask.
+        """Check that this site accepts a job, and return everything that the job may request.
 
         Args:
             spec: The spec as TOML.
             clients: The number of clients.
-            own_data: Whether the job is about the sites' own data.
+            own_data: Whether the job uses the sites' own data.
 
         Raises:
             RuleError: The site refuses the job.
@@ -240,7 +240,7 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the part of an error's text that the server may see; see ``settings`` of this class.
+        """Return the text of an error that the server may see; see the argument ``settings`` of ``SiteServer``.
 
         If a client raised the error, ``reason`` is the client's description of the error.
         """
@@ -286,8 +286,8 @@ class SiteServer:
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
         """Return the statistics of the site's data.
 
-        If the site has a policy, the statistics are computed only once per job. Later questions of the job get the
-        same answer.
+        If the site has a policy, the statistics are computed only once per job. Later requests of the job get the same
+        reply.
         """
         require_home(survey.clients, survey.total)
         asked = self.admit(survey.spec, survey.total, own_data=True)
@@ -401,7 +401,7 @@ def _member(site_server: SiteServer, begin: wire.Begin, job: str, config: Federa
 
 
 class SiteRun:
-    """One run at one site.
+    """One run at one site, with the clients' states and the guard that checks all requests.
 
     Args:
         site_server: The site.
@@ -425,10 +425,11 @@ class SiteRun:
 
     @classmethod
     def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
-        """Begin a run with the clients' states after round ``begin.round``, or after the last earlier stored round.
+        """Begin a run with the stored states of the clients after round ``begin.round``, or after an earlier round.
 
         Returns:
-            The run, the round of the states, and the clients without states, which were at other sites before.
+            The run, the round of the restored states, and the clients without stored states. These clients were at
+            other sites before.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -462,8 +463,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site. Without this list, a client without a state would seem to be
-        missing.
+        The checkpoint also lists all clients at this site. Without this list, a client without a state would look like
+        a client whose state was lost.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
@@ -471,7 +472,7 @@ class SiteRun:
         return wire.Done()
 
     def learn(self, ack: object) -> None:
-        """Process an acknowledgement of an earlier answer. The server may send an acknowledgement several times."""
+        """Process an acknowledgement of an earlier reply. The server may send an acknowledgement several times."""
         if isinstance(ack, wire.Commit):
             if ack.exchange == self._exchange:
                 self.engine.commit(ack.clients)
@@ -485,7 +486,7 @@ class SiteRun:
             raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
 
     def _opened(self, member: Member, ack: object) -> None:
-        """Process the message that a secure sum was opened, and record the message in the ledger."""
+        """Process the message that the server has unmasked a secure sum, and record the message in the ledger."""
         from fedstrata.sites.secure_site import about, learn
 
         (client,) = self.clients
@@ -493,7 +494,7 @@ class SiteRun:
             self.site_server.note(client=client, round=self.guard.round, **about(ack, member))
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """Let clients of this site answer questions, and return their answers."""
+        """Let clients of this site answer requests, and return their replies."""
         self._next(ask.exchange)
         matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
         if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
@@ -520,7 +521,7 @@ class SiteRun:
     def _send_part(self, part: bytes) -> object:
         """Send this site's encoded terms of a sum over several sites to the server, and return the total.
 
-        The bytes of these terms count towards the limit on the bytes of answers.
+        The bytes of these terms count towards the limit on the bytes that leave the site.
         """
         try:
             self.guard.leave(len(part))
@@ -549,7 +550,7 @@ class SiteRun:
             except RuleError as error:
                 refused[client] = self._refusal(client, request, error)
         if together and refused:
-            void = wire.Failed("another client of its group was refused", bystander=True)
+            void = wire.Failed("the request to another client of the group was refused", bystander=True)
             return {}, {client: refused.get(client, void) for client in requests}
         return allowed, refused
 
@@ -576,7 +577,7 @@ class SiteRun:
         return wire.Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
     def _recorded(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
-        """Add an outcome to the ledger, and return the outcome as a message."""
+        """Add a client's reply or failure to the ledger, and return the reply or failure as a message."""
         match = self._matches.get(client)
         about: dict[str, Any] = {"client": client, "round": self.guard.round}
         if match is not None:
@@ -609,13 +610,13 @@ class SiteRun:
         return fields
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return the next answers of the last exchange, which did not fit into earlier messages."""
+        """Return the next replies of the last exchange, which did not fit into earlier messages."""
         if more.exchange != self._exchange:
-            raise WireError(f"the answers of exchange {more.exchange} are no longer stored")
+            raise WireError(f"the replies of exchange {more.exchange} are no longer stored")
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
-        """Return the next of the remaining answers: at least one answer, and all answers that fit into one message."""
+        """Return the next unsent replies: at least one reply, and all further replies that fit into one message."""
         size = count = 0
         for outcome in self._unsent:
             size += records.size(outcome)
@@ -626,11 +627,11 @@ class SiteRun:
         return wire.Answers(answers, len(self._unsent))
 
     def hop(self, hop: wire.Hop) -> wire.Hopped | wire.Unmoved:
-        """Let a client train the model that travels from client to client (a relay), and return its reply."""
+        """Let a client train the model that travels from client to client (a relay), and return the client's reply."""
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
-            raise WireError("the hop has no model")
+            raise WireError("the message for a hop does not contain the model")
         self.guard.begin_exchange()
         try:
             self.guard.hop(hop.relay_id, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
@@ -733,7 +734,7 @@ class RelayLeg:
         self._kept: HopResult | None = None
 
     def work(self, hop: wire.Hop, task: Request, weights: Weights) -> tuple[Reply | Failure, int]:
-        """Let a client train the model. Return its reply (or a failure) and its number of training samples."""
+        """Let a client train the model. Return the client's reply (or a failure) and its number of training samples."""
         self._new = None
         state = self._states.get(hop.client)
         client = Client(hop.client, self._context, self._store.get(hop.client) if state is None else state)
@@ -763,7 +764,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if it is the site's last hop or its last counted hop; otherwise None."""
+        """Return the result of a hop if the hop is the site's last or last acknowledged hop; otherwise None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

@@ -18,7 +18,7 @@ from fedstrata.sites.kits import close, configure_logging, set_paths
 
 
 def checked_kit(kit: Path) -> int:
-    """Print the problems in a party's folder. Return the exit code: 0 if the server or site may start."""
+    """Print the problems in the folder of the server or a site. Return the exit code: 0 if this party may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
         print_lines(f"fedstrata: {each}")
@@ -26,7 +26,7 @@ def checked_kit(kit: Path) -> int:
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
-    """Check the folder of the server or a site.
+    """Check the folder of the server or a site, and prepare the start of NVFlare.
 
     If this party may start, set the folder's paths, logging and permissions.
 

@@ -35,9 +35,9 @@ class Source:
     """A source of the progress of a run.
 
     Args:
-        table: A function that returns the progress of the run, or of a site's work in the run, as a table; None without
-            a run. If the server does not answer, the table has only the key ``away`` with the reason. If a submitted
-            job has not reported yet, the table has only the key ``waiting`` with the job's status.
+        table: A function that returns the progress of the run, or of a site's work in the run, as a dict; None without
+            a run. If the server does not reply, the dict has only the key ``away`` with the reason. If a submitted job
+            has not reported yet, the dict has only the key ``waiting`` with the job's status.
         result: A function that returns the run folder after the run is over, and otherwise None.
         close: A function that closes the connections.
     """
@@ -52,8 +52,8 @@ def source_of(folder: Path, report: Report = print_lines) -> Source:
 
     Args:
         folder: The administrator's folder, the folder of the server or of a site, or a run folder. With the
-            administrator's folder, the server is asked for the progress. The processes of the server and of a site
-            write their progress to their folders.
+            administrator's folder, the progress is requested from the server. The processes of the server and of a site
+            write their progress to their own folders.
         report: A function that is called with a line about each event.
 
     Raises:
@@ -84,14 +84,15 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
 
     Args:
         folder: The folder of the administrator, the server or a site, or a run folder; see ``source_of``.
-        watch: Whether to print the progress every two seconds until the run is over. A terminal is updated in place.
+        watch: Whether to print the progress every two seconds until the run is over. In a terminal, each output
+            replaces the previous output.
         as_json: Whether to print the progress as JSON.
 
     Raises:
-        SpecError: The argument ``folder`` is not such a folder.
+        SpecError: The argument ``folder`` is another kind of folder.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true, an unreachable
-            server does not raise an error, but is asked again.
+        FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true and the server cannot
+            be reached, the request is repeated instead.
     """
     from rich.console import Console
     from rich.live import Live
@@ -113,7 +114,7 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
 
 
 def lines(table: dict[str, Any] | None) -> list[str]:
-    """Return the progress (a table from ``Source``) as lines of text."""
+    """Return the progress (a dict from ``Source``) as lines of text."""
     if table and "away" in table:
         return [f"the server cannot be reached: {table['away']}"]
     if table and "waiting" in table:
@@ -150,7 +151,7 @@ def _rounds(path: Path) -> int:
             f"{path}: training.rounds cannot be read ({type(error).__name__}: {error}). Restore the file."
         ) from None
     if type(rounds) is not int:
-        raise DataError(f"{path}: training.rounds = {rounds!r}: is not a whole number. Restore the file.")
+        raise DataError(f"{path}: training.rounds = {rounds!r}: is not an integer. Restore the file.")
     return rounds
 
 
@@ -201,7 +202,7 @@ class _Administrator:
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
         self._job = ""
-        """The id of the last job if this job has ended and no other job runs; otherwise empty."""
+        """The id of the last job if this job has ended and another job does not run; otherwise empty."""
         self._over: dict[str, Any] = {}
         self.fetched: Path | None = None
         """The copy of the run folder, once the run is complete."""
@@ -235,7 +236,7 @@ class _Administrator:
         return {"waiting": f"its job {'ended with the status' if broke_off else 'is'} {status}"} if status else None
 
     def _end(self, job: str, status: str) -> None:
-        """Fetch the result of a job that has ended, and record the outcome; do nothing if the server is unreachable."""
+        """Fetch the result of a job that has ended, and store the outcome. Do nothing if the server is unreachable."""
         sites, folder = self._last.get("sites", {}), Path(self._place.name) / job
         over: dict[str, Any] = {}
         self._job, self.fetched = "", None

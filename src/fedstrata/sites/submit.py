@@ -32,18 +32,18 @@ COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
 again."""
 POLL = 2.0
 TELL = 10.0
-"""The smallest number of seconds between two reports about rounds."""
+"""The minimum number of seconds between two reports about rounds."""
 QUIET = 10.0
-"""The number of seconds after which a site that did not answer the administrator is asked again."""
+"""The number of seconds after which the administrator's request is repeated to a site that did not reply."""
 REJOIN = 20.0
-"""The largest number of seconds to wait for all sites before a job that failed is submitted again."""
+"""The maximum number of seconds to wait for all sites before a failed job is submitted again."""
 ENDS = 180.0
 """The number of seconds that a job may need to end after its last round, because NVFlare waits for sites."""
 MISSED = 5
 """If a connected site does not work on the job for this number of polls, the job is submitted again."""
 AGAIN = 3
-"""The largest number of times in a row that a job is submitted again because of the same site. The limit also holds for
-failures without new rounds."""
+"""The maximum number of times in a row that a job is submitted again because of the same site. The limit also applies
+to failures without new rounds."""
 
 Report = Callable[[str], None]
 
@@ -60,21 +60,21 @@ def submit(
         admin: The administrator's folder, which ``provision`` wrote.
         out: The run folder to write.
         sites: The number of sites to wait for before the first submission; 0 for all sites.
-        wait: The largest number of seconds to wait for the sites.
+        wait: The maximum number of seconds to wait for the sites.
         lost: The number of seconds for which the server may be unreachable before an error is raised.
         report: A function that is called with a line about each event.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
         SpecError: ``admin`` is not an administrator's folder, or ``out`` exists.
-        FedstrataError: The server cannot be reached or refuses the job, or the run ended early.
+        FedstrataError: The server cannot be reached or refuses the job, or the run ended before its last round.
     """
     require_nvflare()
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError(
             "ADMIN",
-            "is not an administrator's folder: it does not contain a job. Give the folder 'admin' that 'fedstrata "
-            "deploy' created.",
+            "is not an administrator's folder, because it does not contain a job. Give the folder 'admin' that "
+            "'fedstrata deploy' created.",
             str(admin),
         )
     if out.exists():
@@ -123,16 +123,16 @@ class Watch:
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
         self._resubmissions: Counter[str] = Counter()
         """A mapping from each party (a site or the server) to the number of times that the job was submitted again
-        because of this party. The number starts at 0 whenever the party works again."""
+        because of this party. The number is reset to 0 when the party works again."""
         self._idle_polls: Counter[str] = Counter()
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
         self._last_reports: dict[str, str] = {}
-        """The last report on each subject, such as ``status``; the same report is not repeated."""
+        """The last report on each subject, such as ``status``. A report is not repeated if its text is the same."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
-        """The error of the last request to the server; empty if the server answered."""
+        """The error of the last request to the server; empty if the server replied."""
         self._round, self._furthest, self._last_report = 0, 0, -math.inf
         self._given_up: set[str | None] = set()
         self._states: dict[str, str] = {}
@@ -194,7 +194,7 @@ class Watch:
         return False
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the progress of the running job, as the server reports it; None before the first report."""
+        """Return the progress that the server reports for the running job; None before the first report."""
         jobs = [] if self._job is None else [self._job]
         if not jobs:
             listed = self._call(lambda session: session.list_jobs()) or []
@@ -207,10 +207,10 @@ class Watch:
         return None
 
     def ended(self) -> tuple[str, str]:
-        """Return the id and the status of the job that was submitted last.
+        """Return the id and the status of the last job that was submitted.
 
-        The id is empty if the job still runs, or if the job failed and can be submitted again. The id and the status
-        are empty if no job was submitted.
+        The id is empty if the job still runs, or if the job failed and can be submitted again. If no job was submitted,
+        the id and the status are empty.
         """
         listed = self._call(lambda session: session.list_jobs()) or []
         same = [job for job in listed if job["job_name"] == self._name]
@@ -223,10 +223,10 @@ class Watch:
         return "", status
 
     def _report_progress(self) -> dict[str, str] | None:
-        """Report new rounds and changed states of sites, and return a mapping from each site to its state.
+        """Report new rounds and new states of sites, and return a mapping from each site to its state.
 
-        The mapping is empty if the states are not known. The result is None if the run is over, although its job may
-        still wait for a missing site.
+        The mapping is empty if the states of the sites are not known. The result is None if the run is over. Its job
+        may still wait for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
@@ -296,7 +296,7 @@ class Watch:
                 self._resubmissions.pop(name, None)
 
     def _give_up_job(self, cause: str, reason: str) -> None:
-        """Report a reason, and let the next poll submit the job again."""
+        """Report why the job failed, and let the next call of ``finished`` submit the job again."""
         self.report(f"{reason}: the job is submitted again, and continues from the last checkpoint")
         self._resubmissions[cause] += 1
         self._given_up.add(self._job)
@@ -306,7 +306,7 @@ class Watch:
         self._last_reports.clear()
 
     def _has_result(self) -> bool:
-        """Return True if the job has a complete result, even if NVFlare reports a failure."""
+        """Return True if the job has a complete result. NVFlare may nevertheless report a failure."""
         with tempfile.TemporaryDirectory(prefix="fedstrata-submit-") as place:
             try:
                 return self.fetch(Path(place) / "run") and (Path(place) / "run" / WEIGHTS).exists()
@@ -314,7 +314,7 @@ class Watch:
                 return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
-        """Fetch the run folder of a job, by default of the current job. Return False if the server is unreachable."""
+        """Fetch a job's run folder (default: the current job). Return False if the server is unreachable."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             fetched = self._call(lambda session: [session.download_job_result(job or self._job, place)])
@@ -334,7 +334,7 @@ class Watch:
         return True
 
     def close(self) -> None:
-        """End the session."""
+        """Close the connection to the server."""
         if self._session is not None:
             quiet_call(self._session.close)
             self._session = None
@@ -370,7 +370,7 @@ class Watch:
 
 
 def _stats(session: Any, *, job: str) -> dict[str, Any]:
-    """Return the server's answer to NVFlare's ``show_stats`` about a job; empty while the job begins or ends."""
+    """Return the server's reply to NVFlare's ``show_stats`` about a job; empty while the job begins or ends."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
     stats: dict[str, Any] = {}
@@ -380,7 +380,7 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
-    """Return the jobs on which these sites (or, with None, all sites) work; empty if a site does not answer."""
+    """Return the jobs on which these sites (or, with None, all sites) work; empty if a site does not reply."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:

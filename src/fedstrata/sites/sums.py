@@ -1,4 +1,4 @@
-"""Add up tensors over a group of clients at several sites, for example to normalise one batch over all clients.
+"""Add up tensors over a group of clients at several sites, for example for the BatchNorm of a batch over all clients.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """
@@ -18,20 +18,20 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The time that clients may wait for each other at each sum, as a fraction of the time for a whole answer."""
+"""The time that clients may wait for each other at each sum, as a fraction of the time for a whole reply."""
 
 
 class Sums:
-    """The server's adder of tensors. The adder waits for the terms of all sites of a group, and adds up the terms.
+    """An object at the server that adds up tensors. For each sum, it waits for the terms of all sites of a group.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server waits less time for the terms of a sum than for a site's whole answer. A site that hangs therefore does
-    not delay the answers of all other sites.
+    The server waits less time for the terms of a sum than for a site's whole reply. A site that hangs therefore does
+    not delay the replies of all other sites.
 
     Args:
-        patience: The number of seconds that a site has for its whole answer.
+        patience: The number of seconds that a site has for its whole reply.
     """
 
     def __init__(self, patience: float) -> None:
@@ -58,28 +58,28 @@ class Sums:
             entry[0].abort(reason)
 
     def leave(self, group: str, site: str) -> None:
-        """Record that a site has sent its clients' answers, and will not send terms for further sums."""
+        """Record that a site has sent its clients' replies, and will not send terms for further sums."""
         with self._lock:
             members, places = self._groups.get(group, (None, {}))
         if members is not None:
             members.leave(*places[site])
 
     def close(self, group: str) -> None:
-        """Remove the data of a group of clients after all its sums are computed."""
-        self.abort(group, "it is over")
+        """Remove the data of a group of clients after all sums of the group are computed."""
+        self.abort(group, "the group of clients no longer exists")
         with self._lock:
             _, places = self._groups.pop(group, (None, {}))
             for site in places:
                 self._caches.pop((group, site), None)
 
     def add_up(self, site: str, data: object) -> bytes:
-        """Return the answer to a site's ``Part`` (its terms of a sum): ``Total``, or ``Refused`` after ``abort``."""
+        """Return the reply to a site's ``Part`` (its terms of a sum): ``Total``, or ``Refused`` after ``abort``."""
         try:
             part: Part = read(data, Part)
             with self._lock:
                 group, places = self._groups.get(part.group, (None, {}))
             if group is None:
-                raise GroupBrokenError("the group is over")
+                raise GroupBrokenError("the group of clients no longer exists")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
                 raise WireError(f"site {site} sent terms of clients {part.places}, which belong to another site")
             with self._lock:
@@ -96,8 +96,8 @@ class SiteGroup(LocalGroup):
     Args:
         group: The name of the group.
         places: The indices of the site's clients within the group.
-        send: A function that sends an encoded ``Part`` to the server, and returns the answer.
-        patience: The number of seconds within which the site must answer. A client waits for the other clients for a
+        send: A function that sends an encoded ``Part`` to the server, and returns the reply.
+        patience: The number of seconds within which the site must reply. A client waits for the other clients for a
             fraction ``SHARE`` of this time.
     """
 

@@ -1,4 +1,4 @@
-"""Call the sites from the server. Heartbeats show whether a site is busy or dead, and stalled calls are repeated."""
+"""Send messages from the server to the sites. Heartbeats show whether a site works, and lost messages are repeated."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""A site that sends no heartbeat for this number of seconds counts as dead until its next heartbeat."""
+"""A site counts as dead if it does not send a heartbeat for this number of seconds, until its next heartbeat."""
 
 STALL = 5.0
-"""If the site is alive, a question or an answer counts as lost after this number of seconds."""
+"""If the site sends heartbeats, a request or a reply counts as lost after this number of seconds."""
 
 RATE = 1e6
 """The assumed speed of the slowest connection in bytes per second. This speed gives large messages more time before
@@ -35,11 +35,11 @@ FAILURES = 3
 STRUCK = "it was removed from the server's list of sites that may connect"
 
 Call = Callable[[bytes, float], object]
-"""A function that sends bytes to one site, and returns its answer. The second argument is the timeout in seconds."""
+"""A function that sends bytes to one site, and returns the reply. The second argument is the timeout in seconds."""
 
 
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
-    """Begin a call in a daemon thread, and return a future that will contain the answer.
+    """Begin a call in a daemon thread, and return a future that will contain the reply.
 
     A call to a dead site lasts for its whole timeout. We do not use an executor, because the process would then wait
     for such calls before it ends.
@@ -57,19 +57,19 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
 
 
 def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
-    """Ask a question until it is answered, and return the answer.
+    """Send a request until a reply arrives, and return the reply.
 
-    The question is repeated after growing pauses, because an answer may take a long time.
+    The request is repeated after growing pauses, because a reply may take a long time.
 
     Args:
-        call: A function that asks the question.
-        data: The encoded question.
-        patience: The number of seconds within which an answer must arrive.
-        beside: True to repeat the question while an earlier call still waits; False to repeat the question only after a
+        call: A function that sends the request.
+        data: The encoded request.
+        patience: The number of seconds within which a reply must arrive.
+        beside: True to repeat the request while an earlier call still waits; False to repeat the request only after a
             call has failed.
 
     Raises:
-        SiteLostError: There was no answer in time.
+        SiteLostError: A reply did not arrive in time.
         Exception: The error of the last of ``FAILURES`` calls.
     """
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE if beside else math.inf
@@ -109,11 +109,11 @@ class _Heart:
         self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Return the number of bytes that may be in transit: the size of the question or of the finished answer.
+        """Return the number of bytes that may be in transit: the size of the request or of the finished reply.
 
         Args:
-            number: The sequence number of the question.
-            size: The size of the question in bytes.
+            number: The sequence number of the request.
+            size: The size of the request in bytes.
         """
         if self.size == AT_WORK:
             return 0
@@ -149,8 +149,8 @@ class CollabTransport:
 
         Args:
             site: The name of the site.
-            number: The sequence number of the last question that the site began to answer.
-            size: The size in bytes of the answer to this question; ``AT_WORK`` while the site works on the answer.
+            number: The sequence number of the last request on which the site began to work.
+            size: The size in bytes of the reply to this request; ``AT_WORK`` while the site still computes the reply.
         """
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
         if sound and (heart := self._hearts.get(site)):
@@ -164,12 +164,13 @@ class CollabTransport:
         return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """Return a site's answer. Repeat the call if the question or the answer seems to be lost.
+        """Send a message and return the site's reply. Repeat the message if the message or the reply seems to be lost.
 
-        The call to a dead site ends within seconds, but a busy site may work for ``patience`` seconds.
+        If a site is dead, this method raises an error within seconds. A busy site may work for ``patience`` seconds.
 
         Raises:
-            SiteLostError: The site is dead, late, or removed from the list. An answer that arrives later is ignored.
+            SiteLostError: The site is dead or late, or was removed from the list of sites. A reply that arrives later
+                is ignored.
         """
         if site not in self.sites:
             raise SiteLostError("it has not joined")

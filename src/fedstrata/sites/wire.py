@@ -1,4 +1,4 @@
-"""Messages between server and sites. The server sends a question and acknowledgements in one ``Envelope``."""
+"""Messages between server and sites. The server sends a message and acknowledgements in one ``Envelope``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedstrata.federation.messages import Weights
 
 
 class SiteLostError(FedstrataError):
-    """A site cannot be reached, or did not answer in time."""
+    """An error for a site that cannot be reached, or did not reply in time."""
 
 
 class SiteRefusedError(FedstrataError):
-    """A site refused a message.
+    """An error for a message that a site refused.
 
     Args:
-        reason: The reason as text.
+        reason: The reason in words.
         for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
@@ -32,7 +32,7 @@ class SiteRefusedError(FedstrataError):
 
 @record("Survey")
 class Survey(Message):
-    """The question for statistics of a site's training samples, which is sent before a run on the sites' own data.
+    """The request for statistics of a site's training samples, which is sent before a run on the sites' own data.
 
     Args:
         spec: The experiment as TOML. The section ``[data]`` of the spec describes the data.
@@ -49,7 +49,7 @@ class Survey(Message):
 
 @record("Surveyed")
 class Surveyed(Message):
-    """The statistics of a site with data that fit the spec.
+    """The reply to ``Survey`` from a site whose data fit the spec.
 
     Args:
         statistics: The statistics of the site's training samples.
@@ -70,8 +70,8 @@ class Begin(Message):
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The last round that counts. The site restores its clients' states at the end of this round. The value is
-            0 for a new run.
+        round: The last round that is not repeated. The site restores its clients' states from the end of this round.
+            The value is 0 for a new run.
     """
 
     run: str
@@ -97,7 +97,7 @@ class BeginOnBase(Begin):
 
 @record("Begun")
 class Begun(Message):
-    """The answer of a site that is ready for the run.
+    """The reply of a site that is ready for the run.
 
     Args:
         round: The round after which the clients' states were stored. This round is the requested round or an earlier
@@ -113,7 +113,7 @@ class Begun(Message):
 
 @record("BegunWithKeys")
 class BegunWithKeys(Begun):
-    """The answer of a site that is ready for a run with secure sums.
+    """The reply of a site that is ready for a run with secure sums.
 
     Args:
         package: The site's public keys for its first roster (``protocol.Package``).
@@ -124,11 +124,11 @@ class BegunWithKeys(Begun):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement of the accepted answers of an exchange. The new states of other clients are discarded.
+    """An acknowledgement of the accepted replies of an exchange. The new states of other clients are discarded.
 
     Args:
-        exchange: The sequence number of the exchange.
-        clients: The ids of the clients with accepted answers.
+        exchange: The sequence number of the exchange (requests to clients and their replies).
+        clients: The ids of the clients with accepted replies.
     """
 
     exchange: int
@@ -186,12 +186,12 @@ class Ask(Message):
 
 @record("Failed")
 class Failed(Message):
-    """The outcome for a client that did not answer.
+    """The outcome for a client that did not send a usable reply.
 
     Args:
-        reason: The reason as text.
+        reason: The reason in words.
         bystander: Whether the client failed only because another client, with which it adds up tensors, failed.
-        refused: Whether the site or the client refused to answer.
+        refused: Whether the site or the client refused the request.
     """
 
     reason: str
@@ -201,13 +201,12 @@ class Failed(Message):
 
 @record("Answers")
 class Answers(Message):
-    """The clients' answers, in the order of the clients in the question.
+    """The replies of a site's clients to ``Ask``, in the order of the clients in the ``Ask`` message.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client of the question, in the question's order. Missing outcomes are
-            in the next message.
-        left: The number of answers that did not fit into this message. The message ``More`` asks for these answers.
-        ledger: The head of the site's ledger after these answers; empty if the site does not have a ledger.
+        outcomes: A reply or ``Failed`` for each client, in this order. Missing outcomes are in the next message.
+        left: The number of replies that did not fit into this message. The message ``More`` requests these replies.
+        ledger: The head of the site's ledger after these replies; empty if the site does not have a ledger.
     """
 
     outcomes: list[Any]
@@ -217,10 +216,10 @@ class Answers(Message):
 
 @record("More")
 class More(Message):
-    """A request for the answers that did not fit into the last message.
+    """A request for the replies that did not fit into the last message.
 
     Args:
-        exchange: The sequence number of the exchange.
+        exchange: The sequence number of the exchange (requests to clients and their replies).
     """
 
     exchange: int
@@ -228,7 +227,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay, which is to train the travelling model. The training at one client is a hop.
+    """A task for one client of a relay: to train the model that travels from client to client (a hop).
 
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
@@ -260,7 +259,7 @@ class Hop(Message):
 
 @record("Hopped")
 class Hopped(Message):
-    """The answer to ``Hop``, with the client's reply.
+    """The site's reply to ``Hop``, which contains the client's reply.
 
     Args:
         reply: The client's reply, or ``Failed``.
@@ -275,10 +274,10 @@ class Hopped(Message):
 
 @record("Unmoved")
 class Unmoved(Message):
-    """The answer to ``Hop``, if the site could not fetch the model.
+    """The site's reply to ``Hop`` if the site could not fetch the model.
 
     Args:
-        reason: The reason as text.
+        reason: The reason in words.
     """
 
     reason: str
@@ -286,7 +285,7 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """A request for a relay's model after a hop (one client's training) at the site that gets the request.
+    """A request for a relay's model, sent to the site whose client trained the model in the given hop.
 
     Args:
         relay_id: The id of the relay.
@@ -312,15 +311,15 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """The answer of a site that has done what the server asked. The answer does not have content."""
+    """The reply of a site that has executed the server's message. The reply does not have content."""
 
 
 @record("Refused")
 class Refused(Message):
-    """The answer to a message that a site refuses.
+    """The reply to a message that a site refuses.
 
     Args:
-        reason: The reason as text.
+        reason: The reason in words.
         for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 
@@ -348,7 +347,7 @@ class Part(Message):
 
 @record("Total")
 class Total(Message):
-    """The answer to ``Part``, with the sum of the terms of all clients of a group."""
+    """The reply to ``Part``, with the sum of the terms of all clients of a group."""
 
     tensor: Tensor
 
@@ -358,11 +357,11 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``). Each acknowledgement is
-            sent again until the site has answered a message that contains the acknowledgement.
-        body: The question, such as ``Ask``.
+        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). Each acknowledgement is
+            sent again until the site has replied to a message that contains the acknowledgement.
+        body: The message, such as ``Ask``.
         number: The sequence number of the message. Later messages have larger numbers. A site that receives the same
-            number again repeats its answer. The number is 0 for a message that is never repeated.
+            number again repeats its reply. The number is 0 for a message that is never repeated.
     """
 
     acks: list[Any]
@@ -382,11 +381,11 @@ def read(data: object, *kinds: type[Message]) -> Any:
         SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):
-        raise WireError(f"a {type(data).__name__} arrived where bytes were expected")
+        raise WireError(f"the message is of the type {type(data).__name__}, but bytes were expected")
     message = records.decode(data)
     if isinstance(message, Refused):
         raise SiteRefusedError(message.reason, message.for_good)
     if not isinstance(message, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise WireError(f"a {type(message).__name__} arrived instead of a {expected}")
+        raise WireError(f"received a message of the class {type(message).__name__} instead of a {expected}")
     return message

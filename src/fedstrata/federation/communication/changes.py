@@ -48,7 +48,7 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 
 
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
-    """Return the digest that identifies a version of the model.
+    """Return the digest (hash) that identifies a version of the model.
 
     The digest is computed from the bytes that were sent, because the last bits of parameters may differ between
     processors.

@@ -27,7 +27,7 @@ Payload = dict[str, dict[str, Tensor]]
 """An encoded change: a mapping from each tensor's name, or from ``all`` if a codec joins all tensors, to its parts."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Shape and dtype with which each tensor of an encoded change is sent, under the same names as in ``Payload``.
+"""The shape and dtype with which each tensor of an encoded change is sent. The names are the same as in ``Payload``.
 
 The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte, and the common
 exponent of all values as one more byte.
@@ -37,9 +37,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 
 
 class Codec(Setting):
-    """A codec encodes changes, such as model updates, in fewer bytes, and decodes them.
+    """Base class of codecs, which encode changes, such as model updates, in fewer bytes, and decode the changes again.
 
-    A codec has no state. The encoding error for error feedback is stored by the sender of the changes.
+    A codec does not store anything. With error feedback, the sender of the changes stores the encoding error.
     """
 
     linear: ClassVar[bool] = False
@@ -51,24 +51,24 @@ class Codec(Setting):
 
     @abstractmethod
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the payload of a change.
+        """Encode a change, and return its payload.
 
         Args:
             change: The change; all values are finite.
-            generator: The source of random numbers for codecs that round at random.
+            generator: The random generator for codecs that round at random.
         """
 
     @abstractmethod
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the change that a payload encodes, in the shapes and dtypes of ``like``.
+        """Decode a payload, and return the change in the shapes and dtypes of ``like``.
 
         Raises:
-            ReplyRefusedError: The payload contains a number that ``encode`` never returns.
+            ReplyRefusedError: The payload contains a number that ``encode`` can never return.
         """
 
 
 def pack(payload: Payload, forms: Forms) -> Tensor:
-    """Return the values of all tensors of a payload as bytes, one tensor after the other.
+    """Convert the values of all tensors of a payload to bytes, one tensor after the other.
 
     Args:
         payload: The payload.
@@ -93,7 +93,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
 
 def unpack(packed: Tensor, forms: Forms) -> Payload:
-    """Convert bytes from ``pack`` back to the encoded change (payload).
+    """Convert the bytes that ``pack`` returned back to the encoded change (payload).
 
     Raises:
         ReplyRefusedError: The number of bytes is wrong, or a number is NaN or infinite.
@@ -117,8 +117,8 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values that a receiver decodes if ``tensor`` is sent as ``dtype``.
 
-    For int8, these are float32 values k · 2ᵉ with whole numbers k from −127 to 127. All values have the same exponent
-    e: the smallest exponent with which the largest absolute value can be represented.
+    For int8, these are float32 values k · 2ᵉ with integers k from −127 to 127. All values have the same exponent e: the
+    smallest exponent with which the largest absolute value can be represented.
 
     >>> rounded(torch.tensor([1.0, 0.5, 0.004]), torch.int8).tolist()
     [1.0, 0.5, 0.0]
@@ -194,11 +194,11 @@ class BFloat16(Codec):
         return {name: {"": (tuple(t.shape), torch.bfloat16)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the tensors, rounded to bfloat16."""
+        """Return the tensors of a change, rounded to bfloat16."""
         return {name: {"": tensor.to(torch.bfloat16)} for name, tensor in change.items()}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return the tensors in the dtypes of ``like``."""
+        """Return the tensors of the payload, converted to the dtypes of ``like``."""
         return {name: payload[name][""].to(t.dtype) for name, t in like.items()}
 
 
@@ -231,7 +231,7 @@ class QSGD(Codec):
         return {"all": parts}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return the scale M of each bucket, and each coordinate's code, from 0 (for −M) to 2 · ``levels`` (for M)."""
+        """Return each bucket's scale M, and each coordinate's code: an integer from 0 (−M) to 2 · ``levels`` (M)."""
         flat = _flat(change)
         bucket = self._size(len(flat))
         rows = np.pad(flat, (0, -len(flat) % bucket)).reshape(-1, bucket)
@@ -264,8 +264,8 @@ class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
-    et al. 2019). The stored error of a client that takes part rarely pulls the new model towards an old model. The
-    settings ``damping`` and ``forget_after`` limit this effect.
+    et al. 2019). If a client takes part rarely, its stored error is old, and pulls the new model towards an old model.
+    The settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which a client's stored encoding error is multiplied for each round since the client's last
@@ -280,7 +280,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor by which an error is multiplied after ``age`` rounds."""
+        """Return the factor by which a stored error is multiplied after ``age`` rounds."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
@@ -316,11 +316,11 @@ class TopK(WithMemory):
         return {"all": {"places": _pack(indices, _bits(len(flat))), "values": torch.from_numpy(flat[indices])}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Return tensors with the values at their indices, and zeros elsewhere."""
+        """Return tensors with the received values at the received indices, and zeros at all other indices."""
         d, parts = _coordinates(like), payload["all"]
         indices = _unpack(parts["places"], _bits(d), self._sent(d))
         if len(indices) and (indices[-1] >= d or (np.diff(indices) <= 0).any()):
-            raise ReplyRefusedError(f"the indices do not ascend, or an index is not below {d}")
+            raise ReplyRefusedError(f"the indices in the payload do not ascend, or an index is not below {d}")
         flat = np.zeros(d, dtype=np.float32)
         flat[indices] = parts["values"].numpy()
         return _shaped(flat, like)
@@ -365,7 +365,7 @@ class PowerSGD(WithMemory):
         return {name: {"q": self.rounded(torch.from_numpy(basis))} for name, basis in drawn.items()}
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, rounded to the number format ``factors``."""
+        """Round a tensor to the number format ``factors``."""
         return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
@@ -496,7 +496,7 @@ def _packed(count: int, bits: int) -> int:
 
 
 def _pack(codes: NDArray[np.int64], bits: int) -> Tensor:
-    """Return whole numbers as bytes, with ``bits`` bits per number.
+    """Convert integers to bytes, with ``bits`` bits per integer.
 
     >>> _pack(np.array([1, 2, 3]), 4).tolist()
     [18, 48]

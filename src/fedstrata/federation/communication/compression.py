@@ -1,4 +1,4 @@
-"""Compress messages and decode replies at the server, which remembers each client's version of the model."""
+"""Encode requests and decode replies at the server, which stores the version of the model that each client has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fedstrata.federation.secure.ring import Total
 
 @record("ChannelState")
 class CompressionState:
-    """The state of compression on the server, which is part of a checkpoint.
+    """The server's state for encoding and decoding messages, which is part of a checkpoint.
 
     Args:
         exchange: Id of the latest exchange.
@@ -95,11 +95,11 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply with the first sum contains the answer, which must come with the second sum"
+                    "the reply for PowerSGD's first sum contains the inner reply, which must come with the second sum"
                 )
             return
         if answer.reply is None:
-            raise ReplyRefusedError("the reply contains an encoded update, but not the answer to the request")
+            raise ReplyRefusedError("the reply contains an encoded update, but not the reply to the inner request")
         change = self._decode(unpack(answer.payload, self.forms))
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("the decoded update contains NaN or infinity")
@@ -109,12 +109,12 @@ class Reader:
             self.method_check(reply)
 
     def read(self, answer: EncodedReply) -> Reply:
-        """Decode the change of the model in an answer, and return the reply with the decoded change."""
+        """Decode the model update in an encoded reply, and return the reply with the decoded update."""
         assert answer.reply is not None
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its model update. The tensors that represent the update are removed, too."""
+        """Return the reply without its model update. The tensors that encode the update are removed, too."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
@@ -125,7 +125,7 @@ class Reader:
         return rest.merge_update(self.request.weights, self._decode(self.sum_payloads(answers)))
 
     def sum_payloads(self, answers: Iterable[EncodedReply]) -> Payload:
-        """Return the sum of all encoded updates, added in the order of the clients and in double precision."""
+        """Return the sum of all encoded updates, added in double precision and in the order of the clients."""
         return reduce(records.add, [_double(unpack(answer.payload, self.forms)) for answer in answers])
 
     def _decode(self, payload: Payload) -> Params:
@@ -184,7 +184,7 @@ class Compression:
         if len(requests) > 1 and len(requests.distinct) > 1:
             raise FedstrataError(
                 "the codecs in [communication] require one request for all clients, but each client gets its own "
-                f"{type(request).__name__}. Use ask(clients, request)."
+                f"{type(request).__name__}. Pass one request to Federation.ask."
             )
         round, exchange = federation.round, self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)
@@ -216,7 +216,8 @@ class Compression:
         """Yield two secure sums, one for each of PowerSGD's factors; see ``SummedLegs``."""
         codec = self.up
         if not isinstance(codec, PowerSGD):
-            raise FedstrataError(f"secure sums: the codec {self.up.name!r} is not supported. Use 'powersgd' or 'none'.")
+            problem = "does not work with secure sums. Use 'powersgd' or 'none'."
+            raise FedstrataError(f"communication.up = {self.up.name!r}: {problem}")
         first, second = FirstForm(form, codec), SecondForm(form, codec)
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)

@@ -50,7 +50,7 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """A check that the ids of exchanges ascend, and that the second sum of an exchange follows its first sum."""
+    """A check that the ids of exchanges ascend, and that the second sum of an exchange comes after its first sum."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
@@ -125,6 +125,6 @@ class Coefficients(Request):
     frame: Tensor
 
     def check(self, reply: EncodedReply) -> None:
-        """Refuse a reply that does not contain the reply to the inner request."""
+        """Refuse a reply to this message that does not contain the client's reply to the inner request."""
         if reply.reply is None:
-            raise ReplyRefusedError("the reply with the second sum lacks the answer to the request")
+            raise ReplyRefusedError("the reply for PowerSGD's second sum lacks the reply to the inner request")

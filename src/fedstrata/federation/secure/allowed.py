@@ -12,15 +12,15 @@ from fedstrata.federation.messages import ModelRequest
 from fedstrata.federation.secure.requests import Masked, SiteStep
 
 STEPS = 4
-"""The largest number of messages of the protocol per sum, in addition to the question."""
+"""The maximum number of protocol messages that a site gets per sum, in addition to the request."""
 
 
 def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
-    """Wrap each request into a ``Masked`` request, except ``single`` requests, and add the messages of the protocol.
+    """Wrap each request in a ``Masked`` request, except ``single`` requests, and add the messages of the protocol.
 
     Args:
         allowed: The requests without masks, as methods and samplers declare them.
-        parties: Smallest number of sites in a sum.
+        parties: Minimum number of sites in a sum.
 
     Raises:
         SpecError: The replies to a request cannot be added up in a secure sum.
@@ -32,7 +32,7 @@ def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
             single.append(inside)
             continue
         if not issubclass(inside.innermost.request, ModelRequest | Coefficients):
-            problem = f"the reply to {inside.label} has no secure sum. Use another method, or 'plain'."
+            problem = f"the reply to {inside.label} has no secure sum. Use another method, or set it to 'plain'."
             raise SpecError("privacy.sums", problem, "secure")
         description = f"{inside.rule.description}, masked so that the server reads only the sum over {parties} or more"
         rule = replace(inside.rule, description=f"{description} sites", discloses=frozenset())

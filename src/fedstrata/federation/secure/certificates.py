@@ -1,4 +1,4 @@
-"""Certificates of sites, which prove that keys in secure sums belong to a site."""
+"""Certificates of sites, which prove that the keys in a secure sum belong to these sites."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Trust(Protocol):
     """The rules that decide whether a certificate and a signature are accepted."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if the signature is accepted.
+        """Return the reason why a signature is not accepted; an empty string if the signature is accepted.
 
         Args:
             name: The name of the site that claims to have signed.
@@ -74,7 +74,7 @@ class IssuedBy:
     root: x509.Certificate
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""
+        """Return the reason why a signature is not accepted; an empty string if the signature is accepted."""
         try:
             read = x509.load_der_x509_certificate(certificate)
             common_name, key = _common_name(read), read.public_key()

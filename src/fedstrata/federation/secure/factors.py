@@ -28,13 +28,13 @@ _NO_MODEL = Weights({}, {})
 
 
 class FirstForm(ModelForm):
-    """The form of a client's term of the first sum, M_k Q.
+    """The form (layout) of a client's term of the first sum, M_k Q.
 
     Each column of Q has a norm of at most 1. An element of M_k Q is therefore at most √columns times as large as the
     largest element of M_k.
 
     Args:
-        whole: The form without compression.
+        whole: The form of the replies without compression.
         codec: The codec.
     """
 
@@ -50,7 +50,7 @@ class FirstForm(ModelForm):
         super().__init__(whole.config, whole.ring.sites, summands)
 
     def encode(self, request: Encoded, reply: EncodedReply, client: ClientId) -> Words:
-        """Return the vector that a client adds to the sum."""
+        """Return the vector of integers that a client adds to the secure sum."""
         payload = unpack(reply.payload, self._forms)
         return self.words(_NO_MODEL, payload, rounding(self.config.seed, request.round, client, 2 * request.exchange))
 
@@ -71,13 +71,13 @@ class _Term:
 
 
 class SecondForm(ModelForm):
-    """The form of a client's term of the second sum, w_k M_kᵀ P, and of all other numbers in the reply.
+    """The form (layout) of a client's term of the second sum, w_k M_kᵀ P, and of all other numbers in the reply.
 
     The columns of P are orthonormal. An element of M_kᵀ P is therefore at most √rows times as large as the largest
     element of M_k.
 
     Args:
-        whole: The form without compression.
+        whole: The form of the replies without compression.
         codec: The codec.
     """
 
@@ -100,7 +100,7 @@ class SecondForm(ModelForm):
         super().__init__(whole.config, whole.ring.sites, summands)
 
     def encode(self, request: Coefficients, reply: EncodedReply, client: ClientId) -> Words:
-        """Return the vector that a client adds to the sum."""
+        """Return the vector of integers that a client adds to the secure sum."""
         # The request does not contain its round. The round 0 can be used instead, because no other exchange of the run
         # has the number ``request.exchange``.
         generator = rounding(self.config.seed, 0, client, 2 * request.exchange + 1)
@@ -130,7 +130,7 @@ class SecondForm(ModelForm):
         }
 
     def decoded(self, first: Total, second: Total, frame: Payload) -> Total:
-        """Return the sum in the layout of the form without compression.
+        """Decode the update from both sums, and return the total in the layout that replies have without compression.
 
         Args:
             first: The first sum.
@@ -151,10 +151,10 @@ class SecondForm(ModelForm):
 
 
 def with_codec(forms: Forms, up: Codec) -> Forms:
-    """Return the forms of requests without and with a codec.
+    """Return the forms of the replies to all requests, with and without the codec.
 
     Args:
-        forms: The forms without a codec.
+        forms: The forms of replies without a codec.
         up: The codec of the clients' updates.
 
     Raises:
@@ -168,7 +168,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of the sum of updates in a form, which must be the only such sum.
+    """Return the name and the description of a form's sum of updates. The form may have only one such sum.
 
     Raises:
         SpecError: The form has another sum that depends on the clients' models.
@@ -178,7 +178,7 @@ def update_of(form: ModelForm) -> tuple[str, Update]:
     numbers = form.summands[name]
     assert isinstance(numbers, Numbers)
     if len(others) > 1 or numbers.update is None or numbers.like.keys() != form.config.model.params().keys():
-        problem = "secure sums with a codec need a method that sums up only one update of all parameters"
+        problem = "secure sums with a codec need a method that adds up only one update of all parameters"
         raise SpecError("communication.up", f"{problem}. Use 'none', or another method or model.", "powersgd")
     return name, numbers.update
 

@@ -19,18 +19,17 @@ from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
-"""Largest training loss in a sum. Larger losses are reduced to this value, and count as scaled."""
+"""Maximum training loss in a secure sum. Larger losses are reduced to this value, and count as scaled down."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The factor of a client's numbers in a sum.
+    """The factor by which a client's numbers are multiplied before they are added up.
 
     Args:
-        name: The name of the sum of all factors. The name is ``"clients"`` for equal weights, and otherwise a key of
-            the sums.
+        name: The name under which the sum of all factors is stored. For equal weights, the name is ``"clients"``.
         of: A function that computes the factor from the client's reply.
-        largest: The largest factor. A client with a larger factor does not answer.
+        largest: The maximum factor. A client with a larger factor does not reply.
     """
 
     name: str
@@ -44,7 +43,7 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Update:
-    """The sum of the clients' updates that a codec may compress.
+    """A description of the clients' updates that are added up, and that a codec may compress.
 
     Args:
         prefix: The beginning of the names that ``Reply.split_update`` gives to the tensors of the update.
@@ -81,17 +80,17 @@ class Numbers:
 
     @property
     def part(self) -> Part:
-        """The form of these numbers within a client's vector."""
+        """The layout of these numbers within a client's vector."""
         return Part(sum(tensor.numel() for tensor in self.like.values()), self.range)
 
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number that each client computes from its reply. The server learns the sum over the clients.
+    """An integer that each client computes from its reply. The server learns the sum over the clients.
 
     Args:
         value: A function that computes the number (at least 0) from the client's reply.
-        most: The largest count that a client may report. A client with a larger count does not answer.
+        most: The maximum count that a client may report. A client with a larger count does not reply.
     """
 
     value: Callable[[Any], int]
@@ -99,11 +98,12 @@ class Count:
 
 
 Summands = dict[str, Numbers | Count]
-"""The numbers of which the server learns only the sums over the clients, by name."""
+"""A mapping from names to descriptions of numbers. The server learns only the sums of these numbers over the
+clients."""
 
 
 def largest_size(config: FederationConfig) -> int:
-    """Return W, the largest number of samples of a client in a secure sum."""
+    """Return W, the maximum number of samples that a client in a secure sum may have."""
     return config.privacy.largest or (0 if config.sizes is None else int(config.sizes.max(initial=0)))
 
 
@@ -112,26 +112,26 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 
     Args:
         config: The settings that server and clients share.
-        largest: The largest number of samples from which a client computes a reply.
+        largest: The maximum number of samples from which a client computes a reply.
     """
     return Weight("samples", lambda reply: reply.size, largest * config.places)
 
 
 def size_of_weights(weight: Weight) -> Summands:
-    """Return the sum of real weights, such as numbers of tokens."""
+    """Describe the sum of weights that are real numbers."""
     one = {"samples": torch.ones(1)}
     return {weight.name: Numbers(lambda sent, reply: one, one, 1.0, weight, needs_model=False)}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the clients' replies to training requests, which are known before the first round.
+    """Bounds on the values in clients' replies to training requests. The bounds are known before the first round.
 
     Args:
         config: The settings that server and clients share.
         params: The parameters that clients change, with the names and shapes of the model's parameters.
-        sample_gradients: A function of a client's number of samples, which returns the number of sample-gradients that
-            the client computes.
+        sample_gradients: A function that takes a client's number of samples, and returns the number of per-sample
+            gradients that the client computes.
     """
 
     config: FederationConfig
@@ -140,12 +140,12 @@ class Bounds:
 
     @property
     def largest(self) -> int:
-        """The largest number W of samples of a client."""
+        """The maximum number W of samples that a client may have."""
         return largest_size(self.config)
 
     @property
     def steps(self) -> int:
-        """The largest number of steps that a client takes in a round."""
+        """The maximum number of training steps that a client takes in a round."""
         training = self.config.training
         return training.local_steps or training.epochs * -(-self.largest // training.samples_per_step)
 
@@ -155,13 +155,13 @@ class Bounds:
         return weight_by_size(self.config, self.largest)
 
     def size(self) -> Summands:
-        """Return the sum of the weights ``by_size``, which is a whole number unless samples have different weights."""
+        """Describe the sum of the weights ``by_size``. The sum is an integer unless samples have different weights."""
         if self.config.task.weighted:
             return size_of_weights(self.by_size)
         return {"samples": Count(lambda reply: reply.samples, self.largest)}
 
     def updates(self, weight: Weight) -> Summands:
-        """Return the updates w_k − w_t of the parameters."""
+        """Describe the sum of the clients' parameter updates w_k − w_t."""
 
         def values(sent: Weights, reply: FitReply) -> Params:
             return {name: reply.weights.params[name] - sent.params[name] for name in self.params}
@@ -171,7 +171,7 @@ class Bounds:
         return {f"updates by {weight.name}": Numbers(values, self.params, wide, weight, update)}
 
     def buffers(self, weight: Weight) -> Summands:
-        """Return the changes of the floating-point buffers; empty if the model has no such buffers."""
+        """Describe the sum of the changes of the floating-point buffers; empty if the model has no such buffers."""
         like = {name: b for name, b in self.config.model.buffers().items() if b.is_floating_point()}
 
         def values(sent: Weights, reply: FitReply) -> Params:
@@ -180,7 +180,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Return the numbers that a round records: the sample-gradients, and the loss weighted by sample-gradients.
+        """Describe the sums that a round records: per-sample gradients, and the loss weighted by per-sample gradients.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -214,11 +214,11 @@ class Sums:
     total: Total
 
     def count(self, name: str) -> int:
-        """Return the sum of whole numbers."""
+        """Return the sum of the count ``name`` over the clients."""
         return self.total.counts[name]
 
     def of(self, name: str, by: float = 1.0) -> Params:
-        """Return the weighted sum of real numbers, divided by ``by``."""
+        """Return the weighted sum of the real numbers ``name`` over the clients, divided by ``by``."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         row = self.total.parts[name] * (numbers.weight.largest / by)
@@ -226,13 +226,13 @@ class Sums:
         return split(torch.from_numpy(row if double else row.astype(np.float32)), numbers.like)
 
     def number(self, name: str) -> float:
-        """Return the weighted sum of one real number of each client."""
+        """Return the weighted sum of the single real number ``name`` over the clients."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         return float(self.total.parts[name][0]) * numbers.weight.largest
 
     def weight(self, name: str) -> float:
-        """Return the sum of the clients' weights; see ``Weight.name``."""
+        """Return the sum of the weight ``name`` over the clients; see ``Weight.name``."""
         if name == "clients":
             return self.clients
         return self.count(name) if isinstance(self.summands[name], Count) else self.number(name)
@@ -250,13 +250,13 @@ class Sums:
 
 
 class Form(Protocol):
-    """The form in which secure sums add the replies to requests of one Python class."""
+    """A conversion of replies to vectors that a secure sum adds up. Each Python class of requests has one form."""
 
     ring: Ring
     """The layout of the vectors that are summed."""
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
-        """Return the vector that a client adds to the sum.
+        """Return the vector of integers that a client adds to the secure sum.
 
         Raises:
             WithheldError: A value is not finite, or a weight or a count is above its largest value.
@@ -268,15 +268,15 @@ Forms = Mapping[type[Request], Form]
 
 
 class ModelForm:
-    """The numbers that a secure sum adds from each reply to a request with a model.
+    """The form of replies to requests with a model: the numbers of each reply that a secure sum adds up.
 
     Args:
         config: The settings that server and clients share.
-        clients: The largest number of clients in a sum.
+        clients: The maximum number of clients in a sum.
         summands: The numbers that are summed.
 
     Raises:
-        SpecError: A sum could overflow the numbers modulo 2³².
+        SpecError: A sum could be too large for numbers modulo 2³².
     """
 
     def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:
@@ -300,7 +300,7 @@ class ModelForm:
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
-        """Return the vector that a client adds to the sum."""
+        """Return the vector of integers that a client adds to the secure sum."""
         generator = rounding(self.config.seed, request.round, client, self.exchange(request))
         return self.words(request.weights, reply, generator)
 

@@ -1,4 +1,4 @@
-"""Take part in secure sums as a client, at a real site or in a simulation."""
+"""Take part in secure sums as a client, in a deployment or in a simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.federation.secure.site import Site
 
 
 def job_of(seed: int) -> bytes:
-    """Return the job's hash in a simulation."""
+    """Return the hash that identifies the job in a simulation."""
     return digest("simulation", seed)
 
 
@@ -24,13 +24,13 @@ class KeyIsCertificate:
     """Rules that accept certificates that consist only of a public key, which is enough in a simulation."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
-        """Return the reason why a signature is not accepted; an empty text if the signature is accepted."""
+        """Return the reason why a signature is not accepted; an empty string if the signature is accepted."""
         return "" if valid(certificate, signature, signed) else "the signature of its key is wrong"
 
 
 @dataclass
 class Member:
-    """A client in the protocol, and its new state, which becomes valid when the server has unmasked the sum.
+    """A client that takes part in secure sums. Its new state becomes valid when the server has unmasked the sum.
 
     Args:
         site: The state machine of the protocol.
@@ -48,7 +48,7 @@ class Member:
         return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
 
     def answer(self, message: Message | None) -> Message | None:
-        """Answer a message of the protocol, except the beginning of an exchange."""
+        """Return the reply to a message of the protocol. Messages that begin an exchange are not allowed here."""
         site = self.site
         if message is None:
             return site.package()
@@ -62,5 +62,5 @@ class Member:
 
 
 def question_of(request: Request) -> bytes:
-    """Return the hash of a question, including the model in the question."""
+    """Return the hash of a request, including the model in the request."""
     return digest("question", records.encode(request))

@@ -26,7 +26,7 @@ class NoisyForm:
 
     Args:
         config: The settings that server and clients share. ``privacy.parties`` is t.
-        clients: The largest number of clients in a sum.
+        clients: The maximum number of clients in a sum.
         params: The parameters that clients train, with their names and shapes.
 
     Raises:
@@ -51,15 +51,15 @@ class NoisyForm:
 
     @property
     def variance(self) -> float:
-        """The smallest variance σ² = (noise · Q)² of the noise in a sum, in units of the ring."""
+        """The minimum variance σ² = (noise · Q)² of the noise in a sum, in units of the ring."""
         return (self.dp.noise * self.ring.scale) ** 2
 
     @property
     def sensitivity(self) -> tuple[float, float]:
-        """The largest L1 norm Δ₁ and the largest L2 norm Δ₂ of a client's rounded update, in units of the ring.
+        """The maximum L1 norm Δ₁ and the maximum L2 norm Δ₂ of a client's rounded update, in units of the ring.
 
-        Each of the d elements is rounded by less than 1, so Δ₂ = Q + √d. The elements are whole numbers, so Δ₁ is at
-        most Δ₂², and at most √d Δ₂.
+        Each of the d elements is rounded by less than 1, so Δ₂ = Q + √d. The elements are integers, so Δ₁ is at most
+        Δ₂², and at most √d Δ₂.
         """
         size = math.sqrt(self.ring.parts[UPDATE].size)
         longest = self.ring.scale + size
@@ -75,7 +75,7 @@ class NoisyForm:
 def clipped(update: Floats, clip: float) -> Floats:
     """Return an update that is scaled down to an L2 norm of at most ``clip``, shape (d,).
 
-    An update with NaN or infinity becomes zero, because a missing answer would disclose this fault to the server.
+    An update with NaN or infinity becomes zero, because a missing reply would disclose this fault to the server.
     """
     norm = float(np.linalg.norm(update))
     if not math.isfinite(norm):

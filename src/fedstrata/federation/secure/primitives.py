@@ -37,7 +37,7 @@ def statement(use: str, *parts: Part) -> bytes:
 
     Args:
         use: The purpose of the bytes. Statements with different purposes differ.
-        parts: Texts, bytes, whole numbers, and sequences of texts, bytes and whole numbers.
+        parts: Strings, bytes, integers, and sequences of strings, bytes and integers.
 
     >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")
     True
@@ -59,7 +59,7 @@ def _flat(part: Part) -> bytes:
 
 
 def digest(use: str, *parts: Part) -> bytes:
-    """Return the SHA-256 hash of a statement."""
+    """Return the SHA-256 hash of a ``statement`` with this purpose and these values."""
     return hashlib.sha256(statement(use, *parts)).digest()
 
 
@@ -67,7 +67,7 @@ def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """Return a key of 32 bytes, derived from a secret by HKDF with SHA-256.
 
     Args:
-        secret: A secret without structure, such as a seed or an agreed secret.
+        secret: A random secret, such as a seed or an agreed secret.
         salt: Public bytes, such as a roster's hash.
         info: A statement that contains the purpose of the key.
     """
@@ -138,7 +138,7 @@ def seal(key: bytes, content: bytes, public: bytes) -> bytes:
 
 
 def unseal(key: bytes, box: bytes, public: bytes) -> bytes | None:
-    """Return the content of a box; None if the box was changed, or if the key or the public bytes are wrong."""
+    """Decrypt a box. Return None if the box was changed, or if the key or the public bytes are wrong."""
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), box, public)
     except (InvalidTag, ValueError):

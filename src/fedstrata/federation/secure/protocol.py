@@ -17,7 +17,7 @@ message to a site     reply                                       checks of the 
 ``Roster``            ``Deal``                                    own package fresh; signatures; peers; no key twice;
                                                                   threshold
 ``Begin``             ``MaskedVector``                            boxes; the members R' of the sums; exchange unused;
-                                                                  question never masked before
+                                                                  request never masked before
 ``RevealAll``         ``Shares`` of the self seeds of R'          "in" signed by all members; enough samples; no vote
 ``Propose``           ``Vote``                                    as before, for U ⊆ R' with t sites or more
 ``RevealSet``         ``Shares``: self seeds of U, pair seeds of  t votes for the U that the site voted for
@@ -36,7 +36,7 @@ t − m honest inputs.** The proof needs three checks of honest sites:
 
 2. A site reveals shares for U only after t different members of R' have signed U.
 
-3. All signatures are about one *context*: the job, the roster, R', the exchange and the question.
+3. All signatures are about one *context*: the job, the roster, R', the exchange and the request.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
 This is more than the number of honest sites, n − m.
@@ -57,10 +57,10 @@ and the few sites that vote otherwise cannot reach the threshold. The server may
 different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
 revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
 
-The proof needs the true t. If a server could choose t close to n / 2, the protocol would not tolerate even one
-colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
+The proof assumes the true threshold t. If a server could choose t close to n / 2, the protocol would not tolerate even
+one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-A question may *continue* the previous question: both sums then have the same contributors. The question's hash contains
+A request may *continue* the previous request: both sums then have the same contributors. The request's hash contains
 the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
 have therefore voted for it before, so no other set was opened before.
 
@@ -88,16 +88,16 @@ if TYPE_CHECKING:
 MOST_SITES = 64
 MOST_EXCHANGES = 64
 FEWEST = 3
-"""The smallest number of sites in a sum. With two sites, each site could compute the other site's vector."""
+"""The minimum number of sites in a sum. With two sites, each site could compute the other site's vector."""
 
 Confirm = Literal["needed", "always"]
-"""The cases in which sites sign the set before they reveal shares: only if a site is missing (``needed``), or
-always."""
+"""The cases in which sites sign the set of contributors before they reveal shares: only if a site is missing
+(``needed``), or always."""
 Seed = Literal["self", "pair"]
 
 
 def default_threshold(sites: int, colluding: int = 0) -> int:
-    """Return the threshold t of a roster: the smallest number of sites that can open a sum.
+    """Return the threshold t of a roster: the minimum number of sites that are needed to open a sum.
 
     Args:
         sites: Number n of sites.
@@ -110,7 +110,7 @@ def default_threshold(sites: int, colluding: int = 0) -> int:
 
 
 class RefusedError(WithheldError):
-    """A site does not answer a message of the server, because a check failed.
+    """An error that a site raises if its check of a message from the server fails.
 
     Args:
         check: The name of the check.
@@ -152,12 +152,12 @@ class Package(Message):
     signature: bytes
 
     def signed(self, job: bytes) -> bytes:
-        """Return the bytes over which ``signature`` is computed."""
+        """Return the bytes that the site signs with ``job_key`` to compute ``signature``."""
         public = self.box_key, self.keys, self.self_commitments, self.pair_commitments
         return statement("package", job, self.name, *public)
 
     def hash(self, job: bytes) -> bytes:
-        """Return the hash of all keys and signatures in this site's message."""
+        """Return the hash of the whole package: all keys, the certificate and the signed hashes."""
         return digest("whole package", self.signed(job), self.certificate, self.job_key)
 
     @property
@@ -170,11 +170,11 @@ class Package(Message):
         return _entry(self.keys, exchange)
 
     def commitment(self, kind: Seed, exchange: int) -> bytes:
-        """Return the hash of a seed of an exchange."""
+        """Return the published hash of the site's self seed or pair seed of an exchange."""
         return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
 
     def form_defect(self) -> str:
-        """Return the reason why the keys are invalid, regardless of signatures; an empty text if the keys are valid."""
+        """Return the reason why the keys are invalid; an empty string if they are valid. Signatures are not checked."""
         lengths = {len(self.keys), len(self.self_commitments), len(self.pair_commitments)}
         if len(lengths) > 1 or len(self.keys) % KEY_BYTES or not 1 <= self.exchanges <= MOST_EXCHANGES:
             return "its package has a wrong number of keys or hashes"
@@ -185,7 +185,7 @@ class Package(Message):
         return ""
 
     def signature_defect(self, job: bytes) -> str:
-        """Return the reason why the package's signature is wrong; an empty text if the signature is correct."""
+        """Return the reason why the package's signature is wrong; an empty string if the signature is correct."""
         return "" if valid(self.job_key, self.signature, self.signed(job)) else "the signature of its package is wrong"
 
 
@@ -252,7 +252,7 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The message that begins an exchange. The site receives this message together with the question.
+    """The message that begins an exchange. The site receives this message together with the request.
 
     Args:
         roster: The hash of the roster.
@@ -319,7 +319,7 @@ class Propose(Message):
 
 @record("secure/Vote")
 class Vote(Message):
-    """A site's vote for a set.
+    """A site's vote for the set of sites whose vectors are added up.
 
     Args:
         signature: The signature, made with the site's job key.
@@ -330,7 +330,7 @@ class Vote(Message):
 
 @record("secure/RevealSet")
 class RevealSet(Message):
-    """A request for shares after t sites have voted for a set.
+    """A request for shares, after t sites have voted for the same set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -356,7 +356,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """A message which says that the server has opened (unmasked) the sum over a set.
+    """A message that the server has opened (unmasked) the sum over a set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -368,7 +368,7 @@ class Opened(Message):
 
 
 def continued(question: bytes, members: Sequence[str]) -> bytes:
-    """Return the hash of a question whose sum must have the contributors ``members`` of the previous sum."""
+    """Return the hash of a request whose sum must have the contributors ``members`` of the previous sum."""
     return digest("continued", question, members)
 
 
@@ -380,7 +380,7 @@ def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, qu
         roster: The roster's hash.
         members: The members R' of the roster's sums.
         exchange: The index of the exchange.
-        question: The hash of the question, with the model as the site decoded it.
+        question: The hash of the request, with the model as the site decoded it.
     """
     return digest("exchange", job, roster, members, exchange, question)
 

@@ -18,7 +18,7 @@ from fedstrata.federation.secure.ring import Total, Words
 
 @record("MaskedReply")
 class MaskedReply(Reply):
-    """A client's reply as a vector modulo 2³².
+    """A client's reply in a secure sum: a vector modulo 2³².
 
     Args:
         vector: The vector modulo 2³², stored in an int32 tensor. The vector is masked if ``present`` is not None.
@@ -45,7 +45,7 @@ class Masked(Request):
 
     @property
     def round(self) -> int:
-        """The round of the inner request; an ``AttributeError`` if the request does not name its round."""
+        """The round of the inner request. Raise ``AttributeError`` if the inner request does not name its round."""
         return int(self.request.round)  # type: ignore[attr-defined]  # requests of a round have this field
 
 
@@ -75,7 +75,7 @@ class Step(Request):
 
 @record("secure/SiteStep")
 class SiteStep(Step):
-    """A message of the protocol to a real site.
+    """A message of the protocol to a site, in a deployment.
 
     Args:
         round: The round, counted from 1.
@@ -88,7 +88,7 @@ class SiteStep(Step):
 
 @record("secure/Dealt")
 class Dealt(Message):
-    """A real site's reply to a roster.
+    """A site's reply to a ``Roster``, in a deployment.
 
     Args:
         deal: The site's shares for the other sites (``protocol.Deal``).
@@ -118,12 +118,12 @@ class SecureSum:
 
 
 def words_of(reply: MaskedReply) -> Words:
-    """Return the vector of a reply."""
+    """Return the vector in a reply as an array of unsigned integers."""
     return reply.vector.contiguous().numpy().view(np.uint32)
 
 
 def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
-    """Return a reply that contains the vector."""
+    """Return a reply that contains a vector and, with masks, the client's signed statement."""
     return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 

@@ -1,9 +1,9 @@
 """Encode and decode numbers for secure sums, as fixed-point numbers modulo 2³².
 
-Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as a whole
-number, in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow.
-The sum of the vectors modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of
-the sites.
+Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as an integer,
+in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow. The sum
+of the vectors modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of the
+sites.
 
 For differential privacy, each site can add noise to its vector. Q is then smaller, so that the sum has room for the
 noise.
@@ -24,13 +24,13 @@ from fedstrata.base.rng import rng
 from fedstrata.federation.reply_checks import DIVERGED
 
 Words = NDArray[np.uint32]
-"""A vector of the ring: numbers modulo 2³²."""
+"""A vector of integers modulo 2³²."""
 
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""The number of standard deviations of the noise for which a sum has room. Larger noise reduces the accuracy, but not
-the privacy.
+"""A sum has room for noise of up to this number of standard deviations. Larger noise reduces the accuracy, but not the
+privacy.
 """
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
@@ -54,7 +54,7 @@ class Part:
     def __post_init__(self) -> None:
         if not 0 < self.range < math.inf:
             raise SpecError(
-                "range", "must be positive and finite. Set it to the largest value of an update.", self.range
+                "range", "must be positive and finite. Set it to the maximum absolute value in an update.", self.range
             )
 
 
@@ -79,10 +79,10 @@ class Ring:
     """The layout of the messages that are summed, and the units of their numbers.
 
     Args:
-        sites: Largest number of sites in a sum.
+        sites: Maximum number of sites in a sum.
         parts: A mapping from the name of each vector of real numbers to its ``Part``.
-        counts: A mapping from the name of each count to its largest value at one site. A count is a whole number that
-            is not negative.
+        counts: A mapping from the name of each count to its maximum value at one site. A count is a non-negative
+            integer.
         noise: Standard deviation of the noise that each site adds to each element of its parts, as a multiple of the
             part's range; 0 without noise.
 
@@ -114,7 +114,7 @@ class Ring:
 
     @property
     def scale(self) -> int:
-        """The whole number Q that stands for ``range``."""
+        """The integer Q that represents the value ``range``."""
         scale = LARGEST / (self.sites + HEADROOM * self.noise * math.sqrt(self.sites))
         return int(min(scale, math.sqrt(2 * LARGEST_MEAN) / self.noise) if self.noise else scale)
 
@@ -131,7 +131,7 @@ class Ring:
         *,
         weights: Mapping[str, float] | None = None,
     ) -> Words:
-        """Return a site's message, shape (``length``,).
+        """Encode a site's numbers, and return the message, shape (``length``,).
 
         Real numbers are truncated to multiples of 2⁻³² units, and then rounded up or down at random. The random
         rounding does not change their expected values.
@@ -151,7 +151,7 @@ class Ring:
         if not all(0 <= factor <= 1 for factor in factors.values()):
             # The message does not say the weight, which depends on the size of the site.
             raise WithheldError(
-                "the client did not send its answer, because its number of samples is above "
+                "the client did not send its reply, because its number of samples is above "
                 "privacy.largest. Increase privacy.largest."
             )
         words, draw = np.zeros(self.length, dtype=np.uint32), generator.bit_generator.random_raw
@@ -162,7 +162,7 @@ class Ring:
                 raise ValueError(f"{name} has shape {vector.shape}, but must have shape {(part.size,)}")
             largest = float(max(vector.max(), -vector.min())) if part.size else 0.0
             if not math.isfinite(largest):
-                raise WithheldError(f"the client did not send its answer, which contains NaN or infinity. {DIVERGED}")
+                raise WithheldError(f"the client did not send its reply, which contains NaN or infinity. {DIVERGED}")
             scaled += largest > part.range
             unit = max(part.range, largest)
             factor = factors[name] * (self.scale * 2.0**32)
@@ -182,7 +182,7 @@ class Ring:
         for place, (name, most) in enumerate(self.counts.items(), start=begin):
             if not 0 <= counts[name] <= most:
                 # The message does not say the count, which may be a secret of the site.
-                raise WithheldError(f"the client did not send its answer, because {name} is not between 0 and {most}.")
+                raise WithheldError(f"the client did not send its reply, because {name} is not between 0 and {most}.")
             words[place] = counts[name]
         words[-1] = scaled
         return words
@@ -192,7 +192,7 @@ class Ring:
 
         Args:
             words: The message.
-            generator: The random generator of the noise, which must be secret at real sites.
+            generator: The random generator of the noise, which must be secret in a deployment.
         """
         size = sum(part.size for part in self.parts.values())
         noisy = words.copy()
@@ -200,7 +200,7 @@ class Ring:
         return noisy
 
     def decode(self, total: Words, sites: int) -> Total:
-        """Return the sum of the messages of several sites.
+        """Decode the sum of several sites' messages.
 
         Args:
             total: The sum of the messages modulo 2³².

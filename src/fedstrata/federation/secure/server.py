@@ -38,7 +38,7 @@ from fedstrata.federation.secure.protocol import (
 from fedstrata.federation.secure.ring import Words
 
 MOST_TRIES = 1000
-"""Number of sets of t shares that the server tries for a seed, if some shares are wrong."""
+"""Maximum number of sets of t shares from which the server tries to reconstruct a seed, if some shares are wrong."""
 
 Stage = Literal["masking", "revealing", "voting", "opening", "opened", "failed"]
 
@@ -61,15 +61,15 @@ class Event:
 
 
 class Server:
-    """The server of one roster.
+    """The server's side of secure sums with one roster (group of sites).
 
-    A site that does not answer in time is missing in the arguments of the methods. The methods accept messages with any
-    values. A faulty message counts as missing, and ``events`` contains the reason.
+    The arguments of the methods do not contain sites that did not answer in time. Messages may contain any values. A
+    faulty message counts as missing, and ``events`` contains the reason.
 
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Smallest number of sites with enough samples in a sum. Sites refuse smaller sums.
+        parties: Minimum number of sites with enough samples in a sum. Sites refuse sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
@@ -90,7 +90,7 @@ class Server:
         self.events: list[Event] = []
         self.roster: Roster | None = None
         self.members: list[str] = []
-        """The sites of the roster's sums, after ``deliver``."""
+        """The sites whose vectors are added up; empty before ``deliver`` is called."""
         self._hash = b""
         self._boxes: dict[str, Deal] = {}
         self._delivered: set[str] = set()
@@ -109,10 +109,10 @@ class Server:
             else:
                 usable.append(package)
         if twice := protocol.repeated(usable):
-            self._note("refused", sorted(twice), "These sites have a key in common, so one of them has copied it.")
+            self._note("refused", sorted(twice), "These sites use the same key, so at least one site has copied a key.")
         usable = [package for package in usable if package.name not in twice][: protocol.MOST_SITES]
         if len(usable) < max(protocol.FEWEST, self.parties):
-            self._note("failed", [], f"There are only {len(usable)} sites, but a sum needs {self._fewest}.")
+            self._note("failed", [], f"Only {len(usable)} sites have sent valid keys, but a sum needs {self._fewest}.")
             return None
         self.roster = Roster(usable, protocol.default_threshold(len(usable), self.colluding))
         self._hash = self.roster.hash(self.job)
@@ -147,7 +147,7 @@ class Server:
         """Begin the next exchange. Return None if the roster has no keys left.
 
         Args:
-            question: The hash of the question, with the model as the sites decode it.
+            question: The hash of the request, with the model as the sites decode it.
             length: Number of elements of each site's vector.
             only: The contributors of the previous sum, if this sum must have the same contributors.
         """
@@ -168,7 +168,7 @@ class Server:
         return exchange
 
     def delivered(self, name: str) -> None:
-        """Record that a site has received its boxes."""
+        """Record that a site has received the encrypted shares of the other sites."""
         self._delivered.add(name)
 
     @property
@@ -205,7 +205,7 @@ class Server:
 
 
 class Exchange:
-    """One secure sum, from the question to the opened sum.
+    """One secure sum, from the request to the opened sum.
 
     Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
     Afterwards, send the last messages in ``outgoing``, to which sites do not reply.
@@ -215,9 +215,9 @@ class Exchange:
         roster: The roster.
         roster_hash: The roster's hash.
         number: The index of the exchange in the roster.
-        question: The hash of the question.
+        question: The hash of the request.
         length: Number of elements of each site's vector.
-        only: The sites that must all contribute; None if t sites are enough.
+        only: The sites that must all contribute; None if any t sites are enough.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Exchange:
         elif self.stage == "opening":
             self._open(asked)
         else:
-            raise ValueError(f"the exchange is in the stage {self.stage!r}, which expects no replies")
+            raise ValueError(f"replies are not expected in the stage {self.stage!r} of the exchange")
 
     def _collect_vectors(self, replies: Mapping[str, Any]) -> None:
         for name, reply in replies.items():
@@ -373,7 +373,7 @@ class Exchange:
                 if tried:
                     self._suspect(owner, numbers, chosen)
                 return seed
-        self._server._note("wrong share", [owner], f"No {threshold} shares determine the seed of {owner}.")
+        self._server._note("wrong share", [owner], f"No set of {threshold} shares gives the seed of {owner}.")
         self._fail(f"a seed of {owner} cannot be reconstructed")
         return None
 
@@ -403,7 +403,7 @@ class Exchange:
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
-    """Return the reason why a reply is not a message of the expected kind; otherwise, an empty text."""
+    """Return the reason why a reply is not a message of the expected kind; otherwise, an empty string."""
     if not isinstance(reply, kind):
         return f"it has sent a {type(reply).__name__} instead of a {kind.__name__}"
     try:

@@ -18,7 +18,7 @@ SHARE_BYTES = 17
 def split(
     secret: int, threshold: int, holders: int, *, prime: int = PRIME, draw: Callable[[int], int] = secrets.randbelow
 ) -> list[int]:
-    """Return the shares of the holders 1, …, n.
+    """Divide a secret into shares, and return the shares of the holders 1, …, n.
 
     Args:
         secret: A number from 0 to ``prime`` − 1.
@@ -44,7 +44,7 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return the factor of each holder's share: the weighted sum of the shares is the polynomial's value at ``at``.
+    """Return the factors of the shares: the sum of all factor × share is the polynomial's value at ``at``.
 
     The factors depend only on the holders, so the factors are the same for all secrets that these holders reconstruct.
 

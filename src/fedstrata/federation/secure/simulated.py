@@ -1,4 +1,4 @@
-"""Simulate secure sums, with or without masks and with the same results. Real sites use ``fedstrata.sites`` instead."""
+"""Simulate secure sums, with or without masks and with the same results. Deployments use ``fedstrata.sites``."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ TAG_BYTES = 16
 def ask_sums(
     federation: Federation, clients: Iterable[ClientId], request: Request, form: ModelForm, *, work: Work | None = None
 ) -> SecureSum | None:
-    """Ask clients a question about a model, and return only the sum of their replies, which a codec may compress.
+    """Send clients a request with a model, and return only the sum of their replies, which a codec may compress.
 
     Args:
         federation: The federation.
         clients: The clients to ask.
-        request: The question.
+        request: The request.
         form: The form of the replies without a codec.
         work: See ``Federation.ask``.
 
@@ -75,14 +75,14 @@ def ask_sum(
     work: Work | None = None,
     continues: bool = False,
 ) -> SecureSum | None:
-    """Ask clients a question, and return only the sum of their replies.
+    """Send clients a request, and return only the sum of their replies.
 
     The log counts the bytes of all messages of the protocol, even if the masks are not simulated.
 
     Args:
-        federation: The federation. If its engine has ``secure_sums``, the clients are real sites.
+        federation: The federation. If its engine has ``secure_sums``, the clients are sites of a deployment.
         clients: The clients to ask.
-        request: The question.
+        request: The request.
         ring: The layout of the replies.
         work: See ``Federation.ask``.
         continues: Whether all clients must answer, because the previous sum contains the replies of all these clients.
@@ -147,14 +147,15 @@ class Masks:
 
         Args:
             requests: The requests to the clients that answer in time.
-            request: The question.
+            request: The request.
             length: Number of elements of a vector.
         """
         roster = self._server.enrol(self._step(dict.fromkeys(self._clients)))
         if roster is not None:
             self._server.deliver(self._step(dict.fromkeys(self._clients, roster)))
         if self._server.members != sorted(map(str, self._clients)):
-            raise FedstrataError(f"secure sums: the clients could not join a roster. {self._reasons()}")
+            problem = "the secure sum has failed, because the clients could not exchange keys and shares"
+            raise FedstrataError(f"{problem}. {self._reasons()}")
         only = list(map(str, self._clients)) if self._continues else None
         self._exchange = self._server.begin(question_of(request), length, only)
         assert self._exchange is not None
@@ -175,7 +176,7 @@ class Masks:
         return result
 
     def open(self, answers: Replies) -> Words:
-        """Let the clients reveal their shares, and return the sum of the vectors that the server accepted."""
+        """Let the clients reveal their shares, and return the unmasked sum of the vectors that the server accepted."""
         exchange = self._exchange
         assert exchange is not None
         exchange.receive(
@@ -187,7 +188,8 @@ class Masks:
         while exchange.stage not in ("opened", "failed"):
             exchange.receive(self._step({int(name): message for name, message in exchange.outgoing.items()}))
         if exchange.total is None or self._server.events:
-            raise FedstrataError(f"secure sums: the sum could not be opened. {self._reasons()}")
+            problem = "the secure sum has failed, because the server could not unmask it"
+            raise FedstrataError(f"{problem}. {self._reasons()}")
         self._step({int(name): exchange.outgoing[name] for name in exchange.contributors})
         return exchange.total
 
@@ -207,12 +209,12 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Add the protocol's messages, whose size depends only on the number of clients, to the log.
+    """Count the protocol's messages in the log. Their size depends only on the number of clients.
 
     Args:
         federation: The federation.
-        question: The question without the protocol's message ``Begin``. The log already counts the bytes of the
-            question and of the vectors.
+        question: The request without the protocol's message ``Begin``. The log already counts the bytes of the request
+            and of the vectors.
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.

@@ -93,11 +93,11 @@ class _Exchange:
 
 
 class Site:
-    """The state of a site in the secure sums of one job.
+    """A site that takes part in the secure sums of one job, with its state and its secrets.
 
-    The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only
-    ``answered`` must be saved. Otherwise, a server could repeat a question without one of the sites, and compute the
-    site's vector from the two sums.
+    The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only the
+    hashes in ``answered`` must be saved. Otherwise, a server could repeat a request without one of the sites, and
+    compute the site's vector from the two sums.
 
     Each method answers one message of the server, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
@@ -106,12 +106,12 @@ class Site:
         job: The hash of the job. The job contains the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Smallest number of sites with enough samples in a sum, at least 3.
+        parties: Minimum number of sites with enough samples in a sum, at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
         confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", which is
             equally safe, the site does not wait for signatures if all sites have sent their vectors.
         exchanges: Number of exchanges for which the site makes keys in advance.
-        answered: The hashes of the questions that the site had answered in this job before its restart.
+        answered: The hashes of the requests that the site had answered in this job before its restart.
     """
 
     colluding = 0
@@ -130,7 +130,7 @@ class Site:
         answered: Iterable[bytes] = (),
     ) -> None:
         if parties < protocol.FEWEST:
-            problem = "because one of two sites could compute the other site's part. Use a larger number."
+            problem = "because with two sites, each site could compute the other site's vector. Use a larger number."
             raise SpecError("parties", f"must be at least {protocol.FEWEST}, {problem}", parties)
         self.job, self.identity, self.trust = job, identity, trust
         self.parties, self.peers, self.confirm, self.exchanges = parties, peers, confirm, exchanges
@@ -142,7 +142,7 @@ class Site:
         self._current: _Exchange | None = None
         self._last_vote: list[str] | None = None
         self.answered = set(answered)
-        """The hashes of the questions that the site has answered. Save these hashes before a masked vector leaves the
+        """The hashes of the requests that the site has answered. Save these hashes before a masked vector leaves the
         site."""
 
     @property
@@ -212,13 +212,13 @@ class Site:
     def mask(
         self, begin: Begin, question: bytes, vector: Words, enough: bool, *, continues: bool = False
     ) -> MaskedVector:
-        """Return this site's masked vector. The site never masks another vector for this question.
+        """Return this site's masked vector. The site never masks another vector for the same request.
 
-        Call this method only after the site's guard has accepted the question.
+        Call this method only after the site's guard has accepted the request.
 
         Args:
             begin: The message of the server.
-            question: The hash of the question, with the model as this site decoded it.
+            question: The hash of the request, with the model as this site decoded it.
             vector: The site's vector, shape (d,).
             enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
             continues: Whether the sum must have the same contributors as the site's previous sum.
@@ -243,7 +243,7 @@ class Site:
         if not 0 <= number < len(joined.shares):
             raise RefusedError("exchange", f"there are no keys for exchange {number}")
         self._require("exchange", number > joined.last, f"exchange {number} was used before")
-        self._require("question", question not in self.answered, "this question was answered before")
+        self._require("question", question not in self.answered, "this request was answered before")
         only = self._last_vote if continues else None
         self._require("continued", not continues or only is not None, "the site has not voted in the previous sum")
         context = self._context(members, number, question if only is None else protocol.continued(question, only))
@@ -315,7 +315,7 @@ class Site:
         )
 
     def opened(self, message: Opened) -> bool:
-        """Delete the secrets of an exchange that has ended.
+        """Delete the secrets of an exchange after the server has unmasked its sum.
 
         Returns:
             True if the server says that the sum contains this site's vector. The caller then makes the state that
@@ -338,7 +338,7 @@ class Site:
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError("exchange", f"exchange {number} is not the latest one in which the site sent its vector")
+            raise RefusedError("exchange", f"the site sent its latest vector in another exchange than {number}")
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:
@@ -349,7 +349,8 @@ class Site:
         who = f"the package of {package.name!r} is wrong: "
         if defect := package.form_defect():
             raise RefusedError("form", who + defect)
-        self._require("form", package.exchanges == exchanges, f"{who}it is for {package.exchanges} exchanges")
+        problem = f"{who}it has keys for {package.exchanges} exchanges, not {exchanges}"
+        self._require("form", package.exchanges == exchanges, problem)
         defect = package.signature_defect(self.job)
         self._require("signature", not defect, who + defect)
         signed = protocol.job_key_statement(self.job, package.name, package.job_key)

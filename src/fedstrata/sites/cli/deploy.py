@@ -1,4 +1,4 @@
-"""The commands for experiments over real sites: ``fedstrata deploy``, ``submit``, ``status`` and others."""
+"""The commands for experiments in a deployment: ``fedstrata deploy``, ``submit``, ``status`` and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``fedstrata ledger``, which shows and verifies the ledger of a site's answers."""
+"""The command ``fedstrata ledger``, which shows and verifies the ledger of a site's replies."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _ledger(options: argparse.Namespace) -> int:
 
 
 def _privacy(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about the privacy that jobs with ``privacy.dp`` have spent."""
+    """Yield lines about the ε that jobs with ``privacy.dp`` have spent."""
     limit = "" if report["budget"] is None else f" of {report['budget']:g}"
     order = "" if report["order"] is None else f", by the Rényi order {report['order']}"
     yield f"privacy of samples: all jobs spent ε = {report['epsilon']:.3f}{limit} (δ = {report['delta']:g}{order})"
