@@ -12,7 +12,7 @@ from fedstrata.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different whole numbers"),
+        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different integers"),
         (
             ["compare", "--set", "compare.fedavg=3"],
             "compare.fedavg = 3: must be a table of sections. Write, for example, [compare.LABEL.method].",

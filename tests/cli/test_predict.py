@@ -124,7 +124,7 @@ def test_a_model_of_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     fs.run(fs.Experiment(training={"rounds": 1}), out="digits")
     assert main(["predict", "digits", "rows.csv"]) == 2
     assert (
-        "RUN = 'digits': the model of this run takes arrays of shape (1, 8, 8), not rows of a"
+        "RUN = 'digits': this run's model needs arrays of shape (1, 8, 8), not rows of a"
         in capsys.readouterr().err
     )
     assert main(["predict", "nowhere", "rows.csv"]) == 2

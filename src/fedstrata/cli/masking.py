@@ -1,4 +1,4 @@
-"""The command ``fedstrata keys``, which creates the secret keys that clients need to mask their labels."""
+"""Add the command ``fedstrata keys``, which creates the secret keys with which clients mask their labels."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import fedstrata as fs
 
 class Leaning(fs.Partition):
     """Each client prefers one class. A fraction of each class goes to clients that prefer the class, and the other
-    samples go to any client.
+    samples go to random clients.
 
     Args:
-        share: The fraction of a class that goes to the clients that prefer it. With 0, the partition is nearly IID.
+        share: The fraction of a class that goes to clients that prefer this class. With 0, the partition is nearly IID.
     """
 
     share: float = Field(default=0.8, ge=0, le=1)  # a setting; set it with --set partition.share=0.5

@@ -10,16 +10,16 @@ import fedstrata as fs
 
 
 class LongestAway(fs.ClientSampler):
-    """The clients that were not invited for the longest time are invited; ties are broken at random.
+    """Invites the clients whose last invitation was longest ago. Ties are broken at random.
 
     Args:
-        spread: Amount of randomness. With 0, only the time since the last invitation counts.
+        spread: Strength of the randomness. With 0, only the time since the last invitation counts.
     """
 
     spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2
 
     def init(self, federation):
-        """Return the first state, which contains the round of each client's last invitation (0: never)."""
+        """Return the initial state, which contains the round of each client's last invitation (0: never)."""
         return np.zeros(federation.config.clients, dtype=np.int64)
 
     def select(self, federation, state, weights):
