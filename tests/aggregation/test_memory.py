@@ -300,7 +300,8 @@ def test_fedawe_refuses_more_models_than_fit_into_memory(seven):
 
     prepared(73e-9)
     with pytest.raises(
-        fs.SpecError, match=r"^method\.aggregator\.memory_gb = 7e-08: the [0-9]+ models that the server may have to store"
+        fs.SpecError,
+        match=r"^method\.aggregator\.memory_gb = 7e-08: the [0-9]+ models that the server may have to store",
     ):
         prepared(70e-9)
 

@@ -93,8 +93,8 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
     [
         (["run", "missing.toml"], "spec = 'missing.toml': the file does not exist"),
         (["run", "."], "spec = '.': cannot be read: Is a directory. Give the path of a TOML file."),
-        (["run", "--set", "training.rounds"], "--set = 'training.rounds': is not of the form section.key=value"),
-        (["run", "--set", "=1"], "--set = '=1': is not of the form section.key=value"),
+        (["run", "--set", "training.rounds"], "--set = 'training.rounds': must have the form section.key=value"),
+        (["run", "--set", "=1"], "--set = '=1': must have the form section.key=value"),
         (["run", "--set", "training.rounds=many"], "training.rounds = 'many': must be an integer"),
         (["run", "--set", "training.round=3"], "training.round = 3: is not a known key"),
         (["run", "--set", "seed=1", "--set", "seed.x=1"], "--set = 'seed.x=1': seed is a value, not a section"),

@@ -169,7 +169,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"client_test": 0.2},
             fs.Given(indices=[[0, 1], [2]]),
-            "evaluation.client_test = 0.2: client 1 has one sample, but needs at least two, because one sample is held out",
+            "evaluation.client_test = 0.2: client 1 has one sample, but needs at least two, because one",
         ),
         (
             {"client_test": 0.2},

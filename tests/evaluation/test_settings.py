@@ -78,8 +78,8 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"targets": [0.0]}, r"0\.0 is not between 0 \(excluded\) and 1"),
         (
             {"metrics": ["auroc"], "primary": "aurok"},
-            r"primary = 'aurok': is not a metric of this run; did you mean 'auroc'\? Add the metric to evaluation.metrics, "
-            r"or use one of: accuracy, loss, auroc\.",
+            r"primary = 'aurok': is not a metric of this run; did you mean 'auroc'\? Add the metric to "
+            r"evaluation.metrics, or use one of: accuracy, loss, auroc\.",
         ),
         ({"validation": 0}, "validation = 0.*greater than 0"),
         ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),

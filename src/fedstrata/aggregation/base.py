@@ -177,7 +177,7 @@ class Aggregator(Setting):
     def step_sums(
         self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
     ) -> tuple[Weights, Tree]:
-        """Return the same values as ``step``, but average the buffers by means of sums over clients.
+        """Return the same values as ``step``, but compute the mean of the buffers from sums over clients.
 
         Integer buffers, such as counters, do not change, because the maximum over clients cannot be computed from a
         sum.

@@ -11,7 +11,7 @@ LONGEST = 500
 
 
 class FedstrataError(Exception):
-    """Base class of fedstrata's errors. The command line prints an error in one line."""
+    """Base class of fedstrata's errors. The command-line program prints each error in one line."""
 
     public = ""
     """A description of an error in one party's data, for other parties.

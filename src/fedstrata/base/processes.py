@@ -29,7 +29,7 @@ from fedstrata.base.process import prepare_process
 from fedstrata.base.signals import end_with_parent, ending_in_order, in_main_thread
 
 GRACE = 5.0
-"""Seconds that a worker has to end before it is killed."""
+"""Maximum time for a worker to end, in seconds. Afterwards, the worker is killed."""
 
 K = TypeVar("K", bound=Hashable)
 Task = Callable[[], None]

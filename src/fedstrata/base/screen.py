@@ -1,6 +1,6 @@
 """Print tables in terminals, with bold headings, a line below the headings, and unbroken names and numbers.
 
-If a terminal is too narrow for all columns, the least important columns are left out, and a line below the table says
+If a terminal is too narrow for all columns, the least important columns are left out. A line below the table then says
 how many columns are missing.
 """
 

@@ -137,7 +137,7 @@ def print_json(result: object) -> None:
 
 
 def print_result(options: argparse.Namespace, result: object, *lines: str) -> None:
-    """Print the result of a command, with ``--json`` as JSON, and otherwise as lines of text."""
+    """Print the result of a command, as JSON if ``--json`` is set, and otherwise as lines of text."""
     if options.json:
         print_json(result)
     else:

@@ -1,4 +1,4 @@
-"""Print what a command will do before slow imports. Imports and the start of workers take several seconds."""
+"""Print what a command will do, before imports and the start of worker processes, which take several seconds."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # PyTorch raises a plain RuntimeError if the memory of the CPU is full.
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        advice = "Use a smaller model or batch, or fewer training.workers, or free memory and repeat the command."
+        advice = "Use a smaller model or batch size, reduce training.workers, or free memory. Then repeat the command."
         say(f"fedstrata: the memory is full. {advice}")
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:

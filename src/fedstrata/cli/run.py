@@ -69,7 +69,8 @@ def _run(options: argparse.Namespace) -> int:
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = (
-                f"[{COMPARE}] has no effect here, and only {spec.method.name} runs. Use 'fedstrata compare' to run all."
+                f"'fedstrata run' ignores [{COMPARE}], and runs only {spec.method.name}. To run all, use 'fedstrata "
+                "compare'."
             )
             say(f"fedstrata: note: {note}")
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"

@@ -28,7 +28,7 @@ seconds of work 1.1 times as fast as one process, and more work up to twice as f
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress, where n is the
+"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress. Here, n is the
 number of per-sample gradients that the group computes in a round.
 """
 

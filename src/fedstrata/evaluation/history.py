@@ -49,7 +49,7 @@ STANDARD = (
 """The standard columns of records. Evaluations and methods add further columns."""
 
 EVALUATIONS, CLIENTS = "evaluation.json", "clients.csv"
-"""The files of a run folder that contain the confusion matrices and the table of clients."""
+"""The files of a run folder that contain the confusion matrices and the results per client."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,8 +163,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    The result is None if the partition does not use the data set's clients, or if the data set does not assign test
-    samples to clients.
+    The result is None if the partition does not use the data set's clients, or if test samples do not belong to
+    clients.
     """
     if data.client_test is None or assignment.codes is None:
         return None

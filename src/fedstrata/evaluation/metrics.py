@@ -328,11 +328,11 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: for two classes, the area of the second class; otherwise, the mean over all classes.
+    """Area under the ROC curve. For two classes, the area of the second class; otherwise, the mean over all classes.
 
-    The ROC curve of a class is about separating samples of this class from all other samples. The mean leaves out a
-    class if all samples, or none of the samples, belong to this class. If real sites send histograms, the value is
-    approximate, and the record also contains an upper bound on its error.
+    The ROC curve of a class compares samples of this class with all other samples. The mean leaves out a class if all
+    samples, or none of the samples, belong to this class. If real sites send histograms, the value is approximate, and
+    the record also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in the histogram of each class's scores, which real sites send instead of scores.
@@ -503,7 +503,7 @@ class MeanAveragePrecision(_OfRows):
         from sklearn.metrics import average_precision_score
 
         if targets.ndim != 2 or not np.isin(targets, (0, 1)).all():
-            raise ValueError("the metric needs samples with several labels, which are 0 or 1")
+            raise ValueError("the metric needs targets with several labels per sample, each of which is 0 or 1")
         there = targets.any(axis=0)
         scores = [average_precision_score(targets[:, k], predictions[:, k]) for k in np.flatnonzero(there)]
         return float(np.mean(scores)) if scores else None

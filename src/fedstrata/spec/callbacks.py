@@ -92,7 +92,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples or, without these, on the test set; None without an evaluation."""
+        """Return the metric on validation samples, or on the test set if there are none; None without an evaluation."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}

@@ -274,7 +274,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
         raise SpecError(
-            "--set", "is not of the form section.key=value. Use, for example, --set training.lr=0.1.", override
+            "--set", "must have the form section.key=value. Use, for example, --set training.lr=0.1.", override
         )
     set_key(table, key.strip(), parse_value(text), override)
 
@@ -325,7 +325,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
     parts = key.split(".")
     if not all(parts):
         raise SpecError(
-            "--set", "is not of the form section.key=value. Use, for example, --set training.lr=0.1.", given
+            "--set", "must have the form section.key=value. Use, for example, --set training.lr=0.1.", given
         )
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
@@ -438,12 +438,12 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         for method in (overlay.get("method", {}), base.get("method", {}))
     )
     if not isinstance(own, Mapping):
-        raise SpecError(f"{COMPARE}.{label}.method", "must be a name or a table.", own)
+        raise SpecError(f"{COMPARE}.{label}.method", "must be the name of a method, or a table of settings.", own)
     common = common if isinstance(common, Mapping) else {}
     is_method = label in METHODS or label not in overlays
     name = own.get("name", label if is_method else common.get("name", label))
     if not isinstance(name, str):
-        raise SpecError(f"{COMPARE}.{label}.method.name", "must be a name.", name)
+        raise SpecError(f"{COMPARE}.{label}.method.name", "must be the name of a method.", name)
     if ":" not in name and name not in METHODS:
         if label in overlays:
             problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."
@@ -460,8 +460,8 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
     """Return True if an override applies to an experiment.
 
-    An override of ``method`` applies if the experiment's method has the key. An override of another section applies in
-    two cases: the override sets the section's ``name``, or the experiment and the spec have the same ``name`` in this
+    An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
+    it sets the section's ``name``. It also applies if the experiment and the spec have the same ``name`` in this
     section.
 
     Args:

@@ -30,8 +30,8 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""The keys in a client's state of the latest received model, of the encoding error, and of an unfinished PowerSGD
-exchange."""
+"""The keys under which a client's state stores the latest received model, the encoding error, and an unfinished
+PowerSGD exchange."""
 
 _MODELS = 8
 """Number of model versions that a process stores. Clients with the same version share the version's tensors."""
@@ -142,7 +142,7 @@ class SecondTerm:
     reply: EncodedReply
 
     def remember(self, client: Client, sent: Payload) -> None:
-        """Make the client's new state valid, and store the encoding error of the update that the server decodes.
+        """Adopt the client's new state, and store the encoding error of the update that the server decodes.
 
         Args:
             client: The client.

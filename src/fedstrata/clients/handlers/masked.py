@@ -44,7 +44,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     site = client.context.member
     if not isinstance(request.begin, Begin):
         if site is not None:
-            raise FedstrataError("a site of a deployment does not send vectors without masks in secure sums.")
+            raise FedstrataError("in secure sums, sites of a deployment do not send vectors without masks.")
         return reply_of(words)
     member = _member(client)
     # At a real site, a vector without samples does not count as a party of the sum, because such a vector does not hide
@@ -69,7 +69,7 @@ def step(client: Client, request: Step) -> StepReply:
 def site_step(client: Client, request: SiteStep) -> StepReply:
     """Answer a message of the masking protocol at a real site.
 
-    The reply to a roster also has keys for the next roster.
+    The reply to a roster (a set of sites with a threshold) also contains the site's keys for the next roster.
     """
     from fedstrata.federation.secure.protocol import Deal
 

@@ -125,7 +125,7 @@ def personal_model(client: Client, weights: Weights) -> Weights:
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
-    """Return a copy of the client with other random numbers, for training apart from the run's objective.
+    """Return a copy of the client with other random numbers, for additional training, such as fine-tuning.
 
     Args:
         client: The client.

@@ -279,7 +279,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product, and the viewed node of each factor that is a view."""
+    """Return the factors of a product. For a factor that is a view, also return the nodes behind the view."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor
