@@ -235,9 +235,10 @@ class Evaluator:
         """Send a request to all clients, and combine the replies.
 
         Returns:
-            - The total of the sums that clients sent; None without replies. - The metrics of each client, shape (N,
-            metrics), with NaN for clients without a reply. None if any site withholds its metrics. - The number of
-            evaluated samples of each client, shape (N,), with 0 for clients without a reply.
+            - The total of the sums that clients sent; None without replies.
+            - The metrics of each client, shape (N, metrics), with NaN for clients without a reply. None if any site
+            withholds its metrics.
+            - The number of evaluated samples of each client, shape (N,), with 0 for clients without a reply.
         """
         replies = ask(question)
         total: Any = None

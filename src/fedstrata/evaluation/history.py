@@ -159,10 +159,7 @@ class History(Sequence[Record]):
         self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append the record of a round.
-
-        As in ``metrics.jsonl``, arrays become lists, and NaN and infinity become None.
-        """
+        """Append the record of a round. Arrays become lists, and NaN and infinity become None."""
         self._records.append(jsonable(record))
 
     def __len__(self) -> int:
@@ -222,10 +219,7 @@ class History(Sequence[Record]):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that contain numbers, in order of appearance.
-
-        A key of a nested dict is written ``"outer.inner"``.
-        """
+        """The columns that contain numbers, in order of appearance; ``"outer.inner"`` for keys of nested dicts."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
     @property
@@ -303,18 +297,17 @@ class History(Sequence[Record]):
 
         - ``method``, ``seed`` and ``rounds``: the method's name, the seed and the number of rounds.
 
-        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the name of the primary metric,
-        whether lower values are better, and its final and best values. These keys are missing if the primary metric is
-        the accuracy.
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, whether lower
+          values are better, and its final and best values. Missing if the primary metric is the accuracy.
 
         - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round`` and ``best_accuracy``: the best round and its accuracy.
+        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples that select it.
 
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
         - ``rounds_to_target``: a mapping from each target, as a string, to the first round that reached the target, or
-        to None. For tasks without an accuracy, the mapping contains only targets of other metrics.
+          to None. For tasks without an accuracy, the mapping contains only targets of other metrics.
 
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds.
 
@@ -361,10 +354,7 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with one row per round.
-
-        Lists and dicts are written as JSON, and missing values become empty cells.
-        """
+        """Write a CSV file with one row per round. Lists and dicts become JSON, and missing values empty cells."""
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
