@@ -14,7 +14,7 @@ class FedstrataError(Exception):
     """Base class of fedstrata's errors. The command-line program prints each error in one line."""
 
     public = ""
-    """A description of an error in one party's data, for other parties.
+    """A description of an error in one party's data that other parties may see.
 
     The description names the column and the violated rule, but does not contain values from the data.
     """

@@ -26,8 +26,7 @@ class Key(ISeedSequence):
     """The key of a generator: 128 bits, as two 64-bit integers, shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. With ``key=``, NumPy also reads random
-    numbers from the operating system, but does not use them. By avoiding this step, ``rng`` becomes three times as
-    fast.
+    numbers from the operating system, but does not use them. Without this step, ``rng`` is three times as fast.
     """
 
     words: NDArray[np.uint64]
@@ -91,8 +90,8 @@ def torch_seeded(
     """Seed PyTorch's global generators during the ``with`` block, and restore their states afterwards.
 
     Use this function for code that draws from a global generator, such as the initialisation of modules and
-    ``nn.Dropout``. The generator of a GPU is seeded too. In the block, the default dtype is float32, because another
-    default dtype would change the random numbers.
+    ``nn.Dropout``. If ``device`` is a GPU, its generator is seeded, too. In the block, the default dtype is float32,
+    because another default dtype would change the random numbers.
     """
     cuda = device is not None and device.type == "cuda"
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()

@@ -64,7 +64,7 @@ BORDER = Colour("#8a94a0", "#5d6773")
 MIDDLE = "#7a7f86"
 """The colour of text and axes in pictures for both light and dark backgrounds."""
 SCALE = Colour("#08519c", "#6db3f2")
-"""The colour of the largest value in a heat map; the scale begins with the background."""
+"""The colour of the largest value in a heat map. The colour scale begins with the background colour."""
 
 FATES = {
     "returned": Colour("#347a58", "#347a58"),

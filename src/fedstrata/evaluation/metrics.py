@@ -328,7 +328,7 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve. For two classes, the area of the second class; otherwise, the mean over all classes.
+    """Area under the ROC curve of the second class; with more than two classes, the mean over all classes.
 
     The ROC curve of a class compares samples of this class with all other samples. The mean leaves out a class if all
     samples, or none of the samples, belong to this class. If real sites send histograms, the value is approximate, and

@@ -21,7 +21,7 @@ class Leaning(fs.Partition):
     share: float = Field(default=0.8, ge=0, le=1)  # a setting; set it with --set partition.share=0.5
 
     def assign(self, labels, domains, rng):
-        """Return the client that gets each sample, (N,). Client k prefers class k mod C."""
+        """Return the client of each sample, shape (N,). Client k prefers class k mod C."""
         classes = min(int(labels.max()) + 1, self.clients)
         leaning = labels % classes + classes * rng.integers(self.clients // classes, size=len(labels))
         random = rng.integers(self.clients, size=len(labels))

@@ -14,7 +14,7 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, ModelRequest, WeightedFitReply, Weights
 
 BUFFERS = "buffers"
-"""The key of the client's own BatchNorm statistics in the client's state."""
+"""The key under which a client's state stores the client's own BatchNorm statistics."""
 
 
 @handles(Fit)

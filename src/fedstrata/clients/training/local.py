@@ -30,7 +30,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained, is_plain
 
 OBJECTIVE = "objective"
-"""The key of the objective's state in the client's state."""
+"""The key under which a client's state stores the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
 """The maximum size of a client's inputs, in bytes as floats, up to which inputs are converted to floats once per round.

@@ -15,16 +15,16 @@ from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import is_plain
 
 LAYERS = "layers"
-"""The key of the layers that stay at the client (``Objective.stays``) in the client's state."""
+"""The key under which a client's state stores the layers that stay at the client (``Objective.stays``)."""
 
 PERSONAL = "personal"
-"""The key of the client's personal model (parameters and buffers by name) in the client's state."""
+"""The key under which a client's state stores its personal model, as parameters and buffers by name."""
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
     """Return the model with the layers that the client stores.
 
-    If the client stores none, return the model unchanged.
+    Without such layers, return the model unchanged.
     """
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in convolutions.

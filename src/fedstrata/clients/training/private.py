@@ -121,7 +121,7 @@ class NoisyGradient:
         Args:
             params: All parameters by name.
             names: The names of the parameters that are trained.
-            batch: The samples of the step, possibly 0.
+            batch: The samples of the step. There may be 0 samples.
 
         Returns:
             The loss (a scalar; 0 without samples), and the gradient for each of ``names``.

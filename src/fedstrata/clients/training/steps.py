@@ -16,7 +16,7 @@ from fedstrata.models.model import Params
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 OPTIMIZER = "optimizer"
-"""The key of the optimiser's state in the client's state."""
+"""The key under which a client's state stores the state of the optimiser."""
 
 
 class SGD:
