@@ -1,4 +1,4 @@
-"""``python -m fedstrata``."""
+"""Run the command line with ``python -m fedstrata``."""
 
 from __future__ import annotations
 

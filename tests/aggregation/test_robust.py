@@ -212,7 +212,7 @@ def test_too_few_replies_leave_the_model():
     replies = {k: reply([99.0, 99.0]) for k in range(4)}
     after, state = combined(Krum(attackers=1), replies)
     assert (after, state) == (START, None)
-    assert Krum(attackers=1).shortage(4) == "krum needs at least 5 replies, and 4 clients answered"
+    assert Krum(attackers=1).shortage(4) == "krum needs at least 5 replies, but only 4 clients replied"
     assert Krum(attackers=1).shortage(5) == Krum(attackers=1).shortage(0) == Median().shortage(1) == ""
     least = [each.least_replies for each in (TrimmedMean(attackers=2), Krum(attackers=2), MultiKrum(attackers=2))]
     assert least == [5, 7, 7]
@@ -263,7 +263,7 @@ def test_an_event_names_a_round_with_too_few_replies():
         assert 0 < record["clients_trained"] < 5
         assert simulation.state.weights is before
         event = next(event for event in simulation.events if event["kind"] == "too few replies")
-    assert event["reason"] == f"krum needs at least 5 replies, and {record['clients_trained']} clients answered"
+    assert event["reason"] == f"krum needs at least 5 replies, but only {record['clients_trained']} clients replied"
     assert len(event["clients"]) == record["clients_trained"]
 
 

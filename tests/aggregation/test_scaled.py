@@ -106,8 +106,11 @@ def test_fednova_is_fedavg_if_all_clients_take_as_many_steps(seven):
 @pytest.mark.parametrize(
     ("training", "problem"),
     [
-        ({"optimizer": "adamw"}, r"^training\.optimizer = 'adamw': the aggregator fednova is defined for steps of SGD"),
-        ({"momentum": 0.9, "optimizer_state": "keep"}, r"^training\.optimizer_state = 'keep': the aggregator fednova"),
+        ({"optimizer": "adamw"}, r"^training\.optimizer = 'adamw': the aggregator 'fednova' works only with SGD"),
+        (
+            {"momentum": 0.9, "optimizer_state": "keep"},
+            r"^training\.optimizer_state = 'keep': the aggregator 'fednova'",
+        ),
     ],
 )
 def test_fednova_refuses_steps_that_it_cannot_weigh(training, problem, seven):

@@ -12,12 +12,12 @@ from fedstrata.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different whole numbers"),
+        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': must be different integers"),
         (
             ["compare", "--set", "compare.fedavg=3"],
             "compare.fedavg = 3: must be a table of sections. Write, for example, [compare.LABEL.method].",
         ),
-        (["compare", "--set", "compare.fedavg.method=3"], "compare.fedavg.method = 3: must be a name or a table."),
+        (["compare", "--set", "compare.fedavg.method=3"], "compare.fedavg.method = 3: must be the name of a method"),
         (["partition", "--out", "p.foo"], "--out = 'p.foo': is not an image file"),
         (["run", "--set", "training.lr=inf"], "training.lr = inf: must be a finite number"),
     ],

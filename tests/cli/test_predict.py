@@ -123,9 +123,6 @@ def test_a_model_of_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.csv").write_text(ROWS)
     fs.run(fs.Experiment(training={"rounds": 1}), out="digits")
     assert main(["predict", "digits", "rows.csv"]) == 2
-    assert (
-        "RUN = 'digits': the model of this run takes arrays of shape (1, 8, 8), not rows of a"
-        in capsys.readouterr().err
-    )
+    assert "RUN = 'digits': this run's model needs arrays of shape (1, 8, 8), not rows of a" in capsys.readouterr().err
     assert main(["predict", "nowhere", "rows.csv"]) == 2
     assert "run_dir = 'nowhere': is not a run folder" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_data_sets_have_tables_of_their_own(compared, capsys):
             ["--baseline", "plan"],
             "--baseline = 'plan': is not a label of a finished run; did you mean 'plain'? Use one of: plain, best",
         ),
-        (["--at", "bytes=much"], "--at = 'bytes=much': is not of the form COST=NUMBER"),
+        (["--at", "bytes=much"], "--at = 'bytes=much': must have the form COST=NUMBER"),
         (["--at", "byte"], "--at = 'byte': is not a budget. Use one of: bytes, samples, seconds, simulated_seconds,"),
         (
             ["--metric", "los"],
@@ -115,7 +115,7 @@ def test_a_sweep_is_refused_before_anything_is_written(capsys):
         assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
         assert message in capsys.readouterr().err
     assert main(["sweep", "--set", "training.lr=0.1,0.2", "--seeds", "0,0"]) == 2
-    assert "--seeds = '0,0': must be different whole numbers" in capsys.readouterr().err
+    assert "--seeds = '0,0': must be different integers" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
 
 

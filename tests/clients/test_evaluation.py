@@ -162,4 +162,4 @@ def test_who_has_no_such_part_is_not_measured():
         assert replies == {}
         events = [event for event in simulation.federation.events if event["kind"] == "not measured"]
         assert len(events) == 5
-        assert "no samples that were held out for 'validation'" in events[0]["reason"]
+        assert "does not have validation samples" in events[0]["reason"]

@@ -72,7 +72,7 @@ def test_what_nobody_answers():
 
 
 def test_a_function_that_does_not_say_what_it_answers():
-    with pytest.raises(FedstrataError, match=r"does not say which request it answers\. Mark it with @handles"):
+    with pytest.raises(FedstrataError, match=r"is not marked as a handler\. Mark the function with @handles"):
         Handlers([answer, test_what_nobody_answers])
 
 

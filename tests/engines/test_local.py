@@ -87,7 +87,7 @@ def test_a_group_that_gets_nowhere_ends_the_run_as_the_last_resort(tiny, monkeyp
     federation = tiny(4, handlers=(gather,))
     RELEASE.clear()
     try:
-        with pytest.raises(FedstrataError, match="clients 2 neither finished nor reached their next exchange"):
+        with pytest.raises(FedstrataError, match="clients 2 neither finished nor exchanged a sum"):
             gathered(federation, instead="hang")
     finally:
         RELEASE.set()

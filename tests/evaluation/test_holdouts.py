@@ -159,17 +159,17 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"validation": 0.001},
             None,
-            r"evaluation.validation = 0.001: of the \d+ training samples of class '\w+', none would be",
+            r"evaluation.validation = 0.001: none of the \d+ training samples of class .\w+. would",
         ),
         (
             {"validation": 0.999},
             None,
-            r"evaluation.validation = 0.999: of the .* none would be left for training. Use a smaller fraction",
+            r"evaluation.validation = 0.999: none of the .* would remain for training. Use a smaller fraction",
         ),
         (
             {"client_test": 0.2},
             fs.Given(indices=[[0, 1], [2]]),
-            "evaluation.client_test = 0.2: client 1 has one sample, but needs at least two, because one is held out",
+            "evaluation.client_test = 0.2: client 1 has one sample, but needs at least two, because one",
         ),
         (
             {"client_test": 0.2},
@@ -179,7 +179,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"test_clients": 0.9},
             fs.IID(clients=2),
-            r"evaluation.test_clients = 0.9: 2 of 2 clients would never train\. Use a smaller fraction, so that at",
+            r"evaluation.test_clients = 0.9: 2 of 2 clients would never train, but at least one must\. Use a smaller",
         ),
         (
             {"validation": 0.1},

@@ -62,7 +62,7 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"metrics": []}, "metrics = .*at least 1 item"),
         (
             {"metrics": ["ece", {"name": "ece", "bins": 3}]},
-            r"'ece', 'bins': 3\}\]: 'ece' occurs twice\. Remove one of the two\.",
+            r"'ece', 'bins': 3\}\]: the list contains 'ece' twice\. Remove one of them\.",
         ),
         ({"metrics": [{"name": "ece", "bins": 0}]}, "bins = 0"),
         ({"metrics": [{"name": "accuracy", "bins": 3}]}, "metrics.bins = 3: is not a known key"),
@@ -72,14 +72,14 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ),
         (
             {"targets": 90},
-            r"targets = 90: must be a list of accuracies, which are fractions\. Use, for example, \[0\.9\]\.",
+            r"targets = 90: must be a list of accuracies, as fractions\. Use, for example, \[0\.9\]\.",
         ),
         ({"targets": {"accuracy": [1.5]}}, r"1\.5 is not between 0 \(excluded\) and 1"),
         ({"targets": [0.0]}, r"0\.0 is not between 0 \(excluded\) and 1"),
         (
             {"metrics": ["auroc"], "primary": "aurok"},
-            r"primary = 'aurok': is not a metric of this run; did you mean 'auroc'\? Add it to evaluation.metrics, "
-            r"or use one of: accuracy, loss, auroc\.",
+            r"primary = 'aurok': is not a metric of this run; did you mean 'auroc'\? Add the metric to "
+            r"evaluation.metrics, or use one of: accuracy, loss, auroc\.",
         ),
         ({"validation": 0}, "validation = 0.*greater than 0"),
         ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),

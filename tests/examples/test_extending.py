@@ -132,7 +132,7 @@ def test_the_command_line_lists_it(beside, capsys, kind):
 
 def test_a_metric_is_a_function_and_a_word_is_not(capsys):
     assert main(["settings", "evaluation.metrics", "math:pi"]) == 2
-    problem = "name = 'math:pi': is the name of a float. Give the name of a class or function."
+    problem = "name = 'math:pi': is the path of a float. Give the path of a class or function."
     assert problem in capsys.readouterr().err
 
 

@@ -311,10 +311,13 @@ def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
     for arguments, message in [
         (
             ["--search", "training.lr"],
-            "--search = 'training.lr': is not of the form SECTION.KEY=RANGE. Use, for example,",
+            "--search = 'training.lr': must have the form SECTION.KEY=RANGE. Use, for example,",
         ),
         (["--search", "training.lr=0.1"], "--search = '0.1': is not a range for training.lr. Use one of: uniform:…"),
-        (["--search", "training.lr=log:0.1..1", "--search", "training.lr=log:0.1..1"], "is given twice. Remove one."),
+        (
+            ["--search", "training.lr=log:0.1..1", "--search", "training.lr=log:0.1..1"],
+            "the key is given twice. Remove one of the options.",
+        ),
         (
             ["--search", "training.lr=log:0.1..1", "--trials", "0"],
             "--trials = 0: must be a whole number of at least 1.",

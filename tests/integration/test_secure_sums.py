@@ -478,7 +478,7 @@ def test_without_the_library_a_run_is_refused_before_it_starts() -> None:
         "except FedstrataError as error: print(type(error).__name__, error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("ExtraMissingError secure sums needs an extra")
+    assert done.stdout.startswith("ExtraMissingError secure sums: optional packages are not installed")
     assert "'fedstrata[secure]'" in done.stdout
 
 

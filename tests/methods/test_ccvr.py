@@ -71,7 +71,7 @@ def test_virtual_features_of_a_singular_covariance():
         ({"first": torch.zeros(2, 3)}, "first has shape"),
         ({"second": torch.zeros(2, 2, 1)}, "second has shape"),
         ({"samples": torch.tensor([1.0, -1.0])}, "negative"),
-        ({"samples": torch.tensor([1.5, 1.0])}, "not a whole number"),
+        ({"samples": torch.tensor([1.5, 1.0])}, "not an integer"),
     ],
 )
 def test_wrong_moments_are_refused(change, problem):

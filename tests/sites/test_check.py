@@ -90,7 +90,7 @@ def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('min_samples = "many"', "min_samples = 'many' .*policy.toml, line 1.*whole number"),
+        ('min_samples = "many"', "min_samples = 'many' .*policy.toml, line 1.*integer"),
         ("samples = 5", "samples = 5 .*: is not a known key.*min_samples.*"),
         ("min_samples =", "policy = .*policy.toml.*is not valid TOML"),
     ],

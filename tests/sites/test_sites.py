@@ -1034,7 +1034,7 @@ def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> N
         ),
         (
             {"client_test": 0.2, "test_clients": 0.5},
-            r"evaluation.test_clients = 0.5: has no effect at real sites\. Remove it, and",
+            r"evaluation.test_clients = 0.5: has no effect at real sites\. Remove the key, and",
         ),
     ],
 )

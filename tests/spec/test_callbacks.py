@@ -270,7 +270,7 @@ def test_a_function_that_raises_is_named_too():
         (
             ["early-stopping"],
             {"validation": None},
-            "callbacks: early-stopping requires validation samples, because it never",
+            "callbacks: 'early-stopping' requires validation samples, because it never",
         ),
         (
             ["fedstrata.evaluation.history:History"],

@@ -150,7 +150,9 @@ def test_one_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path, 
 
 
 def test_tensorboard_needs_a_place():
-    with pytest.raises(SpecError, match=r"tracking\.tensorboard\.dir: is required, because this run has no run folder"):
+    with pytest.raises(
+        SpecError, match=r"tracking\.tensorboard\.dir: is required, because this run does not have a run folder"
+    ):
         fs.run(spec(tracking={"tensorboard": True}))
 
 

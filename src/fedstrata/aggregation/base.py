@@ -35,15 +35,15 @@ class Aggregator(Setting):
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """The functions that answer the aggregator's own requests at a client; see ``fedstrata.clients.handling``."""
+    """The functions with which clients answer the aggregator's own requests; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
     """Whether the averaging weights depend on the number of samples that each client used."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs each client's reply, as a verb phrase; empty if ``summands`` are enough.
+    """The reason why the server needs individual replies, as a verb phrase; empty if sums over clients are enough.
 
-    A class that overrides a method that reads replies must declare this attribute.
+    A class must declare this attribute if it overrides a method that reads replies.
     """
 
     own_starts: ClassVar[bool] = False
@@ -52,34 +52,34 @@ class Aggregator(Setting):
     server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the aggregator does not fit the federation or the client sampler."""
+        """Raise ``SpecError`` if the aggregator does not work with the federation or the client sampler."""
 
     @abstractmethod
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return the averaging weight a_k of each client that replied.
 
         Args:
-            selection: The invited clients, and information about the draw.
+            selection: The invited clients, and how they were drawn.
             returned: The r clients that replied, as ascending indices into ``selection.clients``, shape (r,).
-            samples: The number of samples (or tokens, or pixels) that each of these clients used, shape (r,).
+            samples: The number of samples, tokens or pixels that each of these clients trained on, shape (r,).
 
         Returns:
             The weights, shape (r,).
         """
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why the replies are too few to change the model; an empty text if they are enough."""
+        """Return an error message if there are too few replies to change the model; otherwise an empty string."""
         return ""
 
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
         """Return the averaging weight a_k of each reply.
 
-        Subclasses override this method if their weights depend on more than sample counts.
+        Override this method if the weights depend on more than numbers of samples.
 
         Args:
-            selection: The invited clients, and information about the draw.
+            selection: The invited clients, and how they were drawn.
             returned: The r clients that replied, as ascending indices into ``selection.clients``, shape (r,).
-            replies: The replies of these clients, in the same order.
+            replies: The replies of these r clients, in the same order.
 
         Returns:
             The weights, shape (r,).
@@ -89,8 +89,8 @@ class Aggregator(Setting):
     def init(self, config: FederationConfig) -> Tree:
         """Return the state before the first round. The default is None, because the server optimiser has no state yet.
 
-        A subclass must override ``init`` and ``combine`` if it stores values of clients between rounds. The state must
-        be a tree of plain values, arrays and tensors (``fedstrata.base.records``), because checkpoints contain it.
+        A subclass that stores values between rounds must override ``init`` and ``combine``. The state must be a tree of
+        plain values, arrays and tensors (``fedstrata.base.records``), because checkpoints contain the state.
         """
         return None
 
@@ -105,7 +105,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model to evaluate, and to save at the end of a run. The default is the global model."""
+        """Return the model that is evaluated, and that is saved at the end of a run. Default: the global model."""
         return weights
 
     def combine(
@@ -113,12 +113,12 @@ class Aggregator(Setting):
     ) -> tuple[Weights, Tree]:
         """Return the new global model and the new state. Without replies, the model and the state do not change.
 
-        The method is called in every round, even if no client replied. The method must not change ``state`` in place.
+        This method is called in every round, even if no client replied. It must not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
             state: The state after the previous round. In this base class, the state belongs to the server optimiser.
-            selection: The invited clients, and information about the draw.
+            selection: The invited clients, and how they were drawn.
             replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
                 if they were absent or late, if they failed, or if the server refused their reply.
         """
@@ -147,9 +147,9 @@ class Aggregator(Setting):
             weights: The global model of the round.
             update: The change of each parameter.
             state: The state of the server optimiser.
-            selection: The invited clients, with the round, which the optimiser's schedule needs.
+            selection: The invited clients, and the round. The schedule of the learning rate depends on the round.
             answers: The replies.
-            a: The weight of each reply in the mean of the buffers, shape (r,).
+            a: The weight of each reply when buffers are averaged, shape (r,).
 
         Returns:
             The new global model, and the new state of the server optimiser.
@@ -160,16 +160,16 @@ class Aggregator(Setting):
 
     @property
     def share(self) -> str:
-        """The kind of the clients' weights in secure sums: weights by number of samples, or equal weights."""
+        """The kind of weights in secure sums: by number of samples (``"samples"``), or equal for all clients."""
         return "samples" if self.needs_counts else EQUAL.name
 
     def summands(self, bounds: Bounds) -> Summands:
-        """Return the parts of a reply of which the server needs the sum over the clients (``privacy.sums``)."""
+        """Return the parts of a reply that are summed over clients if ``privacy.sums`` is set."""
         weight = bounds.by_size if self.needs_counts else EQUAL
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
-        """Return the same values as ``combine``, computed from the sums of ``summands``."""
+        """Return the same values as ``combine``, computed only from the sums of ``summands``."""
         if not sums.weight(self.share):
             return weights, state
         update = sums.updates(self.share, weights.params, sums.weight(self.share))
@@ -178,10 +178,10 @@ class Aggregator(Setting):
     def step_sums(
         self, weights: Weights, update: Params, state: Tree, selection: Selection, sums: Sums
     ) -> tuple[Weights, Tree]:
-        """Return the same values as ``step``, but compute the mean of the buffers from sums.
+        """Return the same values as ``step``, but compute the mean of the buffers from sums over clients.
 
-        Integer buffers, such as counters, keep their values, because the largest value of all clients cannot be
-        computed from a sum.
+        Integer buffers, such as counters, do not change, because the maximum over clients cannot be computed from a
+        sum.
         """
         params, state = self.server.apply(weights.params, update, state, selection.round, selection.rounds)
         buffers = weights.buffers
@@ -207,7 +207,10 @@ def squared_norm(tensors: Params) -> float:
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
-    """Average float buffers with the weights a_k / Σ_j a_j. For integer buffers (counters), take the largest value."""
+    """Average float buffers with the weights a_k / Σ_j a_j.
+
+    For integer buffers, such as counters, return the maximum.
+    """
     total = float(a.sum())
     if total == 0:
         return buffers
@@ -227,8 +230,8 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 class MeanBySize(Aggregator):
     """The mean of the clients' models, weighted by the number of samples that each client used (FedAvg).
 
-    The sum is over the clients that replied. If clients were drawn in proportion to their numbers of samples, every
-    draw has the same weight instead.
+    The weights of the clients that replied add up to 1. If clients were drawn in proportion to their numbers of
+    samples, all draws have equal weights instead.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -264,12 +267,12 @@ class StratumMean(Aggregator):
     """The mean model of each stratum, averaged over strata in proportion to their sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
-    clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply are left
-    out, and the weights of the other strata increase. If clients were drawn in proportion to their samples, N_h and N
-    count samples instead of clients.
+    clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply do not
+    count, and the weights of the other strata increase accordingly. If clients were drawn in proportion to their
+    samples, N_h and N count samples instead of clients.
 
-    The papers call this mean unbiased, but it has two biases. First, clients with large gradients are drawn more often,
-    but do not get smaller weights. Second, strata without a draw are left out, as in the published code.
+    The papers call this average unbiased, but it has two biases. First, clients with large gradients are drawn more
+    often, but do not get smaller weights. Second, strata without a drawn client do not count, as in the published code.
     ``HorvitzThompson`` is unbiased.
     """
 
@@ -295,7 +298,7 @@ class HorvitzThompson(Aggregator):
     """An unbiased estimate of all clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
 
     The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, draws_k is how often
-    client k was drawn, and m_h is the number of draws from stratum h. One draw from the stratum picks client k with
+    client k was drawn, and m_h is the number of draws from stratum h. A single draw from stratum h picks client k with
     probability p_k. For draws without replacement, the weight is 1 / (N π_k), where π_k is the probability that client
     k is drawn (Horvitz and Thompson 1952). The weights add up to 1 only on average, so they are applied to updates and
     not to whole models.
@@ -310,15 +313,15 @@ class HorvitzThompson(Aggregator):
             allocation != "neyman" and draws >= getattr(sampler, "strata", 0)
         )
         if not all_drawn:
-            problem = f"with {draws} clients per round, a stratum may never be drawn, and weights cannot correct this "
-            problem += "bias. Use 'neyman-random' (the default of horvitz-thompson)."
+            problem = (
+                f"with {draws} clients per round, some strata may never be drawn, and weights cannot correct this "
+            )
+            problem += "bias. Set method.allocation = 'neyman-random', the default of this aggregator."
             raise SpecError("method.allocation", problem, allocation)
         known = isinstance(sampler, Uniform) or getattr(sampler, "draws", None) == "systematic"
         if getattr(sampler, "replacement", None) is False and not known:
-            problem = (
-                "the aggregator horvitz-thompson requires draws with replacement. Set this key to true. With fedsts or "
-            )
-            problem += "fedstas, set method.aggregation = 'horvitz-thompson' or 'inclusion' instead."
+            problem = "the aggregator 'horvitz-thompson' requires draws with replacement. Set this key to true. With "
+            problem += "fedsts or fedstas, set method.aggregation = 'horvitz-thompson' or 'inclusion' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -340,8 +343,8 @@ def _chance(selection: Selection) -> Floats:
 def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
     """Return the total size of the strata from which at least one client replied.
 
-    If the numbers of draws are random (``stratum_chance``), strata without a draw count, too, because ``_chance``
-    compensates for these strata.
+    If the numbers of draws per stratum are random (``stratum_chance``), strata that were not invited count, too,
+    because ``_chance`` compensates for these strata.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

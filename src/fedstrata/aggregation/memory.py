@@ -1,4 +1,4 @@
-"""Aggregate with stored values of each client, for federations in which some clients are often absent."""
+"""Aggregate with values that the server stores for each client, for federations with frequently absent clients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class Remembering(Aggregator):
-    """Base class of aggregators that store values of each client. Subclasses override ``init`` and ``combine``."""
+    """Base class of aggregators that store values for each client. Subclasses override ``init`` and ``combine``."""
 
     needs_replies = "stores values of individual clients"
 
     @override
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Raise an error, because the averaging weights depend on the state.
+        """Raise an error, because the averaging weights cannot be computed without the state.
 
         Raises:
-            NotImplementedError: The method always raises this error.
+            NotImplementedError: This method always raises this error.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot compute averaging weights without its state. Call combine."
@@ -40,10 +40,10 @@ class Intervals(Remembering):
     """A sum of updates, each weighted by the mean number of rounds between the client's replies (FedAU).
 
     With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
-    that client k replies in a round. With the update Δ_k of client k, the sum (1/N) Σ_k ω_k Δ_k is then an estimate of
-    the mean update of all N clients. An interval between replies ends when the client replies, or after ``cutoff``
-    rounds. The mean length of the intervals that ended before the current round is ω_k. Before the first interval ends,
-    ω_k is 1. A client that was not invited counts as absent.
+    that client k replies in a round. If client k sends the update Δ_k, the sum (1/N) Σ_k ω_k Δ_k then estimates the
+    mean update of all N clients. An interval between replies ends when the client replies, or after ``cutoff`` rounds.
+    The estimate ω_k is the mean length of the intervals that ended before the current round. Before the first interval
+    ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Maximum length K of an interval between two replies of a client, in rounds. A smaller K lowers the
@@ -82,9 +82,9 @@ class Intervals(Remembering):
 class LastUpdates(Remembering):
     """The mean of every client's most recent update, including absent clients (MIFA).
 
-    The new model is w ← w_t + (1/N) Σ_k y_k. The last update that client k sent is y_k. Before the client's first
-    reply, y_k is zero. Stored updates are not rescaled if the clients' learning rate changes. The model also changes in
-    rounds in which no client replies. BatchNorm's buffers are averaged over the replies of the round.
+    The new model is w ← w_t + (1/N) Σ_k y_k. Here, y_k is the last update that client k sent. Before the client's first
+    reply, y_k is zero. If the clients' learning rate changes, stored updates are not rescaled. The model also changes
+    in rounds in which no client replies. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
         memory_gb: Maximum memory for stored updates, in GB. The server and each checkpoint store one update per client.
@@ -115,10 +115,10 @@ class VarianceReduced(LastUpdates):
     """The mean of every client's last update, corrected with the new updates of this round (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
-    this round, and Δ_k is the new update of client k. The last update of client k from an earlier round is y_k, which
-    is zero before the client's first reply. If all clients reply with the same probability, the sum is an unbiased
-    estimate of the mean update of all clients. A round without a reply does not change the model. BatchNorm's buffers
-    are averaged over the replies of the round.
+    this round, and Δ_k is the new update of client k. The value y_k is the client's last update from an earlier round,
+    which is zero before the client's first reply. If all clients reply with the same probability, the added terms are
+    an unbiased estimate of the mean update of all clients. A round without a reply does not change the model.
+    BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
         memory_gb: Maximum memory for stored updates, in GB. The server and each checkpoint store one update per client.
@@ -152,7 +152,7 @@ def updates_of(weights: Weights, replies: Mapping[int, FitReply]) -> dict[int, P
 
 
 def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> Params:
-    """Return the mean update (1/N) Σ_k y_k of each parameter. For clients without an update, y_k is zero.
+    """Return the mean update (1/N) Σ_k y_k of each parameter, where y_k is zero for clients without an update.
 
     Args:
         params: The parameters. The result has the names and shapes of the parameters.
@@ -168,18 +168,18 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 class Echoes(Remembering):
     """The mean of the clients' models. An update counts once per round since the client's last reply (FedAWE).
 
-    The new model is the mean of x_k + (t − τ_k) Δ_k over the replies. Client k last replied in round τ_k, and x_k is
-    the global model after round τ_k. Before the client's first reply, x_k is the initial model, and τ_k = 0. In round
-    t, local training changes x_k by Δ_k. Two mechanisms correct for absences. First, an update counts once for each
-    round since the client's last reply ("adaptive innovation echoing"). Second, the average of the models x_k spreads
-    the updates equally among all clients ("implicit gossiping"). A client that was not invited counts as absent, and a
-    round without a reply does not change the model. The server optimiser (``server``) applies the mean of (t − τ_k) Δ_k
-    to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the models x_k of
-    all clients is evaluated and saved, as in the authors' program.
+    In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. Client k last replied in
+    round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the initial model,
+    and τ_k = 0. Local training changes x_k by Δ_k. Two mechanisms correct for absences. First, an update counts once
+    for each round since the client's last reply ("adaptive innovation echoing"). Second, the average of the models x_k
+    spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited counts as
+    absent, and a round without a reply does not change the model. The server optimiser (``server``) applies the mean of
+    (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the
+    models x_k of all clients is evaluated and saved, as in the authors' program.
 
     In the paper, the server sends x_k to the client at the end of round τ_k, and the client stores x_k. In this
-    implementation, the server stores these models and sends x_k at the beginning of round t. Clients then need no
-    state, and each exchange has the same size.
+    implementation, the server stores these models and sends x_k at the beginning of round t. Clients then do not need a
+    state, and all messages have the same size.
 
     Args:
         clip: Maximum norm of the mean update. A longer mean update is scaled down to this norm. The published algorithm
@@ -195,7 +195,7 @@ class Echoes(Remembering):
     @override
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         models = min(config.clients, config.training.rounds)
-        require_memory(config, models, self.memory_gb, f"the models at which clients start, up to {models:,},")
+        require_memory(config, models, self.memory_gb, f"the {models:,} models that the server may have to store")
 
     @override
     def init(self, config: FederationConfig) -> Tree:
@@ -243,18 +243,18 @@ class Echoes(Remembering):
 
 
 def require_memory(config: FederationConfig, models: int, limit: float, what: str) -> None:
-    """Refuse an aggregator that could store more tensors than its setting ``memory_gb`` allows.
+    """Refuse an aggregator whose stored tensors could exceed its setting ``memory_gb``.
 
     Args:
         config: The federation's settings.
-        models: The largest number of stored models or updates.
+        models: The maximum number of stored models or updates.
         limit: The value of ``memory_gb``.
-        what: A name for the stored tensors, for the error message.
+        what: A description of the stored tensors, for the error message.
 
     Raises:
         SpecError: The tensors could need more than ``limit`` GB.
     """
     needed = models * sum(w.numel() * w.element_size() for w in config.model.params().values()) / 1e9
     if needed > limit:
-        problem = f"{what} take up to {needed:.3g} GB. Use a larger value, or the aggregator 'fedau'."
+        problem = f"{what} take up to {needed:.3g} GB. Increase memory_gb, or use the aggregator 'fedau'."
         raise SpecError("method.aggregator.memory_gb", problem, limit)

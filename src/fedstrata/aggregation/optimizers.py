@@ -1,4 +1,4 @@
-"""Apply the clients' combined update or gradient to the global model with a server optimiser."""
+"""Update the global model on the server with an optimiser, given the clients' combined update or gradient."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class ServerOptimizer(Setting):
     def apply(
         self, params: Params, update: Params, state: Tree, round: int = 1, rounds: int = 1
     ) -> tuple[Params, Tree]:
-        """Take one step with an update as the negative gradient. Return the new parameters and the new state.
+        """Take one step that uses ``update`` as the negative gradient. Return the new parameters and the new state.
 
-        The schedule computes the learning rate from ``round`` (counted from 1) and ``rounds`` (the total number of
-        rounds).
+        The learning rate depends on ``round`` (counted from 1) and ``rounds`` (the total number of rounds), if a
+        schedule is set.
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -86,19 +86,19 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 class Stepper:
     """A server optimiser that changes its own copy of the parameters step by step.
 
-    PyTorch's optimisers are not used, because importing them takes seconds and they differ from the paper's optimisers.
+    This class does not use PyTorch's optimisers, because their import takes seconds and they differ from the paper's.
 
     Args:
         settings: The optimiser's settings.
         params: The initial parameters, which are copied.
-        state: The state of an earlier stepper from which this stepper continues; None to start without a state.
+        state: The state that ``Stepper.state`` returned earlier; None to start without a state.
         lr: The learning rate; None for the learning rate of ``settings``.
     """
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
         self.settings, self._lr = settings, settings.rate if lr is None else lr
         self.params: Params = {name: w.detach().clone() for name, w in params.items()}
-        """The current parameters, which each step changes in place."""
+        """The current parameters. Each step changes them in place."""
         state = state or {}
         self._first: list[Tensor] = [tensor.clone() for tensor in state.get("first", ())]
         self._second: list[Tensor] = [tensor.clone() for tensor in state.get("second", ())]
@@ -115,7 +115,7 @@ class Stepper:
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
         """Take a step of SGD: v ← momentum · v + g and w ← w − η v, where g = gradient / samples.
 
-        Where possible, the division is part of the last operation, which saves a pass over memory.
+        Where possible, the last operation includes the division, which saves a pass over memory.
         """
         weights = list(self.params.values())
         if self.settings.weight_decay:
@@ -150,7 +150,7 @@ class Stepper:
             w.sub_(self._lr * m / (v.sqrt() + tau))
 
     def state(self) -> Tree:
-        """Return the state for a later stepper as two lists of tensors, in the order of the parameters.
+        """Return the state that a later stepper needs, as two lists of tensors in the order of the parameters.
 
         The list ``first`` contains the velocity of ``sgd``, or m of an adaptive optimiser. The list ``second`` contains
         v of an adaptive optimiser, and is empty for ``sgd``.

@@ -14,14 +14,14 @@ from fedstrata.federation.vectors import changes, split
 
 
 def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: float) -> tuple[Tensor, int]:
-    """Scale down each client's update to a norm of at most ``clip``, and return the sum of the updates.
+    """Clip each client's update to a norm of at most ``clip``, and return the sum of the clipped updates.
 
-    Updates are decoded before they are clipped, because the error of a codec can increase the norm of an update.
+    Updates are decoded before they are clipped, because a codec's error can increase the norm of an update.
 
     Args:
         before: The tensors of the global model that clients train.
         models: The models of the clients, which may contain further tensors.
-        clip: The largest L2 norm C of an update.
+        clip: The maximum L2 norm C of an update.
 
     Returns:
         The sum as a vector of float64, shape (d,), and the number of updates that were scaled down.
@@ -39,7 +39,8 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
     """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
 
-    The divisor must be the expected number of clients. The number of answers would depend on individual clients.
+    The divisor must be the expected number of clients, because the actual number of replies depends on individual
+    clients.
 
     Args:
         total: The sum of the clipped updates, shape (d,).

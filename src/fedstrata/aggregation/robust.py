@@ -1,4 +1,4 @@
-"""Aggregate robustly, to limit the influence that false updates from a few clients have on the global model.
+"""Aggregate robustly, so that false updates from a few clients have only a limited influence on the global model.
 
 Each client that replied counts once, regardless of its reported number of samples and its number of draws.
 """
@@ -24,17 +24,17 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class RobustAggregator(Aggregator):
-    """Base class of aggregators with a result that depends on the values of all updates.
+    """Base class of aggregators that compare the values of individual updates.
 
     Floating-point buffers, such as BatchNorm's running statistics, are combined together with the parameters. Messages
-    of an objective are not combined robustly, but averaged.
+    that an objective sends to the server are not combined robustly, but averaged.
     """
 
     needs_replies = "compares individual updates"
 
     @property
     def least_replies(self) -> int:
-        """The smallest number of replies for which the aggregation rule is defined."""
+        """The minimum number of replies for which the aggregation rule is defined."""
         return 1
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
@@ -43,13 +43,13 @@ class RobustAggregator(Aggregator):
         if invited < self.least_replies:
             problem = f"needs at least {self.least_replies} replies, but a round invites {invited} clients. "
             raise SpecError(
-                "method.aggregator", f"{problem}Invite more clients, or set a smaller number of attackers.", self.name
+                "method.aggregator", f"{problem}Invite more clients, or reduce the setting 'attackers'.", self.name
             )
 
     def shortage(self, replies: int) -> str:
-        """Return the reason why the replies are too few to change the model; an empty text if they are enough."""
+        """Return an error message if there are too few replies to change the model; otherwise an empty string."""
         if 0 < replies < self.least_replies:
-            return f"{self.name} needs at least {self.least_replies} replies, and {replies} clients answered"
+            return f"{self.name} needs at least {self.least_replies} replies, but only {replies} clients replied"
         return ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -70,7 +70,7 @@ class RobustAggregator(Aggregator):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the new state. With too few replies, model and state are unchanged."""
+        """Return the new global model and the new state. With too few replies, model and state do not change."""
         if not replies or self.shortage(len(replies)):
             return weights, state
         models = [reply.weights for reply in replies.values()]
@@ -99,8 +99,8 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from fewer than half of the clients. If clients have samples of different labels, the median ignores what only a few
-    clients have learnt, and can be less accurate than the mean.
+    from fewer than half of the clients. If clients have samples with different labels, the median ignores what only a
+    few clients have learnt. The median can then be less accurate than the mean.
     """
 
     def center(self, updates: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class TrimmedMean(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """The smallest number of replies, 2 f + 1, that leaves at least one value in each coordinate."""
+        """The minimum number of replies, 2 f + 1, which leaves at least one value per coordinate."""
         return 2 * self.attackers + 1
 
     def center(self, updates: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Krum(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """The smallest number of replies, 2 f + 3, for which Blanchard et al. prove that Krum is robust."""
+        """The minimum number of replies, 2 f + 3, for which Blanchard et al. prove that Krum is robust."""
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
@@ -195,9 +195,9 @@ class MultiKrum(Krum):
 
     @property
     def least_replies(self) -> int:
-        """The larger of 2 f + 3 and f + ``chosen``.
+        """The minimum number of replies, which is the larger of 2 f + 3 and f + ``chosen``.
 
-        If f replies come from attackers, at least ``chosen`` replies are honest.
+        Even if f replies come from attackers, at least ``chosen`` replies are then honest.
         """
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
@@ -216,7 +216,7 @@ class GeometricMedian(RobustAggregator):
     """An approximation of the geometric median of the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
-    update‖). The algorithm starts with v = 0, which is the unchanged global model.
+    update‖). The algorithm starts with v = 0, which stands for the unchanged global model.
 
     Args:
         steps: Number of steps of the Weiszfeld algorithm, which approximates the geometric median.
@@ -244,8 +244,8 @@ class CentredClipping(RobustAggregator):
     """The mean of the updates, with distant updates moved towards the current estimate (Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
-    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which is the unchanged
-    global model. In the paper, a round starts with the result of the previous round.
+    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which stands for the
+    unchanged global model. In the paper, a round instead starts with the result of the previous round.
 
     Args:
         radius: Clipping radius τ. Updates that are further from the current estimate of the mean are moved to the
@@ -271,5 +271,5 @@ class CentredClipping(RobustAggregator):
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the length of each row, shape (n,), in float64, because squares of large float32 numbers can overflow."""
+    """Return the norm of each row, shape (n,), in float64, because squares of large float32 numbers can overflow."""
     return rows.double().square().sum(dim=1).sqrt()

@@ -1,4 +1,4 @@
-"""Aggregate after changing the length of each client's update, or of the combined update."""
+"""Aggregate with rescaled updates: each client's update, or the combined update, is multiplied by a factor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstrata.federation.secure.fit import EQUAL, Bounds, Numbers, Summands, Su
 from fedstrata.sampling.base import ClientSampler, Selection
 
 SQUARES = 4096.0
-"""Largest squared norm of an update in secure sums, in units of ``privacy.range`` squared."""
+"""Maximum squared norm of an update in secure sums, in units of ``privacy.range`` squared."""
 
 
 class Normalised(MeanBySize):
@@ -30,7 +30,7 @@ class Normalised(MeanBySize):
     ``size``. If the clients' SGD has momentum, the sum of all gradients' weights in the update replaces τ_k (see
     ``gradient_weights``). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In
     the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged
-    with p_k.
+    with the weights p_k.
     """
 
     needs_replies = ""
@@ -39,11 +39,11 @@ class Normalised(MeanBySize):
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         training = config.training
         if not training.optimizer.is_sgd:
-            problem = "the aggregator fednova is defined for steps of SGD. Use 'sgd', or another aggregator."
+            problem = "the aggregator 'fednova' works only with SGD. Use 'sgd', or another aggregator."
             raise SpecError("training.optimizer", problem, training.optimizer.label)
         if training.optimizer_state == "keep":
             problem = (
-                "the aggregator fednova cannot correct for the momentum of earlier rounds. Use 'reset', or another "
+                "the aggregator 'fednova' cannot correct for momentum from earlier rounds. Use 'reset', or another "
                 "aggregator."
             )
             raise SpecError("training.optimizer_state", problem, "keep")
@@ -95,10 +95,10 @@ class Normalised(MeanBySize):
 
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
-    """Return the sum of the gradients' weights in an update of SGD with momentum.
+    """Return the total weight of all gradients in an update of SGD with momentum.
 
-    Without momentum, every gradient has the weight 1. With momentum ρ, the gradient of a step also counts in each later
-    step, with ρ times its weight in the previous step.
+    Without momentum, every gradient has the weight 1. With momentum ρ, a step's gradient also contributes to each later
+    step, with ρ times its weight in the step before.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -108,14 +108,14 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 
 
 class Extrapolated(Mean):
-    """The mean update, multiplied by a factor that is larger if the updates differ more (FedExP).
+    """The mean update, multiplied by a factor that grows as the updates differ more (FedExP).
 
     The factor is η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))), where Δ̄ is the mean of the m updates Δ_k.
 
     For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms
-    include all parameters, but not BatchNorm's buffers. The average of the last two models is evaluated and saved. The
-    authors' program also scales ε with m and with the squared learning rate of the clients, and weights updates by
-    numbers of samples.
+    include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average of the
+    last two global models. The authors' program also scales ε with m and with the squared learning rate of the clients,
+    and weights updates by numbers of samples.
 
     Args:
         eps: Constant ε in the denominator of the factor that multiplies the mean update. It limits the factor if the
@@ -147,7 +147,7 @@ class Extrapolated(Mean):
         return after, self._next_state(weights, state, server)
 
     def _extrapolated(self, mean: Params, square: float) -> Params:
-        """Return η Δ̄.
+        """Return the mean update multiplied by the factor η.
 
         Args:
             mean: The mean update Δ̄.

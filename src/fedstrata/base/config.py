@@ -1,9 +1,9 @@
-"""Define classes of settings, which check their values, and registries, which find such classes by name.
+"""Define the base class of settings, which checks values, and registries, which find settings classes by name.
 
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
-fields are the settings, and the methods define the behaviour. For example, ``Registry`` converts ``{"name":
-"dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is needed.
-Users name their own classes by ``"module:Class"``.
+fields of the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts
+``{"name": "dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is
+needed. Users name their own classes by ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The largest value of a whole-number setting without a limit. Counts that are computed from this value fit into 64
-bits."""
+"""The maximum value of an integer setting without a limit of its own. Counts that are computed from this value fit into
+64 bits."""
 
 LARGEST = 1e18
-"""The largest value of a float setting without a limit; the square of the value fits into float32."""
+"""The maximum value of a float setting without a limit of its own. The square of this value fits into float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
@@ -49,8 +49,8 @@ _REGISTRIES: list[Registry[Any]] = []
 class _SpecName:
     """A descriptor that returns the name of a class in specs.
 
-    A class in a registry has its registered name. A user's own class has the name ``"module:Class"``. For other
-    classes, the text is empty.
+    A class in a registry has its registered name. A user's own class has the name ``"module:Class"``. Other classes
+    have an empty name.
     """
 
     def __get__(self, instance: object, owner: type) -> str:
@@ -61,17 +61,17 @@ class _SpecName:
 
 @dataclass(frozen=True)
 class MayChange:
-    """A mark for settings that may change when a run is resumed, because they do not affect finished rounds.
+    """A marker for settings that may change when a run is resumed, because they do not affect finished rounds.
 
     Args:
-        upwards: Whether the setting may only grow.
+        upwards: Whether the value may only increase.
     """
 
     upwards: bool = False
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Values are checked and cannot change later, and unknown keys are errors.
+    """Base class of groups of settings. Values are checked when an object is created, and unknown keys are errors.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -82,14 +82,18 @@ class Setting(BaseModel):
     )
 
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
-    """The name by which a spec chooses this class; empty if a section has only one class."""
+    """The name that selects this class in a spec; empty if the section has only one class."""
 
     later_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that early versions do not know. ``to_spec`` omits their defaults, so that old specs keep their hash."""
+    """Settings that earlier versions did not have. To keep the hashes of old specs, ``to_spec`` omits their default
+    values."""
 
     @property
     def implementation(self) -> Any:
-        """The class or function that implements the setting, whose source code is a part of a run's identity."""
+        """The class or function that implements the setting.
+
+        The identity of a run includes the source code of this object.
+        """
         return type(self)
 
     if not TYPE_CHECKING:  # not for type checkers, which derive the arguments from the fields
@@ -107,7 +111,7 @@ class Setting(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false as numbers, because pydantic would read them as 1 and 0."""
+        """Refuse true and false as values of numeric settings, because pydantic would read them as 1 and 0."""
         types = list(_types(cls.model_fields[info.field_name or ""].annotation))
         if bool not in types and (int in types or float in types) and _has_truth_value(value):
             raise ValueError("must be a number, not true or false.")
@@ -116,14 +120,14 @@ class Setting(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_served(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers that would overflow, or need more memory than computers have."""
+        """Refuse numbers that would cause an overflow or would need too much memory."""
         limits = cls.model_fields[info.field_name or ""].metadata
         if not any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in limits):
             _check_size(value)
         return value
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table of a spec, from which an equal object can be created."""
+        """Return the settings as a mapping for a spec. An equal object can be created from the mapping."""
         fields = type(self).model_fields
         omitted = [key for key in self.later_settings if getattr(self, key) == fields[key].default]
         values = ((key, getattr(self, key)) for key in fields)
@@ -132,7 +136,7 @@ class Setting(BaseModel):
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """Yield the types of which an annotation consists, such as int and None for ``int | None``."""
+    """Yield the types in an annotation, such as int and None for ``int | None``."""
     inner = get_args(annotation)
     for each in inner:
         yield from _types(each)
@@ -156,7 +160,7 @@ def _check_size(value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to types of TOML. Settings become tables."""
+    """Convert a value to TOML types. Settings objects become mappings."""
     if isinstance(value, Setting):
         return value.to_spec()
     if isinstance(value, Mapping):
@@ -167,16 +171,16 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """A registry of Python classes by their names. A class is imported at its first use.
+    """A mapping from names to Python classes. A class is imported when it is first used.
 
     Args:
-        kind: The word for these classes in error messages, such as ``"method"``.
+        kind: What error messages call these classes, such as ``"method"``.
         base: The base class of these classes.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
     path_form = "class as 'module:Class'"
-    """The form in which a spec names a user's own class, for error messages."""
+    """How a spec refers to a user's own class, for error messages."""
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
@@ -190,7 +194,7 @@ class Registry(Generic[T]):
         """Return the class for a name in this registry or for a path ``"module:Class"``.
 
         Raises:
-            SpecError: The class does not exist, or is not derived from the registry's base class.
+            SpecError: The name is unknown, or the class is not derived from the registry's base class.
         """
         if name not in self._paths and ":" not in name:
             problem = f"is not a known {self.kind}{nearest(name, self._paths)} "
@@ -204,23 +208,25 @@ class Registry(Generic[T]):
         return cls
 
     def parse(self, value: object) -> T:
-        """Return an instance of a class in the registry, given a name, a table with a ``name``, or an instance.
+        """Return an instance of a class in the registry.
+
+        The value is a name, a mapping with the key ``name``, or an instance.
 
         Raises:
-            SpecError: The name is unknown, or a setting is wrong. The key in the error is relative to the table.
+            SpecError: The name is unknown, or a setting is wrong. The key in the error is relative to ``value``.
         """
         if isinstance(value, self.base):
             return value
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
-            raise SpecError("", "must be a name, or a table with a name.", value)
+            raise SpecError("", "must be a name, or a table with the key 'name'.", value)
         if "name" not in value:
             raise SpecError("name", f"is required, but not set. Use one of: {', '.join(self._paths)}.")
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:
-        """Build an instance of the class ``name`` with the settings in ``table``. For the errors, see ``parse``."""
+        """Create an instance of the class ``name`` with the settings in ``table``. See ``parse`` for the exceptions."""
         return build(self.find(name), table)
 
 
@@ -228,11 +234,11 @@ class Registry(Generic[T]):
 class FromRegistry:
     """An annotation for fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
 
-    The field accepts a name, a table with a name, or an instance. Errors show the field's key.
+    The field accepts a name, a mapping with the key ``name``, or an instance. Errors show the field's key.
 
     Args:
         registry: The registry that contains the names.
-        default: The name for tables without a name. By default, tables without a name are refused.
+        default: The name for mappings without the key ``name``. By default, such mappings are refused.
     """
 
     registry: Registry[Any]
@@ -249,16 +255,16 @@ class FromRegistry:
         except SpecError as error:
             if "is not a known key" not in error.problem or "did you mean" in error.problem:
                 raise
-            problem = f"{error.problem.rstrip('.')}. Without a name, {self.default!r} is used. Set name."
+            problem = f"{error.problem.rstrip('.')}. The key 'name' is not set, so {self.default!r} is used. Set name."
             raise SpecError(error.key, problem, error.value) from None
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Return an annotation for fields whose values are settings of the class ``cls``. Errors show the field's key.
+    """Return an annotation for fields whose values are instances of the settings class ``cls``.
 
-    The field accepts a table or an instance. If ``key`` is not empty, the field also accepts a text, which becomes the
-    value of this key in a table. For example, ``Annotated[Data, from_word(Data, "name")]`` reads ``"adult"`` as
-    ``{"name": "adult"}``.
+    The field accepts a mapping or an instance. Errors show the field's key. If ``key`` is not empty, the field also
+    accepts a string, which becomes the value of this key. For example, ``Annotated[Data, from_word(Data, "name")]``
+    reads ``"adult"`` as ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:
@@ -276,7 +282,7 @@ def _read_by(parse: Callable[[object], object]) -> BeforeValidator:
 
 
 def build(cls: type[T], table: Mapping[str, Any]) -> T:
-    """Build settings of class ``cls`` from a table.
+    """Create an instance of the settings class ``cls`` from a mapping.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -295,8 +301,10 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
         return SpecError(key, _unknown(_model_at(cls, path[:-1]), path[-1]), first["input"])
     if first["type"] == "missing":
         inner = _model_at(cls, path)
-        keys = "" if inner is _model_at(cls, path[:-1]) else f" Its keys are: {', '.join(inner.model_fields)}."
-        return SpecError(key, f"is required, but not set. Set it.{keys}")
+        keys = (
+            "" if inner is _model_at(cls, path[:-1]) else f" to a table with the keys: {', '.join(inner.model_fields)}"
+        )
+        return SpecError(key, f"is required, but not set. Set this key{keys}.")
     if first["type"] == "tuple_type":
         return SpecError(key, "must be a list. Use, for example, [1, 2].", first["input"])
     message = str(cause) if cause is not None else _reworded(first["msg"])
@@ -307,16 +315,16 @@ WORDS = {
     "Unable to parse input string as an integer, exceeded maximum size": "is too large",
     "Input should be": "must be",
     "a valid dictionary": "a table",
-    "a valid integer": "a whole number",
+    "a valid integer": "an integer",
     "a valid boolean": "true or false",
-    "a valid string": "a text",
+    "a valid string": "a string",
     "a valid ": "a ",
 }
 """A mapping from pydantic's descriptions of accepted values to descriptions for users."""
 
 
 def _reworded(message: str) -> str:
-    """Return a message of pydantic as a sentence in the terms of specs."""
+    """Convert a pydantic message to a sentence that uses the terms of specs."""
     message = re.sub(r", (unable to|got a number with) .*", "", message)
     for theirs, ours in WORDS.items():
         message = message.replace(theirs, ours)
@@ -324,12 +332,12 @@ def _reworded(message: str) -> str:
 
 
 def _unknown(cls: type[BaseModel], word: str) -> str:
-    """Return the text of an error about an unknown key ``word``: the most similar key, and the keys of ``cls``."""
+    """Return the text of an error about an unknown key ``word``, with the most similar key and all keys of ``cls``."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
         return (
-            f"is not a known key. {others}{getattr(cls, 'name', '') or cls.__name__} has no keys in a spec. Remove it."
+            f"is not a known key. {others}{getattr(cls, 'name', '') or cls.__name__} has no settings. Remove the key."
         )
     sections = {key: _model_at(cls, [key]) for key in accepted}
     inside = [key for key, inner in sections.items() if inner is not cls and word in inner.model_fields]
@@ -338,7 +346,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence about the classes in the registry of ``cls`` that have a setting ``word``, if any do."""
+    """Return a sentence that names the classes with a setting ``word`` in the registry of ``cls``, if there are any."""
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
             owners = []
@@ -352,7 +360,7 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
-    """Return the class of the settings at a path of keys."""
+    """Return the settings class that a path of keys leads to."""
     for part in path:
         field = cls.model_fields.get(part)
         inner = field.annotation if field else None

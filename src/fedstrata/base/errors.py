@@ -1,4 +1,4 @@
-"""Define the errors that fedstrata raises. The messages say what to do."""
+"""Define the exceptions that fedstrata raises. Their messages say what to do."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Collection, Iterable
 from typing import Self
 
 LONGEST = 500
-"""The number of characters after which a value is cut off in error messages."""
+"""Maximum number of characters of a value in an error message; longer values are cut off."""
 
 
 class FedstrataError(Exception):
-    """Base class of fedstrata's errors. The command line prints an error in one line."""
+    """Base class of fedstrata's errors. The command-line program prints each error in one line."""
 
     public = ""
-    """A text about the error that other parties may see, if the error is about one party's data.
+    """A description of an error in one party's data that other parties may see.
 
-    The text names the column and the rule that the data violate, but does not contain values of the data.
+    The description names the column and the violated rule, but does not contain values from the data.
     """
 
     def publicly(self, text: str) -> Self:
-        """Set the text for other parties, and return the error. The text must not disclose data, not even counts."""
+        """Set ``public``, and return the error. The text must not disclose data, not even counts."""
         self.public = text
         return self
 
@@ -30,7 +30,7 @@ class SpecError(FedstrataError):
 
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
-        problem: The problem, and the values that are accepted.
+        problem: The problem, and the accepted values.
         value: The value of the setting, which the message shows. By default, the message does not show a value.
         place: The file and line of the setting, if they are known.
     """
@@ -45,7 +45,7 @@ class SpecError(FedstrataError):
         return SpecError, (self.key, self.problem, self.value, self.place)
 
     def under(self, section: str) -> SpecError:
-        """Return the error with ``section`` before its key."""
+        """Return a copy of the error with the key ``section.KEY``, where ``KEY`` is the key of this error."""
         return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value, self.place)
 
 
@@ -62,15 +62,15 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """An answer that a client withholds, because the answer is about too few samples or because the site forbids it."""
+    """A reply that a client withholds, because the reply uses too few samples or because the site forbids the reply."""
 
 
 class QuorumError(FedstrataError):
-    """A round in which fewer clients answered than the method needs."""
+    """A round in which fewer clients replied than the method needs."""
 
 
 class ClientsFailedError(FedstrataError):
-    """A request that raised an exception at every client, probably because the code has a fault."""
+    """A request that raised an exception at every client, probably because of a bug."""
 
 
 class CheckpointError(FedstrataError):
@@ -78,12 +78,12 @@ class CheckpointError(FedstrataError):
 
 
 class ExtraMissingError(FedstrataError):
-    """A feature that needs an optional package, although this package is not installed."""
+    """A feature that needs an optional package that is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra
         install = f"pip install 'fedstrata[{extra}]', or pip install '.[{extra}]' in a copy of the repository"
-        super().__init__(f"{feature} needs an extra that is not installed. Run {install}.")
+        super().__init__(f"{feature}: optional packages are not installed. Run {install}.")
 
     def __reduce__(self) -> tuple[type[ExtraMissingError], tuple[str, str]]:
         return ExtraMissingError, (self.feature, self.extra)
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word, which suggests the most similar accepted word, if any.
+    """Return the end of an error about an unknown word. If an accepted word is similar, suggest this word.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')
@@ -109,7 +109,7 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def not_among(problem: str, word: str, accepted: Collection[str], use: str = "Use one of") -> str:
-    """Return the text of an error about an unknown word, with the most similar accepted word and all accepted words.
+    """Return the text of an error about an unknown word: the problem, a suggestion, and all accepted words.
 
     >>> not_among("is not a known key", "alfa", ["alpha", "clients"])
     "is not a known key; did you mean 'alpha'? Use one of: alpha, clients."

@@ -1,4 +1,4 @@
-"""Handle the inputs of a model: one tensor, or several tensors with names, such as the ids of tokens and their mask."""
+"""Handle the inputs of a model: one tensor, or several named tensors, such as token ids and their mask."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ input."""
 
 
 def each(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Apply a function to each tensor of the inputs, and return the results as inputs."""
+    """Apply a function to each tensor of the inputs. Return the results in the same structure."""
     return change(x) if isinstance(x, Tensor) else {name: change(tensor) for name, tensor in x.items()}
 
 
 def selected(x: Inputs, where: Tensor) -> Inputs:
-    """Return the samples at some positions, in the memory format of the inputs."""
+    """Return the samples at the positions ``where``, in the memory format of the inputs."""
     if not isinstance(x, Tensor):
         return {name: single(selected(tensor, where)) for name, tensor in x.items()}
     if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
@@ -38,7 +38,7 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 
 
 def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
-    """Divide inputs along the first axis, either into a number of nearly equal parts or into parts of given sizes."""
+    """Divide inputs along the first axis, into a number of nearly equal parts, or into parts of given sizes."""
     if not isinstance(x, Tensor):
         columns = [split(tensor, parts) for tensor in x.values()]
         return [dict(zip(x, column, strict=True)) for column in zip(*columns, strict=True)]
@@ -65,7 +65,7 @@ def single(x: Any) -> Tensor:
 
 
 def described(shape: Shape) -> str:
-    """Describe the shape of a batch of samples as text.
+    """Format the shape of a batch of samples for messages.
 
     >>> described((3, 32, 32)), described({"ids": (80,), "mask": (80,)})
     ('(B, 3, 32, 32)', 'ids (B, 80), mask (B, 80)')

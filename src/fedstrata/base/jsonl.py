@@ -1,4 +1,4 @@
-"""Write and read files that survive crashes. Most files contain one record (a JSON object) per line."""
+"""Write and read files that stay intact after a crash. Most files contain one record (a JSON object) per line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKSUM = "checksum"
 """The last key in each line. The key's value is a hash of the line's other text and of the previous line's checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
-"""The advice about a damaged line; all lines before it are intact."""
+"""The advice in errors about a damaged line. All lines before this line are intact."""
 
 _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
@@ -31,7 +31,7 @@ class Log:
 
     Args:
         path: The file. The first call of ``append`` creates the file.
-        mode: The permissions of a new file, which the process's umask may reduce.
+        mode: The permissions of a new file, which the process's umask may restrict.
     """
 
     def __init__(self, path: Path | str, mode: int = 0o666) -> None:
@@ -41,11 +41,11 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file still has the size ``size``: no other program has changed it, and no write has failed."""
+        """Whether the file still has ``size`` bytes. If not, another program changed the file, or a write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records, one line each, and pass them to the operating system.
+        """Append records, one line each. A system crash can still lose the records until ``sync`` is called.
 
         Raises:
             TypeError: A value cannot be converted to JSON.
@@ -65,7 +65,7 @@ class Log:
         self.last, self.size = last, self.size + len(data)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk, so that a power cut does not delete them."""
+        """Wait until all records are on the disk, so that a power cut cannot delete them."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -74,7 +74,8 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if the line has no checksum, or if its checksum is wrong after the previous checksum ``after``.
+    Return None if the line has no checksum. If ``after``, the previous line's checksum, is given, also return None if
+    the line's checksum is wrong.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
@@ -89,7 +90,7 @@ class MetricsLog(Log):
     """
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records, one line each, after removing an incomplete last line.
+        """Remove an incomplete last line, and then append records, one line each.
 
         Raises:
             DataError: The existing file is damaged.
@@ -99,11 +100,13 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has this checksum, which shows that this line and all previous lines are unchanged."""
+        """Return True if a line has this checksum. This line and all previous lines are then unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
-        """Remove records of rounds after ``round``, and an incomplete last line, by replacing the file atomically.
+        """Remove the records of all rounds after ``round``, and an incomplete last line.
+
+        The file is replaced atomically.
 
         Raises:
             DataError: A line before the last line is damaged, or a record has no round.
@@ -122,7 +125,7 @@ class MetricsLog(Log):
         """Keep the readable lines of a damaged file, and copy the whole file to ``NAME.damaged``.
 
         Returns:
-            A description of the damage; an empty text if the file is not damaged.
+            A description of the damage; an empty string if the file is not damaged.
         """
         readable: list[bytes] = []
         try:
@@ -161,7 +164,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
                 return
             raise DataError(f"{path}, line {number} is not a JSON object. {REPAIR}") from None
         if not isinstance(record, dict) or type(record.get("round")) is not int:
-            problem = "the line is not a record of a round, because it has no whole number 'round'"
+            problem = "the line is not a record of a round, because its key 'round' is not an integer"
             raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:
@@ -170,7 +173,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
                 raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
             last = checksum
         elif last:
-            problem = "the line has no checksum, although the lines before it have one"
+            problem = "the line has no checksum, although the lines before it have checksums"
             raise DataError(f"{path}, line {number}: {problem}. {REPAIR}")
         yield line, record, last
 
@@ -191,7 +194,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     Args:
         path: The file.
         data: The new content.
-        mode: The permissions of the file, which the process's umask may reduce.
+        mode: The permissions of the file, which the process's umask may restrict.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove_leftovers(path.parent)
@@ -222,7 +225,7 @@ def sync_folder(folder: Path) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes, only once per process and folder."""
+    """Remove temporary files that killed processes left in a folder. Later calls for the same folder do nothing."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -230,7 +233,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has this id. Return True if a process has this id, or if the answer is unknown."""
+    """Return False if no process has this id, and True if a process has this id or if this is unknown."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)
@@ -242,7 +245,9 @@ def _is_running(pid: int) -> bool:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert ``value`` to types of JSON. Arrays and tensors become lists, NaN and infinity None, and keys texts.
+    """Convert a value to JSON types.
+
+    Arrays and tensors become lists, NaN and infinity become None, and keys become strings.
 
     Raises:
         TypeError: The value has an unsupported type.
@@ -267,4 +272,4 @@ def jsonable(value: Any) -> Any:
         return [jsonable(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return [jsonable(item) for item in sorted(value)]
-    raise TypeError(f"cannot record {value!r}, a {type(value).__name__}")
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot be converted to JSON")

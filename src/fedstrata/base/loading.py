@@ -11,7 +11,7 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError, SpecError
 
 _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", default=None)
-"""The packages that may be imported (None: any package), and the text of errors about other packages."""
+"""The packages that may be imported (None: any package), and the message of errors about other packages."""
 
 
 @contextmanager
@@ -22,7 +22,8 @@ def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[No
 
     Args:
         packages: The allowed top-level packages. The value None allows any package.
-        advice: The text of errors about packages that are not allowed. Default: a text that names the allowed packages.
+        advice: The message of errors about packages that are not allowed. Default: a message that names the allowed
+            packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
     try:
@@ -41,8 +42,8 @@ def load_object(path: str, kind: str) -> Any:
     if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:
         accepted = f"contains only {', '.join(sorted(packages))}" if packages else "is empty"
         by_list = (
-            f"is not in a package that this party allows. The party's list 'allow' {accepted}. Add the package to the "
-            "list."
+            f"is not in a package that this party allows. The party's list 'allow' {accepted}. Add the package to "
+            "this list."
         )
         raise SpecError("name", advice or by_list, path)
     return import_object(path, kind)
@@ -56,7 +57,7 @@ def import_object(path: str, kind: str) -> Any:
     """
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise SpecError("name", f"does not name any {kind}. Use 'module:Class'.", path)
+        raise SpecError("name", f"is not a valid path for the {kind}. Use a path of the form 'module:Class'.", path)
     try:
         module = importlib.import_module(module_name)
     except FedstrataError:

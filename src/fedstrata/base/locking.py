@@ -1,4 +1,4 @@
-"""Lock a run folder, so that only one process works in it."""
+"""Lock a run folder, so that only one process at a time can use the folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedstrata.base.errors import SpecError
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
 PATIENCE = 3.0
-"""Seconds to wait for the lock, because a process that is about to end may still have the lock."""
+"""Maximum waiting time for the lock, in seconds. A process that is about to end may still hold the lock."""
 
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Lock a folder during the ``with`` block. The system releases the lock if this process is killed.
+    """Lock a folder during the ``with`` block. The operating system releases the lock if this process is killed.
 
     Raises:
-        SpecError: Another process has the lock, or the folder cannot be written.
+        SpecError: Another process holds the lock, or the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def occupied(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=PATIENCE)
     except Timeout:
         raise SpecError(
-            "out", "another process is using this folder. Give another folder, or wait.", str(folder)
+            "out", "another process is using this folder. Use another folder, or wait until it ends.", str(folder)
         ) from None
     except (OSError, ValueError) as error:  # a null byte in the name raises ValueError
         raise SpecError(
@@ -41,5 +41,5 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()  # a process that waits for the lock creates the file again
+            (folder / LOCK).unlink()  # a process that waits for the lock creates a new file
         lock.release()

@@ -1,4 +1,4 @@
-"""Import optional packages of fedstrata, such as the package for real sites, only when they are needed."""
+"""Import optional packages of fedstrata, such as the package for deployments, only when they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make texts from other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
+"""Make strings from other parties, such as names and errors, safe to show in terminals, tables and spreadsheets."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def printable(text: object) -> str:
 
 
 def print_lines(*lines: object, file: TextIO | None = None) -> None:
-    """Make texts printable, and print each in one line, by default to standard output."""
+    """Print each text in one line, with escapes for unprintable characters. Default: print to standard output."""
     print(*map(printable, lines), sep="\n", file=file, flush=True)
 
 
 def csv_cell(value: object) -> object:
     r"""Return a value for a CSV file.
 
-    Texts become printable, and spreadsheets do not read them as formulas.
+    Strings become printable, and spreadsheets do not interpret them as formulas.
 
     >>> csv_cell("=1+1"), csv_cell(-1.5)
     ("'=1+1", -1.5)

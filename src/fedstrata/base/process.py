@@ -14,7 +14,8 @@ import torch
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # the numbers of three parameters of the C function mallopt
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
 """The values of three parameters of ``mallopt``, in bytes. They are the free memory that the heap keeps, the step by
-which the heap grows, and the size of blocks outside the heap. The last value is the largest that the C library accepts.
+which the heap grows, and the minimum size of blocks outside the heap. The last value is the maximum that the C library
+accepts.
 """
 
 
@@ -43,10 +44,10 @@ def training_process(threads: int) -> Iterator[None]:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory for later batches. Return True if the library accepts this setting.
+    """Let the C library keep freed memory for later batches. Return True if the library accepts these settings.
 
-    By default, glibc returns blocks of a few megabytes, such as activations, to the system at once. If the memory is
-    kept, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
+    By default, glibc returns blocks of a few megabytes, such as activations, to the operating system at once. If the
+    memory is kept, a small convolutional network trains 1.5 times as fast, and an MLP 1.3 times as fast
     (``benchmarks/fast_paths.py``). The process then keeps up to 256 MB after training. Nothing is changed if the
     environment already configures the allocator, or if the C library is not glibc.
     """

@@ -1,8 +1,8 @@
-"""Run worker processes on this machine: new processes, or forks of this process.
+"""Run worker processes on this machine, as new processes or as forks of this process.
 
-A new worker process shares nothing with this process: tasks and their errors are pickled. A fork starts with a copy of
-this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that was typed into a
-notebook. A fork can also use large arrays without a copy.
+A new process does not share memory with this process, so tasks and their errors are pickled. A fork starts with a copy
+of this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that a notebook
+defines. A fork can also use large arrays without a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedstrata.base.process import prepare_process
 from fedstrata.base.signals import end_with_parent, ending_in_order, in_main_thread
 
 GRACE = 5.0
-"""Seconds after which a worker that should end is killed."""
+"""Maximum time for a worker to end, in seconds. Afterwards, the worker is killed."""
 
 K = TypeVar("K", bound=Hashable)
 Task = Callable[[], None]
@@ -50,9 +50,9 @@ class Worker:
     The child process ends when its work is done, when this process closes the pipe, or when this process ends.
 
     Args:
-        work: The function that the child process calls with its end of the pipe. A new process imports the function, so
-            a module must define it.
-        fork: Whether to fork this process; see ``can_fork``.
+        work: The function that the child process calls with its end of the pipe. Without ``fork``, the child process
+            must be able to import the function from a module.
+        fork: Whether to fork this process instead of starting a new process; see ``can_fork``.
         daemon: Whether the child process is a daemon. A daemon may not have child processes.
         inherited: This process's pipes to other workers. A fork inherits these pipes, and must close its copies.
 
@@ -105,7 +105,7 @@ class Worker:
     def end(self, grace: float = GRACE) -> str:
         """Close the pipe, wait for the process, and kill the process after ``grace`` seconds.
 
-        Return a text about how the process ended.
+        Return a description of how the process ended.
         """
         self.connection.close()
         self.process.join(grace)
@@ -135,14 +135,14 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """A pool of workers. Each worker does one task at a time. Use the pool in a ``with`` block.
+    """A pool of worker processes, each of which does one task at a time. Use the pool in a ``with`` block.
 
-    Tasks that still run at the end of the block are terminated. Without ``fork``, each worker is a new process that
-    executes one task after another. With ``fork``, each task runs in its own fork of this process.
+    Tasks that are still running at the end of the block are terminated. Without ``fork``, each worker is a new process
+    that executes one task after another. With ``fork``, each task runs in its own fork of this process.
 
     Args:
-        jobs: The largest number of workers.
-        fork: Whether a task runs in a fork of this process; see ``can_fork``.
+        jobs: The maximum number of workers.
+        fork: Whether each task runs in a fork of this process; see ``can_fork``.
 
     >>> from functools import partial
     >>> from fedstrata.base.errors import SpecError
@@ -164,7 +164,8 @@ class TaskPool(Generic[K]):
             watch: A function that is called repeatedly while tasks run.
 
         Yields:
-            The key of each task, and a text that says how its process ended (empty if the task was done).
+            The key of each task, and a description of how its process ended. The description is empty if the task was
+            completed.
 
         Raises:
             Exception: The error that a task raised.
@@ -179,7 +180,7 @@ class TaskPool(Generic[K]):
             watch()
 
     def _begin(self, key: K, task: Task) -> None:
-        """Start a fork for a task, or send the task, pickled, to another worker process."""
+        """Start a fork for a task, or pickle the task and send it to a worker process."""
         if self.fork:
             worker = Worker(partial(_do, task), fork=True)
         else:
@@ -219,14 +220,14 @@ class TaskPool(Generic[K]):
 
 
 def _serve(connection: Connection) -> None:
-    """Do one task after another, until the pipe is closed."""
+    """Run one task after another, until the pipe is closed."""
     with ending_in_order():
         while True:
             connection.send(_error_of(connection.recv()))
 
 
 def _do(task: Task, connection: Connection) -> None:
-    """Do one task in a fork."""
+    """Run a single task in a fork."""
     # A fork does not inherit the threads of OpenMP. With more than one thread, an operation would wait for ever for the
     # missing threads.
     prepare_process(1)
@@ -235,7 +236,10 @@ def _do(task: Task, connection: Connection) -> None:
 
 
 def _error_of(task: Task) -> Exception | None:
-    """Do a task. If the task raises an error, return the error in a form that can be pickled; otherwise None."""
+    """Run a task.
+
+    If it raises an exception, return the exception in a form that can be pickled; otherwise return None.
+    """
     try:
         task()
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Encode trees of plain values and tensors as bytes.
+"""Encode nested structures (trees) of plain values and tensors as bytes.
 
 Every message and every checkpoint is a tree of records (frozen dataclasses), mappings, lists, plain values, tensors and
 arrays. The function ``encode`` writes a JSON text with the structure of the tree (its "skeleton"), and then one
-safetensors block with all tensors and numbers. The length of the JSON text is written first. The JSON text does not
-contain numbers, so the length of a message does not depend on the values of numbers. The function ``decode`` reads only
-records that were declared with ``@record``, and checks the types of a message's fields. Python's ``pickle`` is not
+safetensors block with all tensors and numbers. The encoding begins with the length of the JSON text. The JSON text does
+not contain numbers, so the length of a message does not depend on the values of numbers. The function ``decode`` reads
+only records that were declared with ``@record``, and checks the types of a message's fields. Python's ``pickle`` is not
 used.
 """
 
@@ -31,7 +31,7 @@ Tree = Any
 """A nested structure of records, mappings, lists, tuples, tensors, arrays and plain values (bytes, str, int …)."""
 
 DEFAULT_LIMIT = 2 << 30
-"""The largest message that ``decode`` accepts by default, in bytes."""
+"""The maximum size of a message that ``decode`` accepts by default, in bytes."""
 
 RECORDS: dict[str, type] = {}
 """A mapping from wire names to the Python classes of declared records; ``decode`` only creates objects of these
@@ -63,14 +63,14 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def record(name: str) -> Callable[[type[T]], type[T]]:
-    """Declare a frozen dataclass that can be encoded and decoded.
+    """Make a class a frozen dataclass that ``encode`` and ``decode`` support.
 
     Args:
         name: The wire name, which stands for the class in encoded bytes. Do not change the wire name when you move or
             rename the class. Begin your own names with a prefix, such as ``"my/State"``.
 
     Raises:
-        ValueError: Another class has this wire name.
+        ValueError: Another class already has this wire name.
     """
 
     def declare(cls: type[T]) -> type[T]:
@@ -102,7 +102,7 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 class Message:
-    """Base class of records that another party sends. Decoding a record checks the types of its fields."""
+    """Base class of records that another party sends. ``decode`` checks the types of their fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -123,7 +123,7 @@ def encode(tree: Tree) -> bytes:
 def size(tree: Tree) -> int:
     """Return ``len(encode(tree))`` without copying the tensors.
 
-    Results are cached: trees with the same structure and the same shapes of tensors are measured only once.
+    Results are cached. Trees with the same structure and the same tensor shapes share one result.
     """
     form = _form(tree)
     length = _SIZES.get(form)
@@ -182,7 +182,8 @@ Signature = Mapping[str, tuple[torch.dtype, torch.Size]]
 def _block(named: Mapping[str, Tensor]) -> list[Any]:
     """Return the parts of a safetensors block: its header, and the data of each tensor.
 
-    Most messages have many small tensors, for which ``safetensors.torch.save`` takes five times as long.
+    Most messages have many small tensors, for which ``safetensors.torch.save`` takes five times as long as this
+    function.
     """
     signature = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
     if not signature:
@@ -217,7 +218,7 @@ def _is_rare(signature: Signature) -> bool:
 def _layout(signature: Signature) -> tuple[list[str], bytes, int]:
     """Return the names of tensors in the order of a safetensors block, the block's header, and the length of the data.
 
-    The header is a JSON text, padded to 8 bytes, with its length in front.
+    The header is a JSON text, padded to a multiple of 8 bytes and preceded by its length.
     """
     names = sorted(signature, key=lambda name: (_RANK[signature[name][0]], name))
     header, end = {}, 0
@@ -231,16 +232,15 @@ def _layout(signature: Signature) -> tuple[list[str], bytes, int]:
 
 
 def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
-    """Decode the bytes of a tree.
+    """Restore a tree from its encoding.
 
     Args:
         data: Bytes from ``encode``.
-        limit: The largest accepted number of bytes. With None, any number is accepted. Use None only for bytes that you
-            encoded yourself.
+        limit: Maximum number of bytes. None means no limit. Use None only for bytes that you encoded yourself.
 
     Raises:
-        WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message does
-            not have its declared type.
+        WireError: The bytes are damaged or exceed ``limit``, a record is unknown, or a field of a message does not have
+            its declared type.
     """
     if limit is not None and len(data) > limit:
         raise WireError(f"the message has {len(data)} bytes, but the limit is {limit}.")
@@ -263,7 +263,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 class _Values:
     """The tensors and numbers of a tree, which are stored outside the tree's JSON skeleton.
 
-    In the skeleton, the length of a number's JSON text would depend on its value.
+    Numbers are not in the skeleton, because the length of their JSON text depends on their values.
     """
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
@@ -284,7 +284,7 @@ def _separated(tree: Tree) -> tuple[bytes, dict[str, Tensor]]:
 
 
 def _flatten(node: Tree, values: _Values) -> Any:
-    """Return the skeleton of a node, and append its tensors and numbers to ``values``."""
+    """Return the skeleton of a node, and append the node's tensors and numbers to ``values``."""
     if isinstance(node, np.generic):
         node = node.item()
     if node is None or isinstance(node, (bool, str)) or (isinstance(node, int) and not -(2**63) <= node < 2**63):
@@ -366,10 +366,10 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the types of a message's fields as ``decode`` does, for a message that was not encoded.
+    """Check the field types of a message that was not encoded, as ``decode`` does for encoded messages.
 
     Raises:
-        WireError: A field of the message, or of a message inside it, does not have its declared type.
+        WireError: A field of the message or of a nested message does not have its declared type.
     """
     if _obvious(message):
         return
@@ -384,8 +384,8 @@ def require_types(message: Message) -> None:
 def _obvious(message: Message) -> bool:
     """Return True if a quick test shows that all fields have the declared types.
 
-    If the result is False, pydantic must check the message. The quick test saves time: pydantic's check takes a
-    noticeable part of the millisecond in which a client with few samples answers.
+    If the result is False, pydantic must check the message. The quick test saves time, because pydantic's check is slow
+    compared with the work of a client with few samples.
     """
     cls = type(message)
     if cls not in _TESTS:
@@ -465,7 +465,7 @@ def add(first: Any, second: Any) -> Any:
         return type(first)(**summed)
     if isinstance(first, Mapping):
         if first.keys() != second.keys():
-            raise TypeError(f"tables with different keys, {sorted(first)} and {sorted(second)}, cannot be added")
+            raise TypeError(f"mappings with different keys, {sorted(first)} and {sorted(second)}, cannot be added")
         return {key: add(first[key], second[key]) for key in first}
     if isinstance(first, (list, tuple)):
         if type(first) is not type(second) or len(first) != len(second):
@@ -480,5 +480,5 @@ def add(first: Any, second: Any) -> Any:
 
 
 def same() -> Any:
-    """Declare a field that is equal in all replies, so that ``add`` keeps its value instead of adding values."""
+    """Declare a field that is equal in all replies, so that ``add`` keeps the value instead of adding values."""
     return dataclasses.field(metadata={"same": True})

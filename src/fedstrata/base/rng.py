@@ -23,11 +23,10 @@ SERVER = -1
 
 @dataclass
 class Key(ISeedSequence):
-    """The key of a generator, which has 128 bits as two whole numbers, shape (2,).
+    """The key of a generator: 128 bits, as two 64-bit integers, shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. With ``key=``, NumPy also reads random
-    numbers from the operating system, but does not use them. Without reading these numbers, ``rng`` is three times as
-    fast.
+    numbers from the operating system, but does not use them. Without this step, ``rng`` is three times as fast.
     """
 
     words: NDArray[np.uint64]
@@ -38,11 +37,11 @@ class Key(ISeedSequence):
 
 
 def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.random.Generator:
-    """Return a new generator for one purpose.
+    """Return a new random generator for one purpose.
 
     Args:
         seed: The experiment's seed.
-        purpose: The purpose of the numbers. Different purposes get independent numbers.
+        purpose: A name for this use of random numbers. Different names give independent numbers.
         round: The round, counted from 1; 0 before the first round.
         client: The client's id, or ``SERVER``.
 
@@ -67,8 +66,8 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
 
     Args:
         seed: The experiment's seed.
-        purpose: The purpose of the numbers.
-        round: The round.
+        purpose: A name for this use of random numbers, as in ``rng``.
+        round: The round, counted from 1.
         clients: The clients' ids, in an array of any shape.
 
     Returns:
@@ -88,11 +87,11 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
 def torch_seeded(
     seed: int, purpose: str, round: int = 0, client: int = SERVER, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Seed PyTorch's global generators during the ``with`` block, and restore their state at its end.
+    """Seed PyTorch's global generators during the ``with`` block, and restore their states afterwards.
 
     Use this function for code that draws from a global generator, such as the initialisation of modules and
-    ``nn.Dropout``. The generator of a GPU is seeded too. The default dtype is float32 in the block, because another
-    default dtype would change the drawn values.
+    ``nn.Dropout``. If ``device`` is a GPU, its generator is seeded, too. In the block, the default dtype is float32,
+    because another default dtype would change the random numbers.
     """
     cuda = device is not None and device.type == "cuda"
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()

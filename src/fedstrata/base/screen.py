@@ -1,6 +1,6 @@
-"""Print tables in terminals, with bold headings, a rule below the headings, and unbroken names and numbers.
+"""Print tables in terminals, with bold headings, a line below the headings, and unbroken names and numbers.
 
-If a terminal is too narrow for all columns, the least important columns are left out, and a line below the table says
+If a terminal is too narrow for all columns, the least important columns are left out. A line below the table then says
 how many columns are missing.
 """
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 NAME = 22
-"""The width in characters to which names are cut if the terminal is too narrow."""
+"""Maximum width of names, in characters, if the terminal is too narrow for longer names."""
 WORDS = 24
-"""The smallest width, in characters, of a column with texts that wrap."""
+"""Minimum width of a column with wrapped text, in characters."""
 READABLE = 100
-"""The width in characters at which notes wrap."""
+"""Maximum width of notes, in characters; longer lines wrap."""
 
 
 class Block(NamedTuple):
@@ -39,15 +39,15 @@ class ScreenTable:
 
     Args:
         headings: The headings of the columns.
-        rows: The cells of each row. A row with one cell is the title of the rows that follow it, and an empty row is a
-            rule. Cells of the type ``Text`` keep their style.
-        left: The number of columns with names. These columns come first, and are aligned to the left.
-        words: The columns with words, which may wrap.
-        order: The columns in the order of their importance, without columns that are shown only with ``every``.
+        rows: The cells of each row. A row with one cell is the title of the rows below it, and an empty row is a
+            horizontal line. Cells of the type ``Text`` keep their style.
+        left: The number of columns that contain names. These columns come first, and are aligned to the left.
+        words: The indices of the columns whose text may wrap.
+        order: The indices of columns, with the most important first. Other columns are shown only with ``every``.
             Default: all columns, from left to right. Names are always shown.
-        every: Whether to show all columns, if necessary in several blocks below each other.
-        one_line: Whether texts are cut at the edge of a terminal instead of wrapped.
-        more: A text that says where to find the columns that are left out.
+        every: Whether to show all columns. If the terminal is too narrow, the columns are printed in several blocks.
+        one_line: Whether long texts are cut off instead of wrapped, if the output is a terminal.
+        more: A text that says how to see the omitted columns.
         title: The line above the table.
         note: The sentences below the table.
     """
@@ -91,7 +91,7 @@ class ScreenTable:
         return max((row[column].cell_len for row in self._cells if len(row) > 1), default=0)
 
     def _least(self, column: int) -> int:
-        """Return the smallest width of a column at which its cells and the words of its heading are not split."""
+        """Return the minimum width of a column at which neither its cells nor words of its heading are split."""
         longest = self._longest(column)
         limit = WORDS if column in self.words else NAME if column < self.left else longest
         return max([min(longest, limit), *map(len, self.headings[column].split())])
@@ -111,7 +111,7 @@ class ScreenTable:
         return blocks
 
     def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
-        """Return the number of columns, counted from the first, that fit beside the names."""
+        """Return how many of ``columns``, starting with the first, fit beside the names."""
         total = sum(least[: self.left]) + gap * (self.left - 1)
         for count, column in enumerate(columns):
             total += gap + least[column]
@@ -120,7 +120,7 @@ class ScreenTable:
         return len(columns)
 
     def _widths(self, columns: Sequence[int], least: Sequence[int], room: int) -> dict[int, int]:
-        """Widen columns if there is room: first columns of names and texts, then columns with long headings."""
+        """Distribute unused width: first to columns of names and texts, then to columns with long headings."""
         widths = {column: least[column] for column in columns}
         flexible = [column for column in columns if column < self.left or column in self.words]
         for column in flexible:

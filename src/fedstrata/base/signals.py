@@ -1,4 +1,4 @@
-"""Let processes clean up when SIGTERM ends them, and let child processes end with the process that started them."""
+"""Let processes clean up when they receive SIGTERM, and let child processes end when their parent process ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a process that SIGTERM ended, by the convention of shells."""
+"""The exit code of a process that SIGTERM ended, as shells report it."""
 
 GRACE = 2.0
 """Seconds that a child process may continue after the end of its parent process, before it is killed.
 
-The time is shorter than ``fedstrata.base.locking.PATIENCE``, so that a new process can wait for a lock of the child.
+The time is shorter than ``fedstrata.base.locking.PATIENCE``, so that a new process can wait until the child releases
+its lock.
 """
 
 AGAIN = 0.01
@@ -40,7 +41,7 @@ def ending_in_order() -> Iterator[None]:
     """Let SIGTERM raise ``Terminated`` while the ``with`` block runs, as Ctrl-C raises ``KeyboardInterrupt``.
 
     This function has an effect only in the main thread, and only if no other code has set a handler for SIGTERM. A
-    second SIGTERM is ignored, so that it does not interrupt the clean-up.
+    second SIGTERM is ignored, because it would interrupt the clean-up.
     """
     if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -100,12 +101,12 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     """Let this process end when its parent process ends, even if the parent is killed.
 
     ``multiprocessing`` must have started this process. A thread waits for a pipe that is closed when the parent ends.
-    The thread then sends SIGTERM to this process, and kills the process after ``GRACE`` seconds. On Linux, the system
-    is also asked to send SIGTERM, because the pipe stays open if other processes have opened it.
+    The thread then sends SIGTERM to this process, and kills the process after ``GRACE`` seconds. On Linux, the kernel
+    also sends SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. Otherwise, Linux is not asked
-            to send SIGTERM, because Linux would send the signal when the starting thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. Otherwise, the kernel does not
+            send SIGTERM, because it would send the signal as soon as the starting thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

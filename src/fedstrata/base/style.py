@@ -43,9 +43,9 @@ SERIES = (
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
 """A mapping from methods that have the same line in every figure to the line's index in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")
-"""The line of labels that do not get a colour."""
+"""The line of all labels that do not get a line of ``SERIES``."""
 COLOURED = 6
-"""The number of labels that get a colour if there are more labels than lines in ``SERIES``."""
+"""The number of labels that get a line of ``SERIES`` if there are more labels than lines."""
 
 INK = Colour("#1f242b", "#e4e7eb")
 """The colour of text and axes."""
@@ -64,7 +64,7 @@ BORDER = Colour("#8a94a0", "#5d6773")
 MIDDLE = "#7a7f86"
 """The colour of text and axes in pictures for both light and dark backgrounds."""
 SCALE = Colour("#08519c", "#6db3f2")
-"""The colour of the largest value in a heat map; the scale begins with the background."""
+"""The colour of the largest value in a heat map. The colour scale begins with the background colour."""
 
 FATES = {
     "returned": Colour("#347a58", "#347a58"),
@@ -73,11 +73,11 @@ FATES = {
     "failed": Colour("#ab4e00", "#ab4e00"),
     "refused": Colour("#d0468f", "#d0468f"),
 }
-"""A mapping from each outcome of an invited client to its colour."""
+"""A mapping from each outcome of an invitation to its colour."""
 
 
 class Verdict(NamedTuple):
-    """The form in which a verdict is shown: a sign, words and colours, which are always used together."""
+    """How the result of a comparison is shown: a sign, words and colours, which are always used together."""
 
     sign: str
     words: str
@@ -101,7 +101,7 @@ VARIABLES = {
         for part, colour in (("", verdict.text), ("-ground", verdict.ground))
     },
 }
-"""A mapping from the name of each variable in the style sheets of HTML pages to its colour."""
+"""A mapping from each CSS variable of the HTML pages to its colour."""
 
 
 def style_sheet() -> str:
@@ -111,7 +111,7 @@ def style_sheet() -> str:
 
 
 def lines(labels: Sequence[str]) -> dict[str, Stroke]:
-    """Choose the line of each label.
+    """Choose a line for each label of a chart.
 
     A method in ``FIXED`` has its own line, and other labels get the remaining lines. If there are more labels than
     lines, only the first ``COLOURED`` labels get colours, so that the colours can be distinguished.

@@ -1,4 +1,4 @@
-"""The command line ``fedstrata``, with a module for each group of commands."""
+"""The command-line program ``fedstrata``, with one module for each group of commands."""
 
 from fedstrata.cli.main import main
 

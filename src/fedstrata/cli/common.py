@@ -1,4 +1,4 @@
-"""Provide functions that several commands share, for specs, overrides, errors, output and run folders."""
+"""Provide functions that several commands share: for specs, overrides, errors, output and run folders."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ if TYPE_CHECKING:
     from fedstrata.spec.experiment import Experiment
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The type of the object to which each command adds its parser of arguments."""
+"""The type of the object to which each command adds its argument parser."""
 R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice that an interrupted command prints if its runs can continue only with ``--out``."""
+"""The advice that interrupted commands print if their runs can be continued only with ``--out``."""
 
 
 def add_command(
     commands: Commands, name: str, help: str, examples: str, more: str = "", *, imports: bool = False, **defaults: Any
 ) -> argparse.ArgumentParser:
-    """Add a command with examples at the end of its ``--help``.
+    """Add a command whose ``--help`` ends with examples.
 
     Args:
         commands: The object to which the command is added.
         name: The name of the command.
-        help: The purpose of the command, in one line.
+        help: The purpose of the command, as one line of help.
         examples: The examples, one per line.
         more: Additional text of the help.
-        imports: Whether the command may import code that a spec names, from installed packages or the working
-            directory. Commands that only inspect a spec or a result may import such code only with ``--trust``
-            (``add_trust``).
-        defaults: Attributes of the parsed options, such as ``work``, the function that executes the command.
+        imports: Whether the command may import Python code that a spec names, from installed packages or the working
+            directory. Commands that only inspect specs or results may do so only with ``--trust`` (``add_trust``).
+        defaults: Attributes of the parsed options, such as ``work``, which is the function that runs the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -62,7 +61,7 @@ def add_command(
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``--trust``."""
+    """Add the argument ``--trust``, which allows the import of Python code that a spec names."""
     help = "import the Python code that the spec names, as 'fedstrata run' does"
     parser.add_argument("--trust", action="store_true", dest="imports", help=help)
 
@@ -83,7 +82,7 @@ def add_columns(parser: argparse.ArgumentParser) -> None:
 def _console() -> Console:
     """Return a console that raises ``BrokenPipeError`` if its output is closed.
 
-    Rich's own console exits with code 1.
+    Rich's own console would exit with code 1.
     """
     from rich.console import Console
 
@@ -95,14 +94,17 @@ def _console() -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and texts that are objects of Rich. Lines that are wider than the terminal are not cut off."""
+    """Print Rich tables and texts. Lines that are wider than the terminal are not cut off."""
     console = _console()
     for part in parts:
         console.print(part, crop=False)
 
 
 def show_paragraphs(*paragraphs: Text) -> None:
-    """Print paragraphs that wrap between words. Lines after a paragraph's first line are indented by two columns."""
+    """Print paragraphs that wrap between words.
+
+    All lines of a paragraph except the first are indented by two columns.
+    """
     from rich.text import Text
 
     console = _console()
@@ -120,7 +122,7 @@ def show_paragraphs(*paragraphs: Text) -> None:
 
 
 def show_link(word: str, path: Path) -> None:
-    """Print the URL of a file, which a click in the terminal opens."""
+    """Print the URL of a file as a link, which a click in the terminal opens."""
     from rich.console import Console
     from rich.text import Text
 
@@ -129,13 +131,13 @@ def show_link(word: str, path: Path) -> None:
 
 
 def print_json(result: object) -> None:
-    """Print a result for programs as JSON. NaN and infinity are written as null."""
+    """Print a result as JSON, for programs. NaN and infinity are written as null."""
     text = json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
 
 
 def print_result(options: argparse.Namespace, result: object, *lines: str) -> None:
-    """Print the result of a command: as JSON with ``--json``, otherwise as lines of text."""
+    """Print the result of a command, as JSON if ``--json`` is set, and otherwise as lines of text."""
     if options.json:
         print_json(result)
     else:
@@ -156,12 +158,12 @@ def add_overrides(
     metavar: str = "SECTION.KEY=VALUE",
     help: str = "setting that overrides the spec, such as training.lr=0.1; may be repeated",
 ) -> None:
-    """Add the argument ``--set``, which may be repeated."""
+    """Add the repeatable argument ``--set``, which overrides settings of a spec."""
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar=metavar, help=help)
 
 
 def experiment(options: argparse.Namespace) -> Experiment:
-    """Build the experiment from the file ``SPEC`` and the overrides ``--set``."""
+    """Create the experiment that the arguments ``SPEC`` and ``--set`` describe."""
     from fedstrata.spec.experiment import Experiment, read_table
 
     table = read_table(options.spec, options.overrides)
@@ -171,7 +173,7 @@ def experiment(options: argparse.Namespace) -> Experiment:
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
     """Call ``work`` and return its result.
 
-    If ``work`` raises ``SpecError``, add the line of the spec file to the message.
+    If ``work`` raises ``SpecError``, add the line in the spec file to the message.
     """
     from fedstrata.spec.experiment import with_location
 
@@ -187,7 +189,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. For an unknown key, add the sections that have this key to the message."""
+    """If an error is about an unknown key, add the sections that have this key to the message. Return the error."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")
@@ -200,26 +202,26 @@ def elsewhere(error: SpecError) -> SpecError:
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:
-    """Parse the seeds of ``--seeds``. Return None if the option was not given.
+    """Parse the option ``--seeds``. Return None if the option was not given.
 
     Raises:
-        SpecError: A seed is not a whole number of at least 0, or occurs twice.
+        SpecError: A seed is not an integer of at least 0, or occurs twice.
     """
     if options.seeds is None:
         return None
     try:
         numbers = [int(seed) for seed in options.seeds.split(",")]
     except ValueError:
-        problem = "is not a list of whole numbers. Use, for example, --seeds 0,1,2."
+        problem = "is not a list of integers. Use, for example, --seeds 0,1,2."
         raise SpecError("--seeds", problem, options.seeds) from None
     if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        problem = "must be different whole numbers of at least 0. Use, for example, --seeds 0,1,2."
+        problem = "must be different integers of at least 0. Use, for example, --seeds 0,1,2."
         raise SpecError("--seeds", problem, options.seeds)
     return numbers
 
 
 def jobs(options: argparse.Namespace) -> int | None:
-    """Return the number of ``--jobs``, or None if the option was not given.
+    """Return the value of the option ``--jobs``, or None if the option was not given.
 
     Raises:
         SpecError: The number is below 1.
@@ -231,17 +233,16 @@ def jobs(options: argparse.Namespace) -> int | None:
 
 
 def stamp() -> str:
-    """Return the current date and time as text that can be part of a folder's name."""
+    """Return the current date and time in a form for folder names."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
-    """Yield the given folder.
+    """Yield the folder that the user gave, or a new folder.
 
-    If no folder is given, yield a new folder under ``runs``. At the end, remove this folder if it is empty.
-
-    Each process gets a folder of its own, even if several processes start in the same second.
+    New folders are created under ``runs``, and removed at the end if they are empty. Each process gets its own folder,
+    even if several processes start in the same second.
 
     Args:
         given: The folder that the user gave; None to make a new folder.
@@ -265,11 +266,12 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
 
 
 BROKE_DOWN = 3
-"""The exit code for a run that broke down: from some round to the end, the server could not use any client's reply."""
+"""The exit code for a run that broke down: from some round until the end, the server could not use any client's
+reply."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:
-    """Print the summary of a run, and return the exit code of the command."""
+    """Print a run's summary, and return the exit code of the command."""
     code = exit_code({"": [history]})
     if as_json:
         print_json({**history.summary, "folder": str(history.path)})

@@ -1,6 +1,6 @@
 """Complete the arguments of commands when a user presses Tab in a shell.
 
-The functions are attached to the parser only if a shell asks for completions.
+The functions are attached to the parser only if a shell requests completions.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def keys(prefix: str = "", **_: Any) -> list[str]:
 
 
 def words(**_: Any) -> list[str]:
-    """Complete the argument of ``fedstrata explain``: a key, section or name of a spec."""
+    """Complete the argument of ``fedstrata explain``, which is a key, section or name of a spec."""
     from fedstrata.cli.teach import words
 
     return words(known())
 
 
 def sections(**_: Any) -> list[str]:
-    """Complete the first argument of ``fedstrata settings``: a section of a spec."""
+    """Complete the first argument of ``fedstrata settings``, which is a section of a spec."""
     return list(known()["settings"])
 
 
 def names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """Complete the second argument of ``fedstrata settings``: a name that the section in the first argument accepts."""
+    """Complete the second argument of ``fedstrata settings``, which is a name that the given section accepts."""
     return [name for name in known()["settings"].get(parsed_args.section, {"kinds": {}})["kinds"] if name]
 
 
@@ -56,7 +56,7 @@ def engines(**_: Any) -> list[str]:
 
 
 def kinds(**_: Any) -> list[str]:
-    """Complete the argument of ``fedstrata new``: a kind of file that this command can write."""
+    """Complete the argument of ``fedstrata new``, which is the kind of file to write."""
     from fedstrata.cli.teach import KINDS
 
     return list(KINDS)
@@ -71,11 +71,11 @@ COMPLETERS: dict[tuple[str, str], Completer] = {
     ("settings", "name"): names,
     ("new", "kind"): kinds,
 }
-"""A mapping from the name of a command ("" for all) and the name of an argument to the argument's completer."""
+"""A mapping from pairs of a command ("" for all commands) and an argument to the argument's completer."""
 
 
 def attach(whole: argparse.ArgumentParser) -> None:
-    """Attach the completers in ``COMPLETERS`` to the arguments of the commands."""
+    """Attach the functions in ``COMPLETERS`` to the arguments of all commands."""
     for action in whole._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command, parser in action.choices.items():

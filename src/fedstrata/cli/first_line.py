@@ -1,4 +1,4 @@
-"""Print immediately what a command will do, because imports and the start of worker processes take several seconds."""
+"""Print what a command will do, before imports and the start of worker processes, which take several seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstrata.cli.layout import say
 
 
 def announce(options: argparse.Namespace, text: str) -> None:
-    """Print the first line of a command if standard error is a terminal and ``--quiet`` is not set."""
+    """Print a command's first line of output if standard error is a terminal and ``--quiet`` is not set."""
     if text and sys.stderr.isatty() and not options.quiet:
         say(text)
 
@@ -28,7 +28,7 @@ def of_run(options: argparse.Namespace) -> str:
 
 
 def of_compare(options: argparse.Namespace) -> str:
-    """Return the first line that ``fedstrata compare`` prints; an empty text if the methods are missing."""
+    """Return the first line that ``fedstrata compare`` prints; an empty string if the methods are missing."""
     table = _table(options)
     compared = table.get("compare")
     labels = options.methods.split(",") if options.methods else list(compared) if isinstance(compared, dict) else []
@@ -41,7 +41,7 @@ def of_sweep(options: argparse.Namespace) -> str:
 
 
 def _times(methods: int, table: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """Return a text with the number of runs, the data set and the folder."""
+    """Describe how many runs a comparison has, on which data set, and in which folder."""
     seeds = len(options.seeds.split(",")) if options.seeds else 1
     runs = methods * seeds
     at_once = min(options.jobs or (os.cpu_count() or 1), runs) if options.engine == "local" else options.jobs or 1
@@ -62,7 +62,7 @@ def _into(options: argparse.Namespace, before: str = " ") -> str:
 
 
 def _table(options: argparse.Namespace) -> dict[str, Any]:
-    """Read the spec without checking it, because the command reports errors later."""
+    """Read the spec without checks, because the command reports errors later."""
     try:
         table = tomllib.loads(Path(options.spec).read_text(encoding="utf-8")) if options.spec else {}
     except (OSError, ValueError, RecursionError):
@@ -71,7 +71,7 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _named(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the data set and the method that the overrides choose."""
+    """Return the data set and the method that the overrides select."""
     pairs = [(key.strip().removesuffix(".name"), value.strip(" '\"")) for key, _, value in
              (override.partition("=") for override in overrides)]  # fmt: skip
     return {key: value for key, value in pairs if key in ("data", "method")}

@@ -1,4 +1,4 @@
-"""Add the commands that inspect: ``methods``, ``datasets``, ``settings``, ``partition``, ``strata`` and ``report``."""
+"""Add the commands ``methods``, ``datasets``, ``settings``, ``partition``, ``strata`` and ``report``."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]], one_line: bool = False) -> None:
-    """Print a table of texts. Long texts wrap to the terminal's width, or are cut to one line."""
+    """Print a table of texts. Long texts wrap to the width of the terminal, or are cut off after one line."""
     words = range(1, len(headings))
     common.show(ScreenTable(headings, list(rows), words=words, every=True, one_line=one_line))
 
@@ -191,13 +191,11 @@ def _strata(options: argparse.Namespace) -> None:
     from fedstrata.runs.preparation import prepare
 
     if options.rounds < 1:
-        raise SpecError(
-            "--rounds", "must be a whole number of at least 1. Use, for example, --rounds 5.", options.rounds
-        )
+        raise SpecError("--rounds", "must be an integer of at least 1. Use, for example, --rounds 5.", options.rounds)
     if options.spec is not None and Path(options.spec).is_dir():
         if options.overrides:
             raise SpecError(
-                "--set", "cannot change the settings of a finished run. Give a spec instead of the folder of a run."
+                "--set", "cannot change the settings of a run in a folder. Give a spec instead of the run folder."
             )
         view = strata_of_folder(Path(options.spec))
     else:

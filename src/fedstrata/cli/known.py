@@ -1,8 +1,9 @@
-"""Store a table of all methods and settings, so that commands about them need not import PyTorch.
+"""Store a list of all methods and settings, so that commands such as ``fedstrata settings`` need not import PyTorch.
 
-The table is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
-compares the file with the code. A section such as ``partition`` accepts several Python classes, such as ``dirichlet``,
-which are called its kinds. If a section has only one class, the section has one kind, and the kind's name is empty.
+The list is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
+compares the file with the code. A section such as ``partition`` accepts several names, such as ``dirichlet``, each of
+which stands for a Python class. This module calls these classes the kinds of the section. If a section has only one
+class, the section has one kind with an empty name.
 """
 
 from __future__ import annotations
@@ -21,21 +22,20 @@ if TYPE_CHECKING:
     from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2, "data.augment": 2}
-"""A mapping from each section that accepts a user's function to the number of arguments that fedstrata passes to the
-function.
+"""For each section that accepts a user's function, the number of arguments that fedstrata passes to the function.
 
-Further arguments of a function are its settings.
+Further arguments of the function are its settings.
 """
 
 FILE = Path(__file__).with_name("known.json")
 
 
 def known() -> dict[str, Any]:
-    """Read the table from its file.
+    """Return the content of ``known.json``.
 
     Returns:
-        A dict with three keys. The key ``methods`` has a row per method: its name, the first line of its docstring, and
-        its paper. The key ``experiment`` has a row per key outside sections, such as ``seed``. The key ``settings``
+        A dict with three keys. ``methods`` has a row per method: its name, the first line of its docstring, and its
+        paper. ``experiment`` has a row for each key that does not belong to a section, such as ``seed``. ``settings``
         maps each section to its keys; see ``find_section``.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -43,10 +43,10 @@ def known() -> dict[str, Any]:
 
 
 def find_section(name: str) -> dict[str, Any]:
-    """Return a section's table.
+    """Return the description of a section, as a dict.
 
-    In the table, ``common`` is a list with a row per key that all kinds have. The key ``kinds`` maps each name to the
-    table of a kind; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
+    In the dict, ``common`` has one row for each key that all kinds share. ``kinds`` maps each name to the description
+    of this kind; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -58,7 +58,7 @@ def find_section(name: str) -> dict[str, Any]:
 
 
 def find_kind(section: str, name: str) -> dict[str, Any]:
-    """Return the table of one kind in a section: a sentence ``about`` the kind, and ``keys``, with a row per key.
+    """Return a dict that describes one kind in a section: a sentence (``about``), and one row per key (``keys``).
 
     Args:
         section: The section, such as ``"method.objective"``.
@@ -66,7 +66,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             and ``data.augment`` also accept ``"module:function"``.
 
     Raises:
-        SpecError: The section is unknown, or the kind in this section is unknown.
+        SpecError: The section is unknown, or the section does not have this kind.
     """
     if ":" in name and section in FUNCTIONS:
         from fedstrata.base.config import Setting
@@ -110,7 +110,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
     """Describe a function by its docstring and its settings (all arguments except the first ``given``)."""
     if not callable(function):
         raise SpecError(
-            "name", f"is the name of a {type(function).__name__}. Give the name of a class or function.", name
+            "name", f"is the path of a {type(function).__name__}. Give the path of a class or function.", name
         )
     try:
         arguments = list(inspect.signature(function).parameters.values())[given:]
@@ -129,7 +129,7 @@ def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Generate the table from the code. The docstring of ``known`` describes the table's content."""
+    """Generate the content of ``known.json`` from the code. The docstring of ``known`` describes the content."""
     from fedstrata.methods.base import METHODS
     from fedstrata.spec.experiment import Experiment
     from fedstrata.spec.reference import SECTIONS, common, kinds, rows

@@ -1,4 +1,4 @@
-"""Lay out help and messages in terminals of any width: texts wrap between words, and commands do not wrap."""
+"""Format help and messages for terminals of any width. Text wraps between words, but commands do not wrap."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedstrata.base.printable import printable
 from fedstrata.base.screen import READABLE, WORDS
 
 COLUMNS = re.compile(r"(?P<name> +\S.*?) {2,}(?P<text>\S.*)")
-"""The pattern of an indented line with two columns: a name or command, and a text about this name or command."""
+"""The pattern of an indented line with two columns: a name or command, and its description."""
 
 
 class Layout(argparse.HelpFormatter):
-    """A formatter of help that keeps the line breaks of descriptions and examples, and wraps long lines."""
+    """A help formatter that keeps the line breaks of descriptions and examples, and wraps long lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=min(shutil.get_terminal_size().columns - 2, READABLE))
@@ -32,7 +32,7 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in the form that all commands use."""
+    """An argument parser that reports errors in the same form as all commands."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with code 2."""
@@ -55,8 +55,8 @@ def say(message: object) -> None:
 def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
-    An indented line with only one column is a command to copy, and is not wrapped. A text in a second column wraps
-    within its column or, if the column would be narrow, is placed below the name.
+    An indented line with only one column is a command to copy, and does not wrap. Text in a second column wraps within
+    this column or, if the column would be too narrow, goes below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)
     ['  fedstrata new spec', '      write a spec']

@@ -1,4 +1,4 @@
-"""Run the program ``fedstrata COMMAND``: parse and run a command, and handle its errors.
+"""Run the command-line program ``fedstrata``: parse and run a command, and report its errors.
 
 PyTorch, scikit-learn and matplotlib take seconds to import, so a command imports them only when it needs them.
 """
@@ -47,8 +47,7 @@ GROUPS = {
         *("verify", "ledger", "renew", "revoke"),
     ),
 }
-"""The groups of commands in ``fedstrata --help``. The title of the last group begins with two sentences about the
-group.
+"""The groups of commands in ``fedstrata --help``. The title of the last group begins with two explanatory sentences.
 """
 
 ABOUT = "Federated learning that holds up when data are non-IID and clients drop out."
@@ -65,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     The exit code is 0 for success, 1 for an expected failure, and 2 for invalid input. The exit code is 3 if a run
-    broke down: from some round on, the server could not use any client's reply. If the command was interrupted, the
-    exit code is 128 plus the number of the signal (130 for Ctrl-C).
+    broke down, which means that from some round on, the server could not use any client's reply. If the command was
+    interrupted, the exit code is 128 plus the number of the signal (130 for Ctrl-C).
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # the stream was closed, for example by ``>&-``
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         teach.complete(whole)
     options = _parse(whole, (sys.argv[1:] if arguments is None else arguments) or ["--help"])
     if any("\0" in str(value) for value in vars(options).values()):
-        whole.error("an argument contains a NUL character, which names of files cannot contain. Remove it.")
+        whole.error("an argument contains a NUL character, which is not allowed. Remove the character.")
     warnings.showwarning = _one_line
     try:
         with ending_in_order(), _imports(options.imports):
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # PyTorch raises a plain RuntimeError if the memory of the CPU is full.
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        advice = "Use a smaller model or batch, or fewer training.workers, or free memory and repeat the command."
+        advice = "Use a smaller model or batch size, reduce training.workers, or free memory. Then repeat the command."
         say(f"fedstrata: the memory is full. {advice}")
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
@@ -112,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. If the command or an argument is unknown, exit with a message in one line."""
+    """Parse the arguments. If the command or an argument is unknown, print a one-line error and exit."""
     commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     name, *_ = arguments
     if name not in commands and not name.startswith("-"):
@@ -130,9 +129,9 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 @contextmanager
 def _imports(allowed: bool) -> Iterator[None]:
-    """Allow or forbid the import of Python code that a spec names, during the ``with`` block.
+    """Allow or forbid imports of the Python code that a spec names, during the ``with`` block.
 
-    If imports are allowed, modules in the working directory can be imported too.
+    If imports are allowed, modules in the working directory can be imported, too.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
@@ -141,9 +140,9 @@ def _imports(allowed: bool) -> Iterator[None]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands.
+    """Return the argument parser with all commands.
 
-    The parsed options have the attribute ``work``, which is the function that runs the command. Some options have
+    The parsed options have the attribute ``work``, which is the function that runs the command. Some options also have
     ``after_interrupt``, which is the advice to print after an interrupt.
     """
     usage = "fedstrata [-h] [--version] COMMAND ..."
@@ -159,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _overview(commands: Commands) -> str:
-    """Return a list of all commands in groups."""
+    """Return the text that lists all commands by group."""
     helps = {action.dest: action.help for action in commands._get_subactions()}
     groups = ((title, [name for name in names if name in helps]) for title, names in GROUPS.items())
     return "\n\n".join(
@@ -168,7 +167,7 @@ def _overview(commands: Commands) -> str:
 
 
 def _flat(error: Exception) -> str:
-    """Return an error's message in one line, without the number that the operating system gives to the error."""
+    """Return an error message in one line, without the operating system's error number."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
@@ -176,9 +175,9 @@ def _flat(error: Exception) -> str:
 
 
 def _is_reader_gone() -> bool:
-    """Return True if the program that reads standard output, such as ``head``, has closed it.
+    """Return True if the program that reads standard output, such as ``head``, has closed the pipe.
 
-    Further output is then discarded, so that Python does not raise another error at its exit.
+    Further output is then discarded, so that Python does not raise another error at exit.
     """
     with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
         descriptor = sys.stdout.fileno()

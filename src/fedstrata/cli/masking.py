@@ -1,4 +1,4 @@
-"""The command ``fedstrata keys``, which creates the secret keys that clients need to mask their labels."""
+"""Add the command ``fedstrata keys``, which creates the secret keys with which clients mask their labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _keys(options: argparse.Namespace) -> None:
     from fedstrata.stratify.masking.key_store import VARIABLE, Keys
 
     path = Keys.make().write(options.out)
-    text = f"copy {path} to the site of every client, and never to the server; set {VARIABLE} to the folder of the copy"
+    text = f"copy {path} to each site, but never to the server. At each site, set {VARIABLE} to the folder of the copy."
     print_result(options, {"file": path, "variable": VARIABLE}, text)
 
 

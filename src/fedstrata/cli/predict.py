@@ -1,4 +1,4 @@
-"""The command ``fedstrata predict``, which predicts the target of each row of a table with the model of a run."""
+"""Add the command ``fedstrata predict``, which predicts the target of each row of a table with a run's model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _predict(options: argparse.Namespace) -> int:
 
     predictor = load(options.run)
     if predictor.schema is None:
-        problem = f"the model of this run takes arrays of shape {predictor.shape}, not rows of a table. In Python, use "
+        problem = f"this run's model needs arrays of shape {predictor.shape}, not rows of a table. In Python, use "
         raise SpecError("RUN", f"{problem}fedstrata.load(RUN).predict(arrays).", str(options.run))
     rows = read_table(options.rows, predictor.schema)
     names = list(filter(None, options.keep.split(",")))

@@ -1,4 +1,4 @@
-"""The commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which tries settings."""
+"""Add the commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which tries settings."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
     if not with_baseline:
         raise SpecError(
             "--figure",
-            ("shows differences between methods, but there is only one method. Give the folders of more methods."),
+            ("shows differences between methods, but the folders contain only one method. Give more folders."),
             str(path),
         )
     draw_forest(with_baseline, path)
@@ -126,7 +126,7 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
 
 
 def _print_heading(format: str, data: str, tables: int) -> None:
-    """Print the data set's name as a heading, if there are several tables and the format has headings."""
+    """Print the name of the data set as a heading, if there are several tables and the format allows headings."""
     if tables > 1 and format in ("latex", "markdown", "console"):
         print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {printable(data or 'unnamed data')}:\n")
 
@@ -151,7 +151,7 @@ def _budget(text: str) -> tuple[str, float | None]:
     try:
         return kind.strip(), float(amount) if equals else None
     except ValueError:
-        raise SpecError("--at", "is not of the form COST=NUMBER. Use, for example, --at bytes=5e7.", text) from None
+        raise SpecError("--at", "must have the form COST=NUMBER. Use, for example, --at bytes=5e7.", text) from None
 
 
 def add_sweep(commands: Commands) -> None:
@@ -242,9 +242,9 @@ def _search(options: argparse.Namespace, table: dict[str, Any], settings: dict[s
         key, equals, text = given.partition("=")
         if not equals or key.strip() in space:
             problem = (
-                "is given twice. Remove one."
+                "the key is given twice. Remove one of the options."
                 if equals
-                else "is not of the form SECTION.KEY=RANGE. Use, for example, training.lr=log:0.001..0.5."
+                else "must have the form SECTION.KEY=RANGE. Use, for example, training.lr=log:0.001..0.5."
             )
             raise SpecError("--search", problem, given)
         space[key.strip()] = text
@@ -256,7 +256,7 @@ def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Split overrides into fixed settings and a grid.
 
     Returns:
-        The overrides that have one value, and a mapping from the key of each other override to its values.
+        The overrides with a single value, and a mapping from the keys of the other overrides to their values.
     """
     from fedstrata.spec.experiment import parse_value, split_values
 

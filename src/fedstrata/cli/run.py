@@ -1,4 +1,4 @@
-"""The commands ``fedstrata run``, for one experiment, and ``fedstrata compare``, for several methods and seeds."""
+"""Add the commands ``fedstrata run``, for one experiment, and ``fedstrata compare``, for several methods and seeds."""
 
 from __future__ import annotations
 
@@ -60,10 +60,8 @@ def _run(options: argparse.Namespace) -> int:
     if resume:
         out = options.resume
         if options.spec is not None or options.out is not None:
-            problem = (
-                "uses the spec and folder of the run. Remove SPEC and --out; change settings such as training.rounds "
-            )
-            problem += "with --set."
+            problem = "uses the spec and the folder of the run. Remove SPEC and --out. To change settings such as "
+            problem += "training.rounds, use --set."
             raise SpecError("--resume", problem, str(out))
         spec = spec_of(out, "--resume", options.overrides)
     else:
@@ -71,7 +69,8 @@ def _run(options: argparse.Namespace) -> int:
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = (
-                f"[{COMPARE}] has no effect here, and only {spec.method.name} runs. Use 'fedstrata compare' to run all."
+                f"'fedstrata run' ignores [{COMPARE}], and runs only {spec.method.name}. To run all, use 'fedstrata "
+                "compare'."
             )
             say(f"fedstrata: note: {note}")
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"
@@ -177,7 +176,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _again(options: argparse.Namespace, seeds: Sequence[int], out: Path) -> str:
-    """Return the command that adds seeds to the comparison."""
+    """Return the command that repeats the comparison with more seeds."""
     words = ["fedstrata", "compare", *([options.spec] if options.spec else [])]
     for name in ("methods", "references"):
         if (given := getattr(options, name)) is not None:

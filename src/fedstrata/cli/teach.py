@@ -26,7 +26,7 @@ KINDS = {
     "task": "a task, which defines what a model learns: its targets, loss and metrics",
 }
 """A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
-their templates."""
+the templates."""
 
 SHELLS = {
     "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',
@@ -61,12 +61,12 @@ def _new(options: argparse.Namespace) -> None:
     [template] = TEMPLATES.glob(f"{kind.replace('-', '_')}.*")
     path: Path = options.file or Path(template.name)
     if path.suffix != template.suffix:
-        raise SpecError("FILE", f"has the wrong ending. Give a name that ends in {template.suffix}.", str(path))
+        raise SpecError("FILE", f"has the wrong extension. Give a name that ends in {template.suffix}.", str(path))
     if path.suffix == ".py" and not path.stem.isidentifier():
         raise SpecError("FILE", "is not a name that Python can import. Use, for example, my_sampler.py.", str(path))
     text = template.read_text(encoding="utf-8").replace("{module}", path.stem).replace("{file}", path.as_posix())
     if path.exists() and not options.force:
-        raise SpecError("FILE", "already exists. Give another name, or overwrite it with --force.", str(path))
+        raise SpecError("FILE", "already exists. Give another name, or overwrite the file with --force.", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     lines = [line.lstrip("# ") for line in text.splitlines()]
@@ -113,11 +113,11 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections that ``--set`` cannot change: lists of tables, and sections whose name the user chooses."""
+"""Sections that ``--set`` cannot change, which are lists of tables, and sections with names that users choose."""
 
 
 def _example(entry: dict[str, Any]) -> str:
-    """Return an example that sets a key with ``--set``; the text is empty if ``--set`` cannot change the key."""
+    """Return an example that sets a key with ``--set``; an empty string if ``--set`` cannot change the key."""
     if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
         return ""
     value = "VALUE" if entry["default"] in ("required", "not set", "") else entry["default"]
@@ -135,13 +135,12 @@ def explanations(word: str) -> list[dict[str, Any]]:
             of a key (``constant``). Dotted paths are also accepted.
 
     Returns:
-        A dict for each meaning. For a key, the dict contains ``key``, its ``section``, ``about`` (its meaning), its
-        accepted values ``takes`` and its ``default``. The entry ``kinds`` lists the classes in the section that have
-        the key; it is empty if all classes have the key. For a section or a class, ``key`` is empty, and ``has`` lists
-        its keys.
+        A dict for each meaning. For a key, the dict contains ``key``, ``section``, ``about`` (the meaning), ``takes``
+        (the accepted values) and ``default``. ``kinds`` lists the classes in the section that have the key; it is empty
+        if all classes have the key. For a section or a class, ``key`` is empty, and ``has`` lists the keys.
 
     Raises:
-        SpecError: The word does not have a meaning. The message suggests a similar word.
+        SpecError: The word is unknown. The message suggests a similar word.
     """
     from fedstrata.cli.known import known
 
@@ -206,7 +205,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def complete(whole: argparse.ArgumentParser) -> None:
-    """Answer a shell's request for completions and exit. Do nothing if a shell has not requested completions."""
+    """Answer a shell's request for completions, and exit. Without such a request, do nothing."""
     import argcomplete
 
     argcomplete.autocomplete(whole)

@@ -1,4 +1,4 @@
-"""Define the client, which answers requests, and the context that all clients of one process share."""
+"""Define clients, which answer the server's requests, and the context that all clients of a process share."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 def no_forms(config: FederationConfig) -> Forms:
-    """Return an empty mapping, because replies are not added up."""
+    """Return an empty mapping, for runs without secure sums."""
     return {}
 
 
 @dataclass(frozen=True)
 class ClientContext:
-    """The data set, the model and the settings, which all clients of a process share.
+    """The data set, the model and the settings that all clients of a process share.
 
     Args:
         config: The settings that server and clients share.
@@ -52,20 +52,19 @@ class ClientContext:
         assignment: The indices of each client's training samples.
         objective: The objective that clients minimise.
         handlers: The functions with which clients answer requests.
-        held: The samples that are not used for training, such as each client's own test samples.
+        held: The samples that are held out of training, such as each client's own test samples.
         evaluation: The settings of evaluation, such as the metrics.
-        communication: The codecs of models and updates.
+        communication: The codecs that compress models and updates.
         personal: The objective for fine-tuning a client's copy of the global model before the copy is evaluated.
-        tells_values: Whether the answer to an evaluation contains the metrics on the client's own samples. In every
-            case, the answer contains sums, from which the server computes the metrics over all clients.
-        privacy: The privacy settings of the spec. The clients' site may require more samples for an answer than the
-            spec does.
-        forms: A function that returns the forms in which secure sums (``privacy.sums``) add replies.
-        prepared: A mapping from each function that ``cached`` called to its result.
+        tells_values: Whether the reply to an evaluation request contains the metrics on the client's own samples. The
+            reply always contains sums, from which the server computes the metrics over all clients.
+        privacy: The privacy settings. The clients' site may require more samples per reply than the spec does.
+        forms: A function that returns how secure sums (``privacy.sums``) add up the replies to each kind of request.
+        prepared: The cache of ``cached``: a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
-            server knows. Real sites need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
-        member: The real site as a party of secure sums; None if the run has no secure sums, or is a simulation.
+            server knows. Sites of a deployment need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
+        member: The site's part in secure sums; None in simulations, and in runs without secure sums.
     """
 
     config: FederationConfig
@@ -86,7 +85,7 @@ class ClientContext:
     member: Member | None = field(default=None, compare=False, repr=False)
 
     def cached(self, factory: Callable[[ClientContext], T]) -> T:
-        """Return ``factory(self)``, which is computed only at the first call. All clients share the result."""
+        """Return ``factory(self)``. The value is computed at the first call, and all clients share it."""
         if factory not in self.prepared:
             self.prepared[factory] = factory(self)
         prepared: T = self.prepared[factory]
@@ -94,15 +93,15 @@ class ClientContext:
 
 
 class Client:
-    """A client that answers one request. There is a new ``Client`` object for each request.
+    """A client that answers one request. Each request gets a new ``Client`` object.
 
     Args:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
-        state: The values that the client stored at earlier requests. A handler may replace entries, but must not change
-            a value in place, so that the old state remains valid if the answer is refused.
-        group: The connection to other clients that answer at the same time, with which clients add up tensors
-            (``all_reduce_sum``). The value is None if the client runs alone.
+        state: The values that the client stored during earlier requests. A handler may replace entries, but must not
+            change a value in place, because the old state remains valid if the reply is refused.
+        group: The connection with which clients that run at the same time add up tensors (``all_reduce_sum``); None if
+            the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
 
@@ -123,33 +122,33 @@ class Client:
         self.seed = secrets.randbits(256) if context.secret else context.config.seed
         """The seed of the client's random numbers: the spec's seed, or a new secret (see ``ClientContext.secret``)."""
         self.n_contributing = 0
-        """Number of samples that contribute to the answer, for the site's audit log. ``authorize_release`` sets this
+        """Number of samples that contribute to the reply, for the site's audit log. ``authorize_release`` sets this
         number."""
 
     def authorize_release(self, samples: int) -> None:
-        """Check that enough samples contribute to an answer.
+        """Check that enough samples contribute to a reply.
 
         Handlers call this method before they read the samples. Only noisy size reports and masked labels do not need
         this check.
 
-        If ``privacy.min_samples`` is 1, an answer is allowed even if no sample contributes to the answer.
+        If ``privacy.min_samples`` is 1, a reply is allowed even if it is based on 0 samples.
 
         Args:
-            samples: Number of samples that contribute to the answer.
+            samples: Number of samples that contribute to the reply.
 
         Raises:
             WithheldError: The number of samples is smaller than ``privacy.min_samples``. The message does not disclose
                 the number of samples.
         """
         if samples < (least := self.context.privacy.min_samples) and least > 1:
-            problem = f"the answer is based on fewer than privacy.min_samples = {least} samples"
-            raise WithheldError(f"the client did not send its answer, because {problem}.")
+            problem = f"the reply is based on fewer than privacy.min_samples = {least} samples"
+            raise WithheldError(f"the client did not send its reply, because {problem}.")
         self.n_contributing = samples
 
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        With ``training.local_steps``, at most the samples in the batches of these steps count.
+        If ``training.local_steps`` is set, at most the samples in the batches of these steps contribute.
 
         Args:
             samples: Number of samples that are available for training.
@@ -162,13 +161,13 @@ class Client:
         return len(self.indices)
 
     def changed(self) -> bool:
-        """Return True if an entry of the state was replaced, added or removed."""
+        """Return True if a handler replaced, added or removed an entry of the state."""
         state, before = self.state, self._before
         return state.keys() != before.keys() or any(map(is_not, state.values(), map(before.get, state)))
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The strata of the client's samples, such as their classes, shape (n_k,)."""
+        """The stratum of each of the client's samples, such as its class, shape (n_k,)."""
         return self.context.data.require_strata("method", "stratify")[self.indices]
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Inputs, Tensor]:

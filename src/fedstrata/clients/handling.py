@@ -1,6 +1,6 @@
 """Mark and find handlers, which are the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` is a table of marked
+A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` collects marked
 functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
 contains the handlers of a user's method.
 """
@@ -25,17 +25,17 @@ HopHandler = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 class RelayHandler(Protocol):
     """An object that computes a whole relay, in which a model travels from client to client.
 
-    Each client's turn is called a hop. The class ``fedstrata.federation.engine.RelaySession`` has the same methods.
+    The turn of a client is called a hop. The class ``fedstrata.federation.engine.RelaySession`` has the same methods.
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
         """Let one client change the model, and return the client's reply.
 
-        If this method raises an exception, the client is recorded as failed.
+        If this method raises an exception, the hop counts as failed.
         """
 
     def keep(self, accepted: bool) -> None:
-        """Accept the change that the last hop made to the model, or undo it."""
+        """Keep the model of the last hop if ``accepted`` is true; otherwise restore the model before this hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
@@ -47,25 +47,25 @@ _MARK = "_answers"
 
 
 def handles(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
-    """Mark a function with which a client answers requests of the Python class ``kind``."""
+    """Mark the function with which a client answers requests of the Python class ``kind``."""
     return _marking(kind, "alone")
 
 
 def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
-    """Mark a function that computes the sum of several clients' answers to requests of the class ``kind``."""
+    """Mark a function that computes the sum of several clients' replies to requests of the Python class ``kind``."""
     return _marking(kind, "sum")
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark a function as the handler of a relay's tasks of the Python class ``kind``.
+    """Mark the function with which a client of a relay handles tasks of the Python class ``kind``.
 
-    The function changes the travelling model at a client.
+    The function changes the model that travels between clients.
     """
     return _marking(kind, "hop")
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a ``RelayHandlerFactory`` that makes a handler for whole relays with tasks of the Python class ``kind``."""
+    """Mark a function that makes a ``RelayHandler`` for relays with tasks of the Python class ``kind``."""
     return _marking(kind, "relay")
 
 
@@ -78,11 +78,11 @@ def _marking(kind: type[Request], way: str) -> Callable[[F], F]:
 
 
 class Handlers:
-    """Tables that map Python classes of requests to the functions with which clients answer these requests.
+    """Mappings from Python classes of requests to the functions with which clients answer these requests.
 
     Args:
-        functions: Functions that are marked with a decorator, such as ``handles``. If several functions have the same
-            mark, the last of these functions is used.
+        functions: Functions that are marked with a decorator, such as ``handles``. If several functions are marked for
+            the same class in the same way, the last function is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):
@@ -92,16 +92,16 @@ class Handlers:
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self._functions = tuple(functions)
         self.alone: dict[type[Request], Handler] = _Required("answer")
-        """Functions with which one client answers a request."""
+        """The functions with which a single client answers a request."""
         self.hop: dict[type[Request], HopHandler] = _Required("pass on")
-        """Functions with which one client changes the model of a relay."""
+        """The functions with which a client changes the model of a relay."""
         self.sum: dict[type[Request], SumHandler] = {}
-        """Functions that compute the sum of several clients' answers without computing each answer."""
+        """The functions that compute the sum of several clients' replies without computing each reply."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}
-        """Functions that make a ``RelayHandler``, which computes a whole relay."""
+        """The functions that make a ``RelayHandler``, which computes a whole relay."""
         for function in self._functions:
             if not hasattr(function, _MARK):
-                raise FedstrataError(f"{function} does not say which request it answers. Mark it with @handles(…).")
+                raise FedstrataError(f"{function} is not marked as a handler. Mark the function with @handles(…).")
             kind, table = getattr(function, _MARK)
             getattr(self, table)[kind] = function
 
@@ -113,7 +113,7 @@ class Handlers:
 
 
 class _Required(dict[type[Request], Any]):
-    """A table that raises ``FedstrataError`` for a Python class that it does not contain."""
+    """A mapping that raises ``FedstrataError`` for a Python class that is not a key of the mapping."""
 
     def __init__(self, verb: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Store the clients' states between requests."""
+"""Store the states of clients between requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ DEFAULT_MEMORY = 1 << 30
 class StateStore:
     """The states that clients keep between requests.
 
-    When the memory is full, the least recently used states move to the disk.
+    If the states exceed ``memory``, the least recently used states move to the disk.
 
     Args:
-        memory: Largest total size in bytes of the states in memory.
-        folder: Folder for the states on the disk. Default: a temporary folder, which is created at its first use.
+        memory: Maximum total size of the states in memory, in bytes.
+        folder: Folder for the states on the disk. Default: a temporary folder, which is created when it is first
+            needed.
     """
 
     def __init__(self, memory: int = DEFAULT_MEMORY, folder: Path | None = None) -> None:
@@ -31,9 +32,9 @@ class StateStore:
         self._sizes: dict[ClientId, int] = {}
         self._used = 0
         self.clients: set[ClientId] = set()
-        """Clients that have a state, in memory or on disk."""
+        """The clients with a stored state, in memory or on the disk."""
         self.changed: set[ClientId] = set()
-        """Clients whose state changed since this set was last cleared."""
+        """The clients whose state has changed since this set was last cleared."""
 
     def get(self, client: ClientId) -> Mapping[str, Tree]:
         """Return a client's state, or an empty state if no state is stored."""
@@ -73,6 +74,6 @@ class StateStore:
         return self._folder / f"{client}.state"
 
     def close(self) -> None:
-        """Remove the temporary folder. A folder that the caller chose is not removed."""
+        """Remove the temporary folder. A folder that the caller chose stays."""
         if self._temporary is not None:
             self._temporary.cleanup()

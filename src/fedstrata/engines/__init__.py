@@ -1,4 +1,4 @@
-"""Engines, which run the clients on this machine, on a Ray cluster, or in a simulator of sites."""
+"""The engines, which run clients on this machine, on a Ray cluster, or at simulated sites."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ENGINES = {
     "ray": "processes on all cores of this machine or of a Ray cluster",
     "nvflare": "sites of NVIDIA FLARE's simulator",
 }
-"""A mapping from the name of each engine to the place where its clients run."""
+"""A mapping from the name of each engine to the place where clients run."""
 
 
 def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
-    """Return a new engine of the given name.
+    """Create the engine with the given name.
 
     Args:
-        name: ``local`` or ``ray``. Runs with ``nvflare`` are started by ``fedstrata.sites.simulator``.
-        context: Data, assignment, model and settings that all clients share.
+        name: ``local`` or ``ray``. (``fedstrata.sites.simulator`` starts runs with ``nvflare``.)
+        context: The data, the assignment of samples, the model and the settings that all clients share.
         store: The store of the clients' states.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The local engine, which runs all clients on this machine, in this process and in worker processes."""
+"""The local engine, which runs all clients on this machine, in this process and in its worker processes."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Smallest work, in seconds, for which worker processes are started, and for which running workers are used.
+"""Minimum amount of work, in seconds, to start worker processes, and to use workers that are already running.
 
-The decision to start workers also counts the work that this process has already done alone. Two processes do 0.05
+The decision to start workers also counts work that this process has already done without workers. Two processes do 0.05
 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients that computes n sample-gradients in a round is considered stuck after ``PATIENCE`` + ``SLOWEST`` ·
-n seconds without progress.
+"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress. Here, n is the
+number of per-sample gradients that the group computes in a round.
 """
 
 GRACE = 5.0
-"""Largest number of seconds to wait, after an interruption, for the threads of a group to end."""
+"""Maximum waiting time, in seconds, until the threads of a group end after an interruption."""
 
 
 class LocalEngine(Engine):
-    """An engine that creates a client object for each request, and afterwards stores only the client's state.
+    """An engine that creates a new client object for each request. Only the client's state is kept afterwards.
 
-    If a request requires enough work, worker processes compute some of the replies. The result does not depend on which
-    process computes a reply, because clients are independent of each other and replies are sorted.
+    If the requests require enough work, worker processes compute some of the replies. The result does not depend on
+    which process computes a reply, because clients are independent of each other and replies are sorted.
 
     Args:
-        context: Data, assignment, model and settings that all clients share.
+        context: The data, the assignment of samples, the model and the settings that all clients share.
         store: The clients' states.
-        workers: Largest number of processes that compute at the same time, including this process.
+        workers: Maximum number of processes that compute at the same time, including this process.
 
     Raises:
-        SpecError: This machine does not have the device that the settings name.
+        SpecError: This machine does not have the device that ``training.device`` names.
     """
 
     def __init__(self, context: ClientContext, store: StateStore, workers: int = 1) -> None:
@@ -63,7 +63,7 @@ class LocalEngine(Engine):
         self._seconds_per_unit: dict[type[Request], float] = {}
         """For each class of requests, the measured seconds per unit of work; see ``ask`` for the unit."""
         self._seconds_alone = 0.0
-        """Seconds of work that this process has done since the engine was made, until the engine had workers."""
+        """Seconds of work that this process has done since the engine was created."""
 
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
@@ -73,8 +73,8 @@ class LocalEngine(Engine):
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group for ``all_reduce_sum``, whose members 0, 1, … are the clients in ascending order. Default:
-                a new group.
+            group: The group for ``all_reduce_sum``. Its members 0, 1, … are the clients in ascending order. Default: a
+                new group.
         """
         if together:
             return self._ask_group(requests, group)
@@ -82,9 +82,8 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure] = {}
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
-        # The work of a client is the number of samples of which it computes the gradient, plus 1 for the request.
-        # Clients with the most work come first, so that no process begins a long task when the other processes are
-        # nearly done.
+        # The work of a client is its number of per-sample gradients, plus 1 for the request. Clients with the most work
+        # come first, so that a process does not begin a long task when the other processes are nearly done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         remaining = sum(work.values())
 
@@ -110,8 +109,8 @@ class LocalEngine(Engine):
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
                     shared = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
-            # Compute the answer in this process if no worker has computed it. If a client failed in a worker, its
-            # answer is computed again, so that its exception is recorded here.
+            # Compute the reply in this process if workers have not computed it. If a client failed in a worker, its
+            # reply is computed again, so that its exception is recorded here.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
@@ -119,16 +118,16 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        The number is known between the reply and ``commit``, if the handler called ``authorize_release`` in this
+        The number is known from the reply until ``commit``, if the handler called ``authorize_release`` in this
         process.
         """
         client = self._pending.get(number)
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return the time without progress, in seconds, after which a group is considered stuck.
+        """Return the number of seconds without progress after which a group is considered stuck.
 
-        The time is long enough for all clients of the group to train for a round, one after another.
+        In this time, all clients of the group could train for a round one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -142,13 +141,13 @@ class LocalEngine(Engine):
     ) -> None:
         """Compute the replies of clients in the workers and in this process, and add them to ``outcomes``.
 
-        No reply is added for clients that failed in a worker.
+        The replies of clients that failed in a worker are not added.
 
         Args:
-            order: The clients, in the order in which their replies are begun.
+            order: The clients, in the order in which the computation of their replies begins.
             requests: The request of each client.
-            outcomes: The replies so far, to which this method adds.
-            run_locally: A function that computes a client's reply in this process, and adds it to ``outcomes``.
+            outcomes: The mapping to which this method adds replies.
+            run_locally: A function that computes a client's reply in this process, and adds the reply to ``outcomes``.
         """
         if self._pool is None:
             try:
@@ -163,13 +162,13 @@ class LocalEngine(Engine):
                 self._client(number).state = dict(answer.state)
 
     def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
-        """Compute a client's answer in a worker process."""
+        """Compute a client's reply and its new state in a worker process."""
         client = Client(number, self.context, state)
         reply = self.context.handlers.alone[type(request)](client, request)
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of the replies if a handler computes the sum for all clients at once; otherwise None."""
+        """Return the sum of the replies, if a handler can compute the sum for all clients at once; otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -178,7 +177,7 @@ class LocalEngine(Engine):
         try:
             return handler({number: self._client(number) for number in sorted(requests)}, requests)
         except Exception:
-            return None  # the federation then asks each client alone, and so finds the client that fails
+            return None  # the federation then sends each request separately, and so finds the client that fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """Let one client change the model of a relay."""
@@ -191,7 +190,7 @@ class LocalEngine(Engine):
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
         """Begin a relay, in which a model travels from client to client.
 
-        If ``kind`` has a handler for whole relays, this handler computes the relay.
+        If a handler for whole relays exists for ``kind``, this handler computes the relay.
         """
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
@@ -206,7 +205,7 @@ class LocalEngine(Engine):
         self._pending = {}
 
     def close(self) -> None:
-        """End the worker processes and remove the states on disk."""
+        """Stop the worker processes, and remove the states on the disk."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -229,7 +228,7 @@ class LocalEngine(Engine):
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
         # A client may wait for a sum without a timeout. If another client fails or ends, the waiting clients get an
-        # error, and ``_run_group`` ends a group that makes no progress.
+        # error. ``_run_group`` stops a group that is stuck.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         outcomes: dict[ClientId, Reply | Failure] = {}
 
@@ -256,10 +255,10 @@ class LocalEngine(Engine):
 
 
 class LocalRelaySession:
-    """A relay that one handler computes for all clients in this process; see ``RelaySession``.
+    """A relay in this process that a single handler computes for all clients; see ``RelaySession``.
 
     Args:
-        engine: The engine of the clients.
+        engine: The engine that runs the clients.
         handler: The handler that computes the relay.
     """
 
@@ -281,7 +280,7 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the last hop's model and its client's new state."""
+        """Accept or reject the model of the last hop, and the new state of the client of this hop."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
@@ -300,29 +299,27 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers, because clients are about to run in threads at the same time.
+    """Refuse a model that draws random numbers, for requests that clients compute in parallel threads.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.
     """
     if config.random:
         # Threads share PyTorch's random generator, so the numbers that each thread draws would depend on timing.
-        problem = (
-            "draws random numbers, which is not reproducible when clients train at the same time. Use a model that "
-        )
-        problem += "does not (nn.Dropout: p = 0), or training.execution = 'fused' with Stratify."
+        problem = "draws random numbers, which is not reproducible when clients train at the same time. Use a model "
+        problem += "without random numbers (nn.Dropout: p = 0) or, with Stratify, training.execution = 'fused'."
         raise SpecError("model", problem)
 
 
 def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: float) -> None:
-    """Run the members of a group, each in its thread, until all have ended.
+    """Run all members of a group in threads, and wait until all threads have ended.
 
     Args:
         threads: The thread of each client, in the order of the members.
         group: The group.
         patience: Seconds without progress after which the group is considered stuck, as in an endless loop. Progress is
-            a completed sum or the end of a member. If the group is stuck, the whole run fails, so that no result
-            depends on the clock.
+            a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that results do not
+            depend on the clock.
 
     Raises:
         FedstrataError: The group is stuck.
@@ -341,7 +338,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
             if waited > patience:
                 waiting = group.progress[1]
                 stuck = [client for member, client in enumerate(threads) if client in alive and member not in waiting]
-                problem = "neither finished nor reached their next exchange. Look for an endless loop in your code."
+                problem = "neither finished nor exchanged a sum. Look for an endless loop in your code."
                 raise FedstrataError(f"in the last {patience:g} s, clients {', '.join(map(str, stuck))} {problem}")
     except BaseException:
         group.abort("it was interrupted")
@@ -352,7 +349,7 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
 
 
 def failure(error: BaseException) -> Failure:
-    """Return the ``Failure`` for a client's exception, with the line of code that raised the exception."""
+    """Convert a client's exception to a ``Failure``, with the line of code that raised the exception."""
     if isinstance(error, WithheldError):
         return Failure(str(error), refused=True)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,8 @@
 """The Ray engine, which runs clients in processes on all cores of this machine or of a cluster.
 
 The method and the clients' states stay in the process that runs the experiment. A client's state is sent with its
-request, and the new state comes back with the reply. Any worker can therefore answer for any client. If a worker dies,
-other workers compute the same answers again.
+request, and the new state comes back with the reply. Any worker can therefore compute the reply of any client. If a
+worker dies, other workers repeat its computations.
 """
 
 from __future__ import annotations
@@ -33,46 +33,47 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Requests, We
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
-"""The environment variable with the address of the cluster to join. If the variable is not set, a local cluster is
-started."""
+"""The environment variable with the address of the Ray cluster to join. If the variable is not set, the engine starts a
+local cluster."""
 
 START_SECONDS = 300.0
-"""Seconds to wait for the first worker to become ready."""
+"""Maximum waiting time, in seconds, until the first worker is ready."""
 
 INLINE = 64 << 10
-"""Largest size in bytes of a request that is sent with every call. Larger requests are put into Ray's object store."""
+"""Maximum size, in bytes, of requests that are sent with every call. Larger requests are put into Ray's object
+store."""
 
 AHEAD = 2
-"""Largest number of unfinished calls of a worker.
+"""Maximum number of unfinished calls per worker.
 
 A worker gets its second call while it computes the first call, so that the worker does not wait between calls.
 """
 
 MOST_AT_ONCE = 8
-"""Largest number of clients in a call, except for calls with less work than ``CALL_PAYS``."""
+"""Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""Number of workers that must die during a call before the call's clients are recorded as failed."""
+"""Number of workers that may die during a call. The clients of the call then count as failed."""
 
 CALL_PAYS = 0.005
-"""Seconds of work that a call should contain at least; clients with less work are combined in one call."""
+"""Minimum amount of work per call, in seconds. Clients with less work are combined in one call."""
 
 
 class ClientError(FedstrataError):
-    """An exception that a client raised in another process. The exception's note contains the traceback."""
+    """An exception that a client raised in another process. A note of the exception contains the traceback."""
 
 
 class RayEngine(Engine):
-    """An engine that runs clients in any free Ray worker, and stores their states in this process.
+    """An engine that runs each client in any free Ray worker, and stores the clients' states in this process.
 
     Args:
-        context: Data, assignment, model and settings that all clients share.
+        context: The data, the assignment of samples, the model and the settings that all clients share.
         store: The store of the clients' states.
-        address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS`` or, if it is not set, a new
-            cluster on this machine.
-        workers: Number of workers, but at most the number of clients. Default: ``training.workers`` or, if it is not
-            set, one worker per core of the cluster.
-        pool: Running workers to use instead of new workers. The engine does not stop these workers when it is closed.
+        address: The address of the cluster to join. Default: the value of ``RAY_ADDRESS`` or, if this variable is not
+            set, a new cluster on this machine.
+        workers: Maximum number of workers. The engine never uses more workers than there are clients. Default:
+            ``training.workers`` or, if this setting is not set, one worker per core of the cluster.
+        pool: Running workers to use instead of new workers. ``close`` does not stop these workers.
 
     Raises:
         ExtraMissingError: Ray is not installed.
@@ -93,7 +94,7 @@ class RayEngine(Engine):
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """For each class of requests, the seconds per unit of work that workers measured."""
+        """For each class of requests, the measured seconds per unit of work."""
         self._ray = _import_ray()
         with ExitStack() as closing:
             closing.callback(store.close)
@@ -111,9 +112,10 @@ class RayEngine(Engine):
             self._pool, self._closing = pool, closing.pop_all()
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies. If ``together`` is true, one worker runs all clients, each in its own thread.
+        """Return the clients' replies.
 
-        One worker is then faster than several workers, because sending sums of tensors between processes is slow.
+        If ``together`` is true, one worker runs all clients, each in its own thread. A single worker is then faster
+        than several workers, because it is slow to exchange tensors between processes.
         """
         self._states = {}
         self._exchange += 1
@@ -129,7 +131,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay. The client's worker keeps the model for the next hop."""
+        """Let one client change the model of a relay. The worker keeps the model for the next hop."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -159,11 +161,11 @@ class RayEngine(Engine):
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers, and remove the states on the disk. Stop the cluster if this engine started it."""
+        """Stop the workers, and remove the states on the disk. If this engine started the cluster, stop the cluster."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
-        """Yield the calls for some requests.
+        """Yield remote calls for the requests.
 
         Clients with the most work come first. Clients with little work are combined in one call.
         """
@@ -219,13 +221,13 @@ class RayEngine(Engine):
 
 @dataclass(frozen=True)
 class Call:
-    """A remote call, in which a worker computes the answers of some clients.
+    """A remote call, in which a worker computes the replies of some clients.
 
     Args:
-        clients: The clients for which the worker answers.
-        work: The expected work of the call, in any unit, for comparison with other calls.
+        clients: The clients whose replies the worker computes.
+        work: The expected work of the call, in any unit that is equal for all calls.
         send: A function that sends the call to a worker and returns Ray's reference to the result.
-        deaths: Number of workers that died during this call so far.
+        deaths: Number of workers that have died during this call.
     """
 
     clients: list[ClientId]
@@ -236,16 +238,15 @@ class Call:
 
 @dataclass(eq=False)
 class WorkerHandle:
-    """The engine's record of a worker.
+    """What the engine knows about a worker.
 
     Args:
-        actor: Ray's handle of the worker.
-        hello: Ray's reference to the result of ``Worker.enter``; None after the result has arrived and the worker is
+        actor: Ray's handle to the worker.
+        hello: Ray's reference to the result of ``Worker.enter``; None if the result has arrived, and so the worker is
             ready.
         name: The worker's process and machine, for error messages.
-        running: A mapping from Ray's reference of each unfinished call to the call, in the order in which the calls
-            were sent.
-        weights: The current model of a relay, if this worker computed its last hop; otherwise None.
+        running: A mapping from Ray's reference to each unfinished call, in the order in which the calls were sent.
+        weights: The current model of a relay, if this worker computed the last hop; otherwise None.
     """
 
     actor: Any
@@ -286,16 +287,16 @@ class WorkerPool:
         return len(self._all)
 
     def enter(self, worker_payload: Any) -> None:
-        """Give all workers a context, and wait until the first worker is ready.
+        """Send a context to all workers, and wait until the first worker is ready.
 
-        All other workers join later, because some processes start more slowly, and a cluster may not have free cores
-        yet.
+        The other workers join later, because some processes start more slowly, and because a cluster may not have free
+        cores yet.
 
         Args:
             worker_payload: Ray's reference to a ``WorkerPayload``.
 
         Raises:
-            FedstrataError: A worker cannot start, or no worker was ready within ``START_SECONDS``.
+            FedstrataError: A worker cannot start, or workers are not ready within ``START_SECONDS``.
         """
         self._payload_ref = worker_payload
         for worker in self._all:
@@ -304,7 +305,7 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Run calls, each as soon as a worker can accept another call.
+        """Run calls. Each call is sent as soon as a worker can accept another call.
 
         Yields:
             Each finished call with its result. The result is a ``Failure`` if ``DEATHS`` workers died during the call.
@@ -328,7 +329,7 @@ class WorkerPool:
                 worker.running.clear()
 
     def dismiss(self) -> None:
-        """Stop all workers."""
+        """Stop all workers of the pool."""
         for worker in self._all:
             self._ray.kill(worker.actor)
         self._all = []
@@ -348,8 +349,8 @@ class WorkerPool:
         """Wait until a call is finished or a worker is ready.
 
         Returns:
-            The worker, and Ray's reference to its finished call; None in place of the reference if the worker has only
-            just become ready.
+            The worker, and Ray's reference to its finished call. Instead of the reference, the second value is None if
+            the worker has just become ready.
         """
         waiting = {ref: worker for worker in self._all for ref in worker.running}
         waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}
@@ -363,7 +364,9 @@ class WorkerPool:
         try:
             versions, worker.name = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            raise FedstrataError(f"a Ray worker cannot start: {_last_line(error)}. Check the Ray cluster.") from error
+            raise FedstrataError(
+                f"a Ray worker failed to start: {_last_line(error)}. Check the Ray cluster."
+            ) from error
         if versions != VERSIONS:
             raise FedstrataError(
                 f"{worker.name} uses {versions}, but this process uses {VERSIONS}. Install the same versions."
@@ -384,10 +387,10 @@ class WorkerPool:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
-        """Replace a dead worker: yield its finished calls with their results, and put its other calls into ``retries``.
+        """Replace a dead worker. Yield its finished calls with their results, and put its other calls into ``retries``.
 
-        A worker computes one call at a time. The death of a worker is therefore attributed only to its first unfinished
-        call.
+        A worker computes one call at a time. Only the first unfinished call is therefore considered the cause of a
+        worker's death.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):
@@ -408,7 +411,7 @@ class WorkerPool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error's message; Ray's messages are long, and their last line names the cause."""
+    """Return the last line of an error message. Ray's messages are long, and the last line names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -421,9 +424,9 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
-    """Connect to a Ray cluster, or start a cluster on this machine. Return a function that leaves the cluster.
+    """Connect to a Ray cluster, or start a cluster on this machine. Return a function that disconnects.
 
-    If this process is already connected, it stays connected, and the returned function does nothing.
+    If this process is already connected, nothing changes, and the returned function does nothing.
 
     Args:
         ray: The module ``ray``.

@@ -1,4 +1,4 @@
-"""A worker process of Ray, which runs a local engine, and receives and returns messages and states as bytes."""
+"""A Ray worker process, which runs a local engine. Messages and states are sent to and from the worker as bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.stratify.masking.key_store import KeyRing
 
 Payload = bytes | NDArray[np.uint8]
-"""An encoded request: bytes, or an array of bytes if the request is in Ray's object store."""
+"""An encoded request, as bytes or, if the request is in Ray's object store, as an array of bytes."""
 
 VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 """The versions of fedstrata and PyTorch, which must be the same in all processes."""
@@ -39,15 +39,15 @@ VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 
 @dataclass(frozen=True)
 class WorkerPayload:
-    """A client context in the form in which it is sent to workers.
+    """A client context in the form that is sent to workers.
 
-    Ray copies the payload once to each machine. All workers of the machine read the arrays from this copy.
+    Ray copies the payload once to each machine. All workers on a machine read the arrays from this copy.
 
     Args:
-        context: The context, but with empty tensors in its data set.
-        arrays: A mapping from names of the data set's fields, such as ``y_train`` or ``x_train.ids``, to arrays or
-            memory-mapped files, without the test set.
-        declared: The records that other packages or notebooks declare: a mapping from wire names to Python classes.
+        context: The context with empty tensors instead of data.
+        arrays: A mapping from fields of the data set, such as ``y_train`` or ``x_train.ids``, to arrays or
+            memory-mapped files. The test set is not included.
+        declared: A mapping from wire names to Python classes, for records that other packages or notebooks declare.
     """
 
     context: ClientContext
@@ -56,7 +56,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Return a context in the form in which it is sent to workers, with the keys that clients share."""
+        """Convert a context to the form that is sent to workers, with the keys that clients share."""
         data = context.data
         tensors = data.tensors()
         # Leave out the test set and the server's data, which clients do not see.
@@ -76,7 +76,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Return the context with a data set that uses the arrays without a copy."""
+        """Restore the context. Its data set uses the arrays without a copy."""
         records.register(self.declared)
         tensors: dict[str, Any] = {}
         for name, array in self.arrays.items():
@@ -95,11 +95,11 @@ def _named(field: str, x: Inputs) -> list[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class EncodedAnswer:
-    """The encoded answer of a client to one request.
+    """A client's encoded reply to a request, with the client's new state.
 
     Args:
         reply: The encoded reply; empty if there is a ``failure``.
-        state: The client's encoded new state; None if it did not change.
+        state: The client's encoded new state; None if the state did not change.
         failure: The reason why the reply is missing; None if there is a reply.
         raised: The traceback of the client's exception; empty without an exception.
         moved: The encoded model after the client's hop in a relay; None outside a relay.
@@ -113,7 +113,7 @@ class EncodedAnswer:
 
 
 class Worker:
-    """A Ray actor, which can answer for any client.
+    """A Ray actor, which can compute the replies of any client.
 
     Args:
         paths: Folders from which to import modules, such as the folder of a user's own method.
@@ -123,7 +123,7 @@ class Worker:
         sys.path += [path for path in paths if path not in sys.path]
 
     def enter(self, worker_payload: WorkerPayload) -> tuple[str, str]:
-        """Begin to work with a context. Return the versions and the name of this process."""
+        """Set the context for later requests. Return the versions and the name of this process."""
         # PyTorch warns that arrays in the object store are read-only, but nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         context = worker_payload.unpack()
@@ -140,14 +140,15 @@ class Worker:
         together: bool,
         *payloads: Payload,
     ) -> tuple[list[EncodedAnswer], float]:
-        """Return the answers of some clients, in the order of ``calls``, and the seconds that the computation took.
+        """Return the clients' encoded replies, in the order of ``calls``, and the computing time in seconds.
 
         Args:
-            exchange: Id of the exchange. A request that occurs in several calls of an exchange is decoded only once.
-            calls: The id of each client, the index of its request in the exchange, and its encoded state (``b""``
+            exchange: Id of the exchange, in which the server sends requests to clients and waits for replies. Each
+                distinct request of an exchange is decoded only once.
+            calls: For each client, its id, the index of its request in the exchange, and its encoded state (``b""``
                 without a state).
-            together: Whether the clients run at the same time, as a group.
-            payloads: The encoded requests, one for each index in ``calls``, in the order of first occurrence.
+            together: Whether the clients run at the same time, as a group that adds up tensors.
+            payloads: The encoded requests, one for each distinct index in ``calls``, in the order of first occurrence.
         """
         if exchange != self._exchange:
             self._exchange, self._requests = exchange, {}
@@ -169,7 +170,7 @@ class Worker:
             client: The client.
             task: The encoded task.
             state: The client's encoded state.
-            sent: The encoded model; None for the model that this worker's last hop returned.
+            sent: The encoded model; None to continue with the model that this worker's last hop returned.
         """
         weights: Weights | None = self._weights if sent is None else records.decode(sent)
         assert weights is not None
@@ -182,7 +183,7 @@ class Worker:
         return self._answer(client, reply, self._weights)
 
     def _load(self, states: Mapping[ClientId, bytes]) -> None:
-        """Replace the engine's store by a store with the encoded states of these clients."""
+        """Replace the engine's store with a new store that contains these states."""
         self._engine.store = StateStore()
         for client, state in states.items():
             if state:

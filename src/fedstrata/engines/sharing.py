@@ -1,6 +1,6 @@
-"""Exchange tensors in nested containers (trees) between a process and its own forks, through shared memory.
+"""Exchange nested structures (trees) of tensors and other values between a process and its forks via shared memory.
 
-Tensors and arrays are written to shared memory, and read there without a copy. All other values are pickled, as
+Tensors and arrays are written to shared memory, and read from there without a copy. All other values are pickled, as
 ``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same machine.
 """
 
@@ -23,27 +23,28 @@ from fedstrata.base.records import Tree
 ALIGNMENT = 64
 """Alignment of each tensor in bytes.
 
-PyTorch's own allocator uses the same alignment. Kernels therefore take the same path and compute the same bits.
+PyTorch's own allocator uses the same alignment. Kernels therefore use the same code path and compute bit-identical
+results.
 """
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the value on Linux; Python has a name for it since 3.13
 
 LARGEST, SMALLEST = 1 << 36, 1 << 26
-"""Largest and smallest size in bytes of the address range to reserve.
+"""Maximum and minimum size, in bytes, of the reserved address range.
 
-The system provides memory for a page of this range only when the page is first written to.
+The operating system provides memory for a page of this range only when the page is first written to.
 """
 
 
 class SharedMemory:
-    """Memory that a process shares with its later forks. One process writes to the memory, and other processes read it.
+    """Memory that a process shares with its later forks. One process writes to the memory, and others read it.
 
-    Each tree has one block of the memory, which contains the reader's tensors. When the last of these tensors is
-    deleted, the block is added to the reader's list ``free``. The reader's process must send this list to the writer's
-    process, which passes it to ``reuse``.
+    Each tree that is written gets one block of the memory, which contains its tensors. When the reader deletes the last
+    of these tensors, the block is added to the reader's list ``free``. The reader must send this list to the writer,
+    which passes the list to ``reuse``.
 
     Raises:
-        OSError: The system refuses even the smallest size.
+        OSError: The operating system refuses even the minimum size.
     """
 
     def __init__(self) -> None:
@@ -58,17 +59,17 @@ class SharedMemory:
                 size //= 2
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._gaps: list[tuple[int, int]] = [(0, size)]
-        """The free ranges (begin, end) in bytes, in ascending order; adjacent ranges are merged into one."""
+        """The free ranges (begin, end) in bytes, in ascending order. Adjacent ranges are merged."""
         self.free: list[tuple[int, int]] = []
-        """The blocks (offset, size) in bytes that the reader does not need any more."""
+        """The blocks (offset, size), in bytes, that the reader no longer needs."""
 
     @property
     def reach(self) -> int:
-        """The end (in bytes) of the last block in use. All memory after this block is free."""
+        """The end of the last block in use, in bytes. All memory after this block is free."""
         return self._gaps[-1][0]
 
     def reuse(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Mark blocks (offset, size) as free, so that the writer may use them again."""
+        """Mark blocks (offset, size) as free, so that the writer may reuse them."""
         for offset, size in blocks:
             begin, end = offset, offset + size
             place = bisect(self._gaps, (begin, end))
@@ -80,7 +81,7 @@ class SharedMemory:
             self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
-        """Write the tensors of a tree to the memory. Return the bytes from which ``read`` restores the tree.
+        """Write a tree's tensors to the memory. Return the bytes from which ``read`` restores the tree.
 
         Raises:
             MemoryError: No free range is large enough.
@@ -114,7 +115,7 @@ class SharedMemory:
         return _Unpacker(stream, block, copy).load()
 
     def done(self, data: bytes) -> None:
-        """Mark the block of a tree as free after the reader has read the tree with ``copy``.
+        """Mark a tree's block as free, after the reader has read the tree with ``copy=True``.
 
         Args:
             data: The result of ``write``.
@@ -124,16 +125,16 @@ class SharedMemory:
             self.reuse([(offset, size)])
 
     def _block(self, size: int) -> int:
-        """Take a block of ``size`` bytes from the first free range that is large enough; return its offset.
+        """Allocate ``size`` bytes from the first free range that is large enough.
 
-        Blocks at low addresses are reused first, so that few pages are ever written to.
+        Return the offset of the block. Blocks at low addresses are reused first, so that few pages are ever written to.
         """
         for place, (begin, end) in enumerate(self._gaps):
             if end - begin >= size:
                 self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
         raise MemoryError(
-            f"the shared memory (/dev/shm) has no room for {size} bytes. Use fewer training.workers, or "
+            f"the shared memory (/dev/shm) is too small for another {size} bytes. Reduce training.workers, or "
             "enlarge /dev/shm."
         )
 
@@ -191,7 +192,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements of a tensor fill its memory without gaps or overlaps, in any order of dimensions."""
+    """Return True if the elements of a tensor fill its memory without gaps or overlaps, for any order of dimensions."""
     expected = 1
     for stride, side in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride != expected:

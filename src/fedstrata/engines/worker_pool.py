@@ -1,7 +1,7 @@
-"""Compute the answers of clients in worker processes, in parallel with the process of the experiment.
+"""Compute the replies of clients in worker processes, in parallel with the main process.
 
-Workers are forks of this process, and use the data, the model and the settings without a copy. Each worker uses one
-thread. Any free worker may compute any client's answer, because the result is the same.
+Workers are forks of the main process, and use the data, the model and the settings without a copy. Each worker uses one
+thread. Any free worker may compute any client's reply, because the result is the same.
 
 Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times as fast on an MLP
 (``benchmarks/fast_paths.py``).
@@ -24,13 +24,13 @@ from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
-"""Seconds that a worker has, when the pool is closed, to finish its current answer."""
+"""Seconds that a worker has to finish its current reply when the pool is closed."""
 
 State = Mapping[str, Tree]
 
 
 class Answer(NamedTuple):
-    """A client's reply and the client's new state, which is None if the state did not change."""
+    """A client's reply, and its new state (None if the state did not change)."""
 
     reply: Reply
     state: State | None
@@ -40,11 +40,11 @@ Answering = Callable[[ClientId, Request, State], Answer]
 
 
 class LocalWorkerPool:
-    """A pool of workers, which are forks of this process. Workers do not see later changes of this process.
+    """A pool of workers, which are forks of this process. Workers do not see later changes to objects of this process.
 
     Args:
         count: Number of workers.
-        answering: A function that computes a client's answer from the client's id, its request and its state.
+        answering: A function that computes a client's reply and new state from the client's id, request and state.
 
     Raises:
         OSError: A process cannot be started, or memory cannot be shared.
@@ -54,7 +54,7 @@ class LocalWorkerPool:
         self._down = SharedMemory()
         self._counter = os.memfd_create("fedstrata-next")
         self._workers: dict[Worker, SharedMemory] = {}
-        """For each worker, the shared memory to which it writes its answers."""
+        """For each worker, the shared memory to which the worker writes replies and states."""
         try:
             for _ in range(count):
                 up = SharedMemory()
@@ -72,25 +72,25 @@ class LocalWorkerPool:
         states: Mapping[ClientId, State],
         run_locally: Callable[[ClientId], None],
     ) -> dict[ClientId, Answer]:
-        """Compute the answers of clients, in all workers and in this process at the same time.
+        """Compute the replies of clients, in all workers and in this process at the same time.
 
         Args:
-            order: The clients, in the order in which the workers begin to compute their answers.
+            order: The clients, in the order in which the computation of their replies begins.
             requests: The request of each client.
-            states: A mapping from each client with a state to this state.
-            run_locally: A function that computes a client's answer in this process, and stores it.
+            states: The state of each client that has a state.
+            run_locally: A function that computes a client's reply in this process, and stores the reply.
 
         Returns:
-            The answers that workers computed. The answer of a client is missing if the worker failed, the client raised
-            an exception, or ``run_locally`` was called for the client. All answers are missing if the requests cannot
-            be shared.
+            The replies and states that workers computed. A client is missing if its worker failed, if it raised an
+            exception, or if ``run_locally`` computed its reply. All clients are missing if the requests cannot be
+            shared.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]
         try:
             data = self._down.write((asked, list(asked_for.distinct), dict(states)))
         except Exception:
-            # A value cannot be pickled, or the memory is full: the caller computes all answers in this process.
+            # A value cannot be pickled, or the memory is full. The caller then computes all replies in this process.
             return {}
         os.lseek(self._counter, 0, os.SEEK_SET)
         answers: dict[ClientId, Answer] = {}
@@ -110,14 +110,14 @@ class LocalWorkerPool:
                 for client, reply, state in message:
                     answers[client] = Answer(memory.read(reply), memory.read(state))
         except BaseException:
-            # The workers are ended, because the next call would read their answers to this call as its own.
+            # Stop the workers, because the next call would mistake their replies to this call for its own replies.
             self._end_workers()
             raise
         self._down.done(data)
         return answers
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop all workers, and close the counter."""
         self._end_workers()
         os.close(self._counter)
 
@@ -128,23 +128,23 @@ class LocalWorkerPool:
 
 
 def next_index(counter: int) -> int:
-    """Return the next index 0, 1, …, which no other process gets.
+    """Return the next index 0, 1, … that no other process has received.
 
-    The index is the position in an empty file that all processes share, which the system increments atomically. A lock
-    would not be safe, because a killed worker would never release the lock.
+    The index is the position in an empty file that all processes share. The operating system increments the position
+    atomically. A lock would not be safe, because a killed worker would never release the lock.
 
     Args:
-        counter: The file descriptor.
+        counter: The file descriptor of the empty file.
     """
     return os.lseek(counter, 1, os.SEEK_CUR) - 1
 
 
 def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answering, connection: Connection) -> None:
-    """Run a worker: answer one call of ``ask`` after another, until the parent process closes the connection or ends.
+    """Run a worker, which handles one call of ``ask`` after another until the parent closes the connection or ends.
 
     Args:
         down: The memory from which the worker reads requests and states.
-        up: The memory to which it writes answers.
+        up: The memory to which the worker writes replies and new states.
         counter: See ``next_index``.
         answering: See ``LocalWorkerPool``.
         connection: The connection to the parent process.
@@ -157,7 +157,8 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
         message = []
         while (place := next_index(counter)) < len(asked):
             client, which = asked[place]
-            # After an exception the answer is missing. The parent process computes it again, and records the exception.
+            # After an exception, the reply is missing. The parent process repeats the computation, and records the
+            # exception.
             with contextlib.suppress(Exception):
                 answer = answering(client, requests[which], states.get(client, {}))
                 # Reply and state are written to two blocks of shared memory, because the state is stored much longer.
@@ -166,9 +167,9 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use for itself and its workers.
+    """Return the number of cores that this process and its workers may use.
 
-    The result is 1 if this process is itself a worker of another process, or cannot be forked.
+    The result is 1 if this process is a worker of another process, or cannot be forked.
     """
     if multiprocessing.parent_process() is not None or not can_fork():
         return 1

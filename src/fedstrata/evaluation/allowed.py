@@ -1,4 +1,4 @@
-"""List the requests of an evaluation, which ask clients to evaluate a model on their own samples."""
+"""List the requests with which an evaluation asks clients to evaluate a model on their own samples."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedstrata.federation.allowed import Allowed
 
 
 def request_of(task: Task | None) -> type[Evaluate]:
-    """Return the Python class of the requests that evaluate a task's model. None stands for plain classification."""
+    """Return the Python class of the evaluation requests for a task. The value None stands for plain classification."""
     return Evaluate if task is None or task.has_classes else EvaluateTask
 
 
 def allowed_in_evaluation(
     evaluation: Evaluation, rounds: int, *, elsewhere: bool, request: type[Evaluate] = Evaluate
 ) -> list[Allowed]:
-    """Return the requests that evaluations in a run may send to clients, with the accepted values of their fields.
+    """Return the requests that a run's evaluations may send to clients, with the accepted values of their fields.
 
     Args:
-        evaluation: The settings of the evaluations.
+        evaluation: The evaluation settings.
         rounds: The number of rounds of the run. The last round is always evaluated.
         request: The Python class of the requests, which depends on the task.
-        elsewhere: Whether the samples are at real sites. The sites then do all evaluations.
+        elsewhere: Whether the samples are at real sites, so that the sites do all evaluations.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}

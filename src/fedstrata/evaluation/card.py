@@ -1,4 +1,4 @@
-"""Make the card of a run for a notebook: the summary, a curve of the primary metric, and a table of the last rounds."""
+"""Describe a run in a notebook: the summary, a curve of the primary metric, and a table of the last rounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fedstrata.evaluation.history import History, Record, column_of, number_in
 from fedstrata.evaluation.summary import MISSING, percent, summary_lines
 
 LAST = 10
-"""The number of most recent rounds that the table shows."""
+"""The number of rounds in the table, which are the most recent rounds."""
 
 WIDTH, HEIGHT, MARGIN = 240, 48, 3
-"""The width and the height of the curve and the margin around it, in pixels."""
+"""The width and the height of the curve, and the margin around the curve, in pixels."""
 
 
 def card(history: History) -> str:
-    """Return the HTML, without scripts and at most 900 pixels wide, that a notebook shows for a run."""
+    """Return the HTML that a notebook shows for a run: at most 900 pixels wide, without scripts."""
     title = " · ".join([history.method or "run", *([f"seed {history.seed}"] if history.seed is not None else [])])
     parts = [f"<p><b>{escape(title)}</b></p>"]
     if len(history):
@@ -38,7 +38,7 @@ def _summary(history: History) -> str:
 
 
 def _curve(history: History) -> str:
-    """Return a curve of the primary metric over the rounds, as SVG; the text is empty for fewer than two values."""
+    """Return a curve of the primary metric over the rounds, as SVG. Fewer than two values give an empty string."""
     rounds, values = history.points(column_of(history.primary))
     if len(rounds) < 2:
         return ""
@@ -64,7 +64,7 @@ def _formatter(metric: str) -> Callable[[float | None], str]:
 
 
 def _rounds(history: History) -> str:
-    """Return a table of the last rounds; columns in which all values are 0 or missing are left out."""
+    """Return a table of the last rounds. Columns in which all values are 0 or missing are left out."""
 
     def share(record: Record) -> str:
         invited, returned = (number_in(record, f"clients_{name}") for name in ("invited", "returned"))

@@ -1,4 +1,4 @@
-"""Evaluate a model on all sets of test and validation samples, for the round's record."""
+"""Evaluate a model on all test and validation samples, for the record of a round."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Ask = Callable[[Evaluate], Mapping[ClientId, Evaluated]]
-"""The type of a function that sends a request to all clients and returns all replies that can be used."""
+"""A function that sends a request to all clients, and returns all usable replies."""
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The result of an evaluation.
+    """The result of evaluating a model.
 
     Args:
         loss: Mean cross-entropy on the test set, in nats.
@@ -36,9 +36,9 @@ class Score:
         per_class: The accuracy on the test samples of each class; None for a class without test samples.
         confusion: The confusion matrix, an array of shape (C, C). Rows are true classes, and columns are predicted
             classes.
-        more: Further columns of the round's record; see ``docs/guides/evaluation.md``.
-        table: A table of the results of each client: a mapping from each column to a list with one entry per client.
-            The table is empty if clients have no test samples of their own.
+        more: Further columns of the round's record, as described in ``docs/guides/evaluation.md``.
+        table: A table of results per client: a mapping from each column to a list with one entry per client. The table
+            is empty if clients do not have their own test samples.
     """
 
     loss: float | None
@@ -51,12 +51,12 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """An evaluator of the models of a run.
+    """An object that evaluates the models of a run.
 
     Args:
         settings: The settings of the evaluations.
-        model: The architecture, on the device that computes evaluations.
-        data: The data set, on the same device. The data set has no test samples if only real sites have test samples.
+        model: The architecture, on the device for evaluations.
+        data: The data set, on the same device. The data set does not contain test samples if only real sites have them.
         held: The samples that are not used for training.
         clients: The number N of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of running statistics.
@@ -72,13 +72,13 @@ class Evaluator:
     remote: bool = False
 
     def score(self, weights: Weights, round: int, ask: Ask, unheard: Collection[ClientId] = ()) -> Score:
-        """Evaluate a model.
+        """Evaluate a model on all test and validation samples of the run.
 
         Args:
             weights: The global model.
             round: The round after which the model is evaluated.
-            ask: The function that sends requests to clients.
-            unheard: Clients without a recent reply that the server used; see ``evaluation.unheard``.
+            ask: The function that sends a request to all clients.
+            unheard: Clients whose replies the server has not used recently; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -116,7 +116,10 @@ class Evaluator:
         return replace(score, more=more, table=table)
 
     def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions | Rows]:
-        """Evaluate on the server's test set, add columns to ``more``, and return the score and the predictions."""
+        """Evaluate a model on the server's test set, and add columns to ``more``.
+
+        Return the score and the predictions.
+        """
         predictions = self._predict(weights)
         if self.settings.chosen or isinstance(predictions, Rows):
             more["test"] = self._values(predictions)
@@ -140,10 +143,10 @@ class Evaluator:
         return {"accuracy": Accuracy().of_task_sums(sums)} | known if self.data.task.has_accuracy else known
 
     def _of_pooled(self, sums: EvaluationSums | TaskSums | None, more: dict[str, Any]) -> Score:
-        """Return the score on the test samples of all sites together, and add columns to ``more``.
+        """Return the score on the combined test samples of all sites, and add columns to ``more``.
 
         Args:
-            sums: The total of the sites' sums; None if no site replied.
+            sums: The total of the sums that the sites sent; None if no site replied.
             more: Further columns of the round's record.
         """
         classes = self.data.outputs if self.data.task.has_classes else 0
@@ -168,7 +171,7 @@ class Evaluator:
         )
 
     def _predict_held(self, weights: Weights) -> dict[str, Predictions | Rows]:
-        """Predict all samples that are held out of the training set, in one pass.
+        """Compute predictions for all samples that are held out of the training set, in one pass.
 
         Returns:
             A mapping with up to three keys: ``validation`` (the validation samples), ``clients`` (each client's own
@@ -194,9 +197,10 @@ class Evaluator:
         return values_of(self.settings.metrics, predictions)
 
     def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
-        """Compute the values of all metrics from sums. If ``both`` is true, also compute the accuracy and the loss.
+        """Compute the values of all metrics from sums.
 
-        For a metric whose value is approximate, ``LABEL_error`` is an upper bound of its error.
+        If ``both`` is true, also compute the accuracy and the loss. If the value of a metric is approximate,
+        ``LABEL_error`` is an upper bound on its error.
         """
         if isinstance(sums, TaskSums):
             values = {metric.label: metric.of_task_sums(sums) for metric in self.settings.metrics}
@@ -231,10 +235,10 @@ class Evaluator:
         """Send a request to all clients, and combine the replies.
 
         Returns:
-            - The total of the clients' sums; None without replies.
-            - The metrics of each client, shape (N, metrics): NaN for a client without a reply. None if any site
+            - The total of the sums that clients sent; None without replies.
+            - The metrics of each client, shape (N, metrics), with NaN for clients without a reply. None if any site
             withholds its metrics.
-            - The number of evaluated samples of each client, shape (N,): 0 for a client without a reply.
+            - The number of evaluated samples of each client, shape (N,), with 0 for clients without a reply.
         """
         replies = ask(question)
         total: Any = None
@@ -249,9 +253,9 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """Return a summary of the metrics over all clients, and a second summary over only the unheard clients.
+        """Summarise the metrics over all clients.
 
-        The second summary is in the first, with the key ``unheard``.
+        The key ``unheard`` of the result contains a summary over the unheard clients.
         """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)
@@ -260,7 +264,7 @@ class Evaluator:
         return over_all | {"unheard": {"clients": len(silent)} | (over_silent if silent else {})}
 
     def _over_clients(self, groups: Sequence[Reals], sizes: Ints) -> list[dict[str, Any]]:
-        """Return a summary of each metric over each group of clients.
+        """Summarise the distribution of each metric in each group of clients.
 
         Args:
             groups: For each group, an array of shape (N, metrics). The array contains the metrics of clients in the
@@ -283,7 +287,7 @@ class Evaluator:
 
 
 def _score(confusion: Ints, loss: float, samples: int) -> Score:
-    """Compute the score on samples from their confusion matrix and the sum of their losses."""
+    """Compute a score from a confusion matrix, the sum of the samples' losses, and the number of samples."""
     hits, totals = np.diagonal(confusion).tolist(), confusion.sum(axis=1).tolist()
     per_class = [h / t if t else None for h, t in zip(hits, totals, strict=True)]
     return Score(loss / samples, sum(hits) / samples, per_class, confusion)
@@ -293,9 +297,10 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise the distribution of metrics over clients.
 
     Args:
-        values: The values of M metrics for each of N clients, shape (N, M). The summary of a metric leaves out clients
-            for which the metric is NaN.
-        sizes: The number of test samples of each client, shape (N,), which is the client's weight in ``weighted_mean``.
+        values: The values of M metrics for each of N clients, shape (N, M). The summary of a metric ignores clients
+            whose value is NaN.
+        sizes: The number of test samples of each client, shape (N,). These numbers are the weights in
+            ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:

@@ -1,4 +1,4 @@
-"""Store the results of a run: the records of its rounds, and its summary, in memory and in files."""
+"""Store the results of a run, in memory and in files: a record of each round, and a summary."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Record = dict[str, Any]
-"""The type of a round's record: plain values, lists and tables that JSON can represent."""
+"""The type of a round's record: a dict of plain values, lists and dicts that JSON can represent."""
 
 LOWER = frozenset({"loss", "log-loss", "ece", "perplexity", "rmse", "mae"})
-"""The built-in metrics for which lower is better."""
+"""The built-in metrics for which lower values are better."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
 """The default targets. For each target, the summary gives the first round in which the test accuracy reached the
@@ -46,10 +46,10 @@ STANDARD = (
     "clients_late", "clients_failed", "samples", "exchanges", "hops", "bytes_up", "bytes_down", "seconds",
     "simulated_seconds",
 )  # fmt: skip
-"""The columns that every method may record; evaluations and methods add other columns."""
+"""The standard columns of records. Evaluations and methods add further columns."""
 
 EVALUATIONS, CLIENTS = "evaluation.json", "clients.csv"
-"""The files of a run folder that contain the confusion matrices and the table of clients."""
+"""The files of a run folder that contain the confusion matrices and the results per client."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,15 +66,15 @@ class Confusion:
 
 
 class History(Sequence[Record]):
-    """The records of a run, as a sequence of dicts in the order of the rounds.
+    """The results of a run: a sequence of records (dicts), one per round.
 
     Args:
-        records: One record per round. In the records, ``round`` is counted from 1.
+        records: One record per round. The key ``round`` of a record is the number of its round, counted from 1.
         method: The method's name.
         seed: The experiment's seed.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
             target.
-        metric_targets: A mapping from the names of other metrics to their targets.
+        metric_targets: A mapping from each other metric to its targets.
         lower: The names of the metrics for which lower values are better.
         primary: The metric that determines the best round.
         path: The run folder; None if the run was not written to a folder.
@@ -106,15 +106,15 @@ class History(Sequence[Record]):
         self.model_round: int | None = None
         """The round of the model that the run saved; None if the run saved the model of the last round."""
         self.kept: Record = {}
-        """The metrics of the saved model; empty if the record of the model's round contains these metrics."""
+        """The metrics of the saved model; empty if the record of this model's round contains the metrics."""
         self.warning = ""
-        """A reason why the results say nothing about the method, such as unusable replies; usually empty."""
+        """A reason why the results are not meaningful, such as unusable replies; usually empty."""
         self.privacy = ""
-        """A statement about the protection by noise (``privacy.dp``); empty without noise, and before the run ends."""
+        """A statement about the protection by noise (``privacy.dp``); empty without noise, and until the run ends."""
         self.confusion: dict[str, Confusion] = {}
-        """The confusion matrices of the last evaluation (key ``last``) and of the best evaluation (key ``best``)."""
+        """The confusion matrix of the last evaluation (key ``last``), and of the best evaluation (key ``best``)."""
         self.clients: list[Record] = []
-        """A row of results for each client; empty if clients have no test samples of their own."""
+        """One row of results per client; empty if clients do not have their own test samples."""
         self.path = None if path is None else Path(path)
         self._params: Mapping[str, Tensor] | None = None
         self._weights: Path | None = None
@@ -122,14 +122,14 @@ class History(Sequence[Record]):
 
     @classmethod
     def load(cls, folder: Path | str) -> History:
-        """Load the history of a run from its folder; before the run has ended, ``params`` is None.
+        """Load the results of a run from its folder. Until the run has ended, ``params`` is None.
 
         Raises:
             DataError: The folder is not a run folder, or a file in it is damaged.
         """
         folder = Path(folder)
         if not (folder / "metrics.jsonl").is_file():
-            raise DataError(f"{folder} is not a run folder, because it has no metrics.jsonl. Give the folder of a run.")
+            raise DataError(f"{folder} is not a run folder: metrics.jsonl is missing. Give the folder of a run.")
         records = read_jsonl(folder / "metrics.jsonl")
         settings, ending = _about(folder)
         history = cls(records, path=folder, **settings)
@@ -145,7 +145,7 @@ class History(Sequence[Record]):
     def params(self) -> Mapping[str, Tensor] | None:
         """The final model's parameters and buffers by their names; None if the run has not ended.
 
-        In a history from a run folder, the model's file is read on first use.
+        After ``load``, the model's file is read when this property is first used.
 
         Raises:
             DataError: The file is damaged or missing.
@@ -159,7 +159,7 @@ class History(Sequence[Record]):
         self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a round's record. As in ``metrics.jsonl``, arrays become lists, and NaN and infinity become None."""
+        """Append the record of a round. Arrays become lists, and NaN and infinity become None."""
         self._records.append(jsonable(record))
 
     def __len__(self) -> int:
@@ -189,22 +189,22 @@ class History(Sequence[Record]):
         return f"History({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Return a card for a notebook: the summary, a curve of the primary metric, and the last rounds."""
+        """Return HTML for notebooks: the summary, a curve of the primary metric, and the last rounds."""
         from fedstrata.evaluation.card import card  # ``card`` imports this module, so it cannot be imported at the top.
 
         return card(self)
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column, and their rounds.
+        """Return the numbers in a column of the records, and the rounds of these numbers.
 
         Args:
-            name: A key of the records, or ``"table.key"`` for a key of a nested table.
+            name: A key of the records, or ``"outer.inner"`` for a key of a nested dict.
 
         Returns:
             The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: The column has no numbers, and is neither a standard column nor the primary metric.
+            SpecError: The column does not contain numbers, and is neither a standard column nor the primary metric.
         """
         rounds, values = self.points(name)
         if not len(rounds) and self and name not in (*STANDARD, column_of(self.primary)):
@@ -212,33 +212,33 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers in a column and their rounds, as ``column`` does; two empty arrays without numbers."""
+        """Return the same arrays as ``column``, but two empty arrays if the column does not contain numbers."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
 
     @property
     def columns(self) -> list[str]:
-        """The columns that contain numbers, in order of appearance. A key of a nested table is ``"table.key"``."""
+        """The columns that contain numbers, in order of appearance; ``"outer.inner"`` for keys of nested dicts."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
     @property
     def saved(self) -> Record | None:
-        """The record of the round from which the model was saved; None if this is the last round."""
+        """The record of the saved model's round; None if the model of the last round was saved."""
         of_round = next((record for record in self if record["round"] == self.model_round), {})
         return of_round | self.kept or None
 
     def final(self, name: str) -> float | None:
-        """Return the value of a column for the saved model; None if the column has no number.
+        """Return the value of a column for the saved model; None if the column does not contain a number.
 
-        If the model of the last round was saved, return the last number of the column.
+        If the model of the last round was saved, the result is the last number in the column.
         """
         if (saved := self.saved) is not None:
             return number_in(saved, name)
         return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the value of a column in the best round; None if the best round has no number in this column."""
+        """Return the value of a column in the best round; None if the column is not a number in this round."""
         best = self.best_round
         return next((number_in(record, name) for record in self if record["round"] == best), None)
 
@@ -261,7 +261,7 @@ class History(Sequence[Record]):
 
     @property
     def best_round(self) -> int | None:
-        """The first round with the best primary metric on the validation samples; None if no round has this metric.
+        """The first round with the best value of the primary metric on validation samples; None if there are no values.
 
         Without validation samples, the test set determines the best round. The test results of the best round are then
         too optimistic.
@@ -272,7 +272,7 @@ class History(Sequence[Record]):
         return int(rounds[best()]) if len(values) else None
 
     def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
-        """Return the first evaluated round that reaches ``target`` on the test set; None if no round reaches it.
+        """Return the first evaluated round that reached ``target`` on the test set; None if no round reached it.
 
         Args:
             target: The value of the metric to reach.
@@ -286,32 +286,32 @@ class History(Sequence[Record]):
         return None
 
     def total(self, name: str) -> float:
-        """Return the sum of a column over all rounds. A round without a number counts as 0."""
+        """Return the sum of a column over all rounds. A missing number counts as 0."""
         return math.fsum(self.column(name)[1])
 
     @property
     def summary(self) -> Record:
         """The content of ``summary.json``, which is computed from the records.
 
-        Accuracies are fractions on the test set, and None if no round was evaluated. The keys are:
+        Accuracies are fractions on the test set. They are None if no round was evaluated. The keys are:
 
-        - ``method``, ``seed`` and ``rounds`` are the method's name, the seed and the number of rounds.
+        - ``method``, ``seed`` and ``rounds``: the method's name, the seed and the number of rounds.
 
-        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY`` are the primary metric's name,
-          direction and values. These keys are missing if the primary metric is the accuracy.
+        - ``primary``, ``lower_is_better``, ``final_PRIMARY`` and ``best_PRIMARY``: the primary metric, whether lower
+          values are better, and its final and best values. Missing if the primary metric is the accuracy.
 
-        - ``final_accuracy`` is the accuracy of the saved model, by default the model of the last evaluated round.
+        - ``final_accuracy``: the accuracy of the saved model, by default the model of the last evaluated round.
 
-        - ``best_round`` and ``best_accuracy`` describe the best round, which the samples ``best_on`` determine.
+        - ``best_round``, ``best_accuracy``, ``best_on``: the best round, its accuracy, and the samples that select it.
 
-        - ``accuracy_sd_last20`` is the sample standard deviation of the accuracy over the last 20 evaluated rounds.
+        - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
-        - ``rounds_to_target`` maps each target, as text, to the first round that reached the target, or to None. For a
-          task without accuracy, ``rounds_to_target`` contains only targets of other metrics.
+        - ``rounds_to_target``: a mapping from each target, as a string, to the first round that reached the target, or
+          to None. For tasks without an accuracy, the mapping contains only targets of other metrics.
 
-        - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds`` are sums over all rounds.
+        - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds.
 
-        - ``stopped``, ``model_round``, ``model``, ``warning`` and ``privacy`` are present if they are set.
+        - ``stopped``, ``model_round``, ``model``, ``warning`` and ``privacy``: present only if they are set.
         """
         accuracy = self.column("accuracy")[1][-20:]
         name, column = self.primary, column_of(self.primary)
@@ -340,13 +340,13 @@ class History(Sequence[Record]):
 
     @property
     def row(self) -> Record:
-        """The run's row in a data frame of runs: the summary, and the final values of the loss and all metrics."""
+        """The run's row in a table of runs: the summary, and the final values of the loss and of all metrics."""
         names = [name for name in self.columns if name == "loss" or name.startswith("test.")]
         finals = {f"final_{name.removeprefix('test.')}": self.final(name) for name in names}
         return self.summary | finals
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per round. Missing values are NaN. See ``frame``.
+        """Return a pandas data frame with one row per round. Missing values are NaN. See ``frame``.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -354,10 +354,7 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with a row per round.
-
-        Lists and tables become JSON texts, and missing values become empty cells.
-        """
+        """Write a CSV file with one row per round. Lists and dicts become JSON, and missing values empty cells."""
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -368,7 +365,7 @@ class History(Sequence[Record]):
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    """Return rows as a pandas data frame. A key in a nested table becomes a column ``table.key``.
+    """Convert rows to a pandas data frame. A key in a nested dict becomes a column ``outer.inner``.
 
     Raises:
         ExtraMissingError: The extra ``tables`` is not installed.
@@ -381,7 +378,7 @@ def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
 
 
 def _read_evaluations(history: History, folder: Path) -> None:
-    """Read the confusion matrices and the table of clients, if the run wrote these files."""
+    """Read the confusion matrices and the results per client, if the run has written these files."""
     try:
         if (folder / EVALUATIONS).is_file():
             matrices = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
@@ -402,7 +399,7 @@ def _read_evaluations(history: History, folder: Path) -> None:
 
 
 def write_evaluations(history: History, folder: Path) -> None:
-    """Write the confusion matrices and the table of clients into a run folder, if there are any."""
+    """Write the confusion matrices and the results per client, if any, into a run folder."""
     matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
     if matrices:
         # Write a matrix per line, because indented JSON would have a line for each number.
@@ -437,7 +434,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def column_of(metric: str) -> str:
-    """Return the name of a metric's column for the test set.
+    """Return the column that contains a metric's value on the test set.
 
     >>> column_of("accuracy"), column_of("auroc")
     ('accuracy', 'test.auroc')
@@ -446,7 +443,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the key of a target in ``rounds_to_target``: the shortest text that parses to the target.
+    """Return the key of a target in ``rounds_to_target``: the target as a short decimal number that parses to it.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')
@@ -455,7 +452,9 @@ def target_text(target: float) -> str:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their columns. A number in a nested table has the column ``table.key``.
+    """Return a mapping from columns to the numbers in a record.
+
+    A number in a nested dict has the column ``outer.inner``.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}
@@ -473,7 +472,10 @@ def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
-    """Return the number in a column of a record, or None. The column of a key in a nested table is ``"table.key"``."""
+    """Return the number in a column of a record; None if the record lacks it.
+
+    A key in a nested dict is ``"outer.inner"``.
+    """
     value: Any = record.get(name)
     if value is None and "." in name:
         table, _, rest = name.partition(".")
@@ -487,7 +489,7 @@ def _is_number(value: object) -> bool:
 
 
 def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of ``History`` from a run's spec and summary, and the summary (empty if missing)."""
+    """Read a run's spec and summary. Return arguments of ``History``, and the summary (empty if missing)."""
     about: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     try:
@@ -519,7 +521,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _targets(targets: Any) -> dict[str, Any]:
-    """Return the arguments of ``History`` that contain a spec's targets.
+    """Convert a spec's targets to arguments of ``History``.
 
     Targets are a list of accuracies, or a mapping from each metric to a list of values.
     """
@@ -530,7 +532,7 @@ def _targets(targets: Any) -> dict[str, Any]:
 
 
 def _cell(text: str) -> Any:
-    """Convert a CSV cell: to None if it is empty, to a number if possible, otherwise to text."""
+    """Convert a CSV cell: an empty cell to None, a number to int or float, and other cells to strings."""
     if text == "":
         return None
     for number in (int, float):

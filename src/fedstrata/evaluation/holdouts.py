@@ -1,6 +1,6 @@
-"""Hold samples out of training for validation, for clients' own tests, and for clients that never train.
+"""Hold samples out of training: for validation, for tests of each client, and all samples of test clients.
 
-The same fraction of each client's samples of each label is held out. The choice depends only on the seed, the client
+Each client holds out the same fraction of its samples of each label. The choice depends only on the seed, the client
 and the sample, and not on the number of clients.
 """
 
@@ -22,15 +22,16 @@ from fedstrata.data.partitions.base import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""A number above every client's number of samples, so that the key k · ``PLACES`` + i is unique for sample i of client
-k.
+"""A number larger than any client's number of samples. The key k · ``PLACES`` + i is therefore unique for sample i of
+client k.
 """
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 NATURAL = ("given", "natural")
-"""Partitions that use the clients in the data, so that validation samples are held out from each client."""
+"""Partitions that use the clients in the data set. With these partitions, each client holds out its own validation
+samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +39,16 @@ class HeldOut:
     """The samples that are held out of training.
 
     Args:
-        validation: The indices of the training samples for validation; None if there are no such samples.
-        own_validation: The validation samples of each client; None if validation samples are held out before the
-            partition, or not at all.
+        validation: The indices of the training samples that are used for validation; None without validation.
+        own_validation: The validation samples of each client; None if validation samples were held out before the
+            partition, or without validation.
         own_test: The test samples of each client; None if clients do not have their own test samples.
         own_test_split: The split of the data set to which the indices in ``own_test`` refer. ``"train"`` means that
             test samples were held out of the training samples. ``"test"`` means that a real site or the data set
             provides the test samples.
-        test_clients: All samples of each client that never trains; None if all clients train.
-        numbers: The clients' ids in the partition. Clients that train come first, and get new ids from 0. Clients that
-            never train follow. The value is None if all clients train.
+        test_clients: The samples of the clients that never train; None if all clients train.
+        numbers: The clients' ids in the partition. First come the clients that train, which get new ids from 0, and
+            then the clients that never train. None if all clients train.
     """
 
     validation: Ints | None = None
@@ -62,7 +63,7 @@ class HeldOut:
 
     @property
     def samples(self) -> Ints:
-        """The indices of all training samples that are held out."""
+        """The indices of all samples that are held out of the training set."""
         parts = [self.validation] if self.validation is not None else []
         parts += [self.own_test.indices] if self.own_test is not None and self.own_test_split == "train" else []
         parts += [self.test_clients.indices] if self.test_clients is not None else []
@@ -70,7 +71,9 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """Choose a fraction of each class for validation, before the partition, and return the sorted indices.
+    """Choose a fraction of each class for validation, before the samples are assigned to clients.
+
+    Return sorted indices.
 
     Raises:
         SpecError: A class has too few samples for both validation and training.
@@ -85,7 +88,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
         if not 0 < held[c] < there[c]:
             what = "training" if held[c] else "validation"
             problem = (
-                f"of the {there[c]} training samples of class {data.class_names[c]!r}, none would be left for {what}. "
+                f"none of the {there[c]} training samples of class {data.class_names[c]!r} would remain for {what}. "
             )
             problem += f"Use a {'smaller' if held[c] else 'larger'} fraction."
             raise SpecError("evaluation.validation", problem, share)
@@ -95,7 +98,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
     """Return the data set without the training samples ``held``, and the indices of the remaining samples.
 
-    If the inputs are memory-mapped, the result has no inputs, because a copy of the inputs may not fit into memory.
+    If the inputs are memory-mapped, the result does not contain inputs, because a copy may not fit into memory.
     """
     left = np.setdiff1d(np.arange(data.train_size), held)
     kept: dict[str, Any] = {}
@@ -116,17 +119,17 @@ def hold_out(
     brought: Assignment | None = None,
     everybody: bool = True,
 ) -> tuple[Assignment, HeldOut]:
-    """Choose the samples to hold out of training, according to the settings.
+    """Choose which samples are held out of training.
 
     Args:
-        settings: The settings of the evaluation.
+        settings: The evaluation settings, which define the fractions.
         data: The data set.
         assignment: The training samples of each client.
         seed: The experiment's seed.
-        validation: The validation samples that were held out before the partition; None to hold validation samples out
-            from each client.
-        brought: Test samples of each client that a real site or the data set provides. If this value is given, no other
-            test samples are held out.
+        validation: The validation samples that were held out before the partition; None if each client must hold out
+            its own.
+        brought: The test samples of each client, if a real site or the data set provides them. In this case, other test
+            samples are not held out.
         everybody: Whether ``assignment`` contains the samples of all clients. At a real site, ``assignment`` contains
             only samples of the site's clients.
 
@@ -139,7 +142,7 @@ def hold_out(
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
         if not everybody:
-            problem = "has no effect at real sites. Remove it, and do not invite the sites that must not train."
+            problem = "has no effect at real sites. Remove the key, and do not invite sites that must not train."
             raise SpecError("evaluation.test_clients", problem, settings.test_clients)
         training, testing = _deal_clients(len(assignment), settings.test_clients, seed)
         numbers = np.concatenate([training, testing])
@@ -160,8 +163,8 @@ def hold_out(
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
     """Return the test samples that the data set provides for each client.
 
-    The result is None if the partition does not use the data set's clients, or if the clients of test samples are
-    unknown.
+    The result is None if the partition does not use the data set's clients, or if test samples do not belong to
+    clients.
     """
     if data.client_test is None or assignment.codes is None:
         return None
@@ -174,7 +177,7 @@ def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
 def split_each(
     assignment: Assignment, data: Dataset, share: float, seed: int, purpose: str, *, least: int
 ) -> tuple[Assignment, Assignment]:
-    """Take a fraction of each client's samples, with the same fraction of each label.
+    """Take a fraction of each client's samples, stratified by label.
 
     Args:
         assignment: The samples of each client.
@@ -182,11 +185,11 @@ def split_each(
         share: The fraction to take.
         seed: The experiment's seed.
         purpose: A name for this use of random numbers. Different names give independent random numbers.
-        least: The smallest number of samples to take from a client with at least two samples. The client always keeps
+        least: The minimum number of samples to take from a client with at least two samples. The client always keeps
             at least one sample.
 
     Returns:
-        The samples that each client keeps, and the samples that are taken from the client.
+        The samples that each client keeps, and the samples that are taken from each client.
     """
     sizes, owners = assignment.sizes, assignment.owners
     wanted = np.minimum(np.maximum(np.round(share * sizes).astype(np.int64), least), np.maximum(sizes - 1, 0))
@@ -196,21 +199,21 @@ def split_each(
 
 
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
-    """Choose samples of each client at random, with the same fraction of each label.
+    """Choose random samples of each client, stratified by label.
 
-    The choice is a systematic sample. Samples are sorted by label and shuffled within each label, and every (n / m)-th
-    of a client's n samples is chosen. The result contains a fraction m / n of each label's samples, rounded up or down.
-    A real site makes the same choice as a simulation.
+    The choice is a systematic sample. A client's n samples are sorted by label and shuffled within each label. Then,
+    every (n / m)-th sample is chosen. The result contains a fraction m / n of each label's samples, rounded up or down.
+    A real site chooses the same samples as a simulation.
 
     Args:
-        owners: The client of each sample, ascending, one entry per sample.
-        labels: The label of each sample, one entry per sample.
+        owners: The client of each sample, in ascending order.
+        labels: The label of each sample, in the order of ``owners``.
         wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
         purpose: A name for this use of random numbers. Different names give independent random numbers.
 
     Returns:
-        A mask with one entry per sample. An entry is True if the sample was chosen.
+        A mask with one entry per sample: True for the chosen samples.
 
     >>> held_by_label(np.zeros(6, int), np.array([0, 0, 0, 0, 1, 1]), np.array([3]), 0, "doc").sum()
     np.int64(3)
@@ -228,7 +231,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
 def _cut_own(
     share: float, data: Dataset, assignment: Assignment, seed: int, everybody: bool
 ) -> tuple[Assignment, Assignment]:
-    """Hold out samples of each client, at least one, for its own test; return the remaining and the held-out samples.
+    """Hold out at least one test sample of each client. Return the remaining and the held-out samples.
 
     Raises:
         SpecError: A client has fewer than two samples.
@@ -238,7 +241,7 @@ def _cut_own(
     if len(short):
         has = "one sample" if sizes[short[0]] else "no sample"
         problem = (
-            f"client {short[0]} has {has}, but needs at least two, because one is held out for tests. Set "
+            f"client {short[0]} has {has}, but needs at least two, because one sample is held out for tests. Set "
             "partition.min_size = 2."
         )
         raise SpecError("evaluation.client_test", problem, share)
@@ -246,23 +249,21 @@ def _cut_own(
 
 
 def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
-    """Choose at random which clients never train; return the sorted ids of training clients and of test clients.
+    """Choose random clients that never train. Return the sorted ids of training clients and of test clients.
 
     Raises:
         SpecError: All clients would be test clients.
     """
     count = max(1, round(share * clients))
     if count >= clients:
-        problem = (
-            f"{count} of {clients} clients would never train. Use a smaller fraction, so that at least one trains."
-        )
+        problem = f"{count} of {clients} clients would never train, but at least one must. Use a smaller fraction."
         raise SpecError("evaluation.test_clients", problem, share)
     shuffled = rng(seed, "test-clients").permutation(clients)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return only the samples of the ``chosen`` clients, which get new ids from 0 in the same order."""
+    """Return only the samples of the ``chosen`` clients, which get new ids 0, 1, … in the order of ``chosen``."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

@@ -1,4 +1,4 @@
-"""The request to evaluate a model on a client's samples, and the reply to this request."""
+"""Define requests to evaluate a model on a client's samples, and the replies."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Evaluated(Reply):
 
     Args:
         sums: The sums over the client's samples, from which metrics can be computed.
-        values: A mapping from the name of each metric to its value for the client, without undefined values; None if
-            the site withholds the values.
+        values: A mapping from each metric to its value on the client's samples, without undefined values; None if the
+            site withholds the values.
     """
 
     sums: EvaluationSums
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Raise an error if the number of classes in the sums is not ``classes``.
+        """Refuse sums with a number of classes other than ``classes``.
 
         Raises:
             ReplyRefusedError: The sums have the wrong number of classes.
@@ -45,11 +45,11 @@ class Evaluate(Request):
     Args:
         round: The round after which the model is evaluated.
         weights: The global model.
-        part: The samples for the evaluation, either ``"test"`` or ``"validation"``.
+        part: The samples to evaluate on: ``"test"`` or ``"validation"``.
         personal: Whether the client first personalises the model, with its own BatchNorm statistics and by fine-tuning.
-        epochs: Number of epochs of fine-tuning on the client's training samples.
-        score_bins: The number of bins of each class's histogram of scores; see ``EvaluationSums``.
-        confidence_bins: The number of bins of the histogram of confidence.
+        epochs: The number of epochs of fine-tuning on the client's training samples.
+        score_bins: The number of bins in each class's histogram of scores; see ``EvaluationSums``.
+        confidence_bins: The number of bins in the histogram of confidence; see ``EvaluationSums``.
     """
 
     reply_type: ClassVar[type[Reply]] = Evaluated
@@ -68,7 +68,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Raise an error if the reply has impossible counts, or a number of bins that was not requested."""
+        """Refuse a reply with impossible counts, or with a number of bins that was not requested."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")
@@ -78,7 +78,7 @@ class Evaluate(Request):
             raise ReplyRefusedError("the reply contains a negative count")
         if int(sums.confusion.sum()) != sums.samples:
             raise ReplyRefusedError(
-                f"the confusion matrix counts {int(sums.confusion.sum())} samples, but the reply has {sums.samples}"
+                f"the confusion matrix counts {int(sums.confusion.sum())} samples, but the reply says {sums.samples}"
             )
         members = sums.scores[:, 1].sum(dim=1)
         if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
@@ -103,7 +103,7 @@ class TaskEvaluated(Reply):
 
 @record("EvaluateTask")
 class EvaluateTask(Evaluate):
-    """A request to evaluate a model of a task other than plain classification; see ``Evaluate``."""
+    """A request to evaluate a model, as in ``Evaluate``, for tasks other than plain classification."""
 
     reply_type: ClassVar[type[Reply]] = TaskEvaluated
     rule = RequestRule(
@@ -113,9 +113,9 @@ class EvaluateTask(Evaluate):
     )
 
     def check(self, reply: TaskEvaluated) -> None:  # type: ignore[override]
-        """Raise an error if the reply has impossible sums."""
+        """Refuse a reply with impossible sums."""
         sums = reply.sums
         if sums.samples < 0 or sums.weight < 0:
             raise ReplyRefusedError("the reply contains a negative count")
         if any(not table.is_floating_point() for table in sums.tables.values()):
-            raise ReplyRefusedError("the sums are not floats")
+            raise ReplyRefusedError("the reply contains sums that are not floating-point numbers")

@@ -1,6 +1,6 @@
-"""Define the metrics that ``evaluation.metrics`` of a spec may name.
+"""Define the metrics that a spec may list in ``evaluation.metrics``.
 
-Most metrics are computed from counts, so that the same code works for a test set, for many clients, and for sums from
+Most metrics are computed from counts. The same code therefore works for a test set, for many clients, and for sums from
 real sites. Users can add a metric as a function, or as a class with a single method.
 """
 
@@ -31,7 +31,7 @@ Reals = NDArray[np.float64]
 
 
 class Metric(Setting):
-    """A measure of the quality of predictions. To define a metric of your own, override ``of``.
+    """Base class of metrics, which measure the quality of predictions. To define your own metric, override ``of``.
 
     >>> class Errors(Metric):
     ...     higher_is_better = False
@@ -43,8 +43,8 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The values from which the metric is computed: an entry of ``Task.tables``, the losses (``"loss"``), the rows
-    (``"rows"``), or the predictions of plain classification (``"classes"``).
+    """The values from which the metric is computed. The value is an entry of ``Task.tables``, ``"loss"`` (losses),
+    ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of plain classification).
     """
 
     score_bins: ClassVar[int] = 0
@@ -57,15 +57,15 @@ class Metric(Setting):
 
     @property
     def label(self) -> str:
-        """The metric's name in records: its name in the spec, without the part before the last colon."""
+        """The metric's name in records. It is the name in the spec without the part before the last colon."""
         return self.name.rpartition(":")[2]
 
     @abstractmethod
     def of(self, predictions: Predictions) -> float | None:
-        """Return the metric's value; None if the value is undefined, such as the AUROC of a single class."""
+        """Return the metric's value; None if it is undefined, such as the AUROC for samples of a single class."""
 
     def by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return the metric's value for each client's samples.
+        """Return the metric's value on each client's samples.
 
         Args:
             predictions: The predictions of N samples.
@@ -81,7 +81,7 @@ class Metric(Setting):
         return np.array([nan_for_none(self.of(predictions[part]) if len(part) else None) for part in parts])
 
     def of_sums(self, sums: EvaluationSums) -> float | None:
-        """Compute the metric's value from sums that real sites sent.
+        """Compute the metric's value from the sums that real sites sent.
 
         Raises:
             NotImplementedError: The metric cannot be computed from sums.
@@ -97,10 +97,10 @@ class Metric(Setting):
         return None
 
     def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
-        """Return the metric's value on each of M sets of samples, for a task other than plain classification.
+        """Compute the metric's value on each of M sets of samples, for tasks other than plain classification.
 
         Args:
-            tables: A mapping from each entry of ``Task.tables`` to the sums of this entry over each set, shape (M, …).
+            tables: A mapping from each entry of ``Task.tables`` to its sum over each set, shape (M, …).
             loss: The sum of the losses of each set, shape (M,).
             weight: The sum of the weights of each set, shape (M,).
 
@@ -111,22 +111,22 @@ class Metric(Setting):
 
     @classmethod
     def adds_up(cls, task: Task) -> bool:
-        """Return True if the metric can be computed from the sums that real sites send."""
+        """Return True if the metric can be computed from sums, which real sites send instead of predictions."""
         return cls.of_sums is not Metric.of_sums if task.has_classes else cls.of_tables is not Metric.of_tables
 
     def check_rows(self, rows: Rows, task: Task) -> None:
-        """Check that the metric works for a task other than plain classification.
+        """Check that the metric works for a task that is not plain classification.
 
         Args:
             rows: The predictions of a few samples.
             task: The task.
 
         Raises:
-            SpecError: The metric is for other tasks, or fails.
+            SpecError: The metric is meant for other tasks, or its computation fails.
         """
         if self.table not in ("loss", "rows", *task.tables) or (self.label == "accuracy" and not task.has_accuracy):
             accepted = ", ".join(task.default_metrics)
-            problem = f"is not a metric of the task {task.name!r}. Use {accepted}, or a function of your own."
+            problem = f"is not a metric of the task {task.name!r}. Use {accepted}, or your own function."
             raise SpecError("evaluation.metrics", problem, self.label)
         everything = np.zeros(len(rows), dtype=np.int64)
         self._try(
@@ -135,7 +135,7 @@ class Metric(Setting):
         )
 
     def by_client_of_rows(self, rows: Rows, owners: Ints, clients: int) -> Reals:
-        """Return the metric's value for each client's samples, for a task other than plain classification.
+        """Return the metric's value on each client's samples, for tasks other than plain classification.
 
         Args:
             rows: The predictions of N samples.
@@ -156,14 +156,15 @@ class Metric(Setting):
         return none_for_nan(self.of_tables(tables, np.array([sums.loss]), np.array([sums.weight]))[0])
 
     def check(self, classes: int) -> None:
-        """Check that the metric works on a few artificial predictions that contain all classes.
+        """Check the metric with a few artificial predictions that contain all classes.
 
         Raises:
             SpecError: The metric fails, or returns neither a number nor None.
         """
         if self.table not in ("classes", "counts", "loss", "rows"):
             problem = (
-                "measures predicted numbers, not classes. Use task = 'regression', or another metric such as accuracy."
+                "is a metric for predicted numbers, not for classes. Set task = 'regression', or use another metric, "
+                "such as 'accuracy'."
             )
             raise SpecError("evaluation.metrics", problem, self.label)
         labels = np.arange(4 * classes) % classes
@@ -182,7 +183,7 @@ class Metric(Setting):
 
 
 class _ByClient(Metric):
-    """A base class of metrics whose ``by_client`` computes the values of all clients at once."""
+    """Base class of metrics whose ``by_client`` computes the values of all clients at once."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -190,7 +191,7 @@ class _ByClient(Metric):
 
 
 class _OfCounts(_ByClient):
-    """A base class of metrics that are computed from counts of samples, predictions and correct predictions."""
+    """Base class of metrics that are computed from counts of samples, predictions and correct predictions."""
 
     table = "counts"
 
@@ -199,7 +200,7 @@ class _OfCounts(_ByClient):
         return self.overall(*np.moveaxis(tables["counts"], -1, 0))
 
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the metric's value for each class, by default the recall; NaN if the value is undefined.
+        """Return the metric's value for each class; NaN if the value is undefined. Default: the recall.
 
         Args:
             hits: The number of correctly predicted samples of each class, shape (…, C).
@@ -212,7 +213,10 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes, by default the mean over the classes. For the arguments, see ``each``."""
+        """Return the value over all classes.
+
+        Default: the mean of the classes' values. See ``each`` for the arguments.
+        """
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -261,7 +265,7 @@ class MicroF1(_OfCounts):
 class MeanIoU(_OfCounts):
     """Intersection over union (IoU) of true and predicted pixels, averaged over the classes.
 
-    The mean leaves out a class if neither the true pixels nor the predicted pixels have this class.
+    The mean leaves out classes that neither the true nor the predicted pixels contain.
     """
 
     @override
@@ -270,7 +274,7 @@ class MeanIoU(_OfCounts):
 
 
 class _OfErrors(Metric):
-    """A base class of regression metrics, which are computed from sums over samples and averaged over targets."""
+    """Base class of regression metrics, which are computed from sums over samples and averaged over targets."""
 
     table = "errors"
     higher_is_better = False
@@ -281,14 +285,14 @@ class _OfErrors(Metric):
 
     @abstractmethod
     def each(self, n: Reals, absolute: Reals, square: Reals, total: Reals, squares: Reals) -> Reals:
-        """Return the value for each target.
+        """Return the metric's value for each target.
 
         Args:
             n: The number of samples.
             absolute: The sum of the absolute errors, in the unit of the target.
             square: The sum of the squared errors.
             total: The sum of the differences between the targets and the mean of the training targets.
-            squares: The sum of the squares of these differences.
+            squares: The sum of the squared differences between the targets and the mean of the training targets.
         """
 
     @override
@@ -326,9 +330,9 @@ class R2(_OfErrors):
 class AUROC(_ByClient):
     """Area under the ROC curve: of the second class if there are two classes, otherwise averaged over all classes.
 
-    The curve of a class separates samples of this class from all other samples. The mean leaves out a class if all
-    samples, or none of the samples, belong to this class. With the histograms that real sites send, the value is
-    approximate, and the record also contains an upper bound on its error.
+    The ROC curve of a class compares samples of this class with all other samples. The mean leaves out a class if all
+    samples, or none of the samples, belong to this class. If real sites send histograms, the value is approximate, and
+    the record also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in the histogram of each class's scores. The sites of a deployment send this histogram
@@ -347,7 +351,10 @@ class AUROC(_ByClient):
         return _mean_of_known(self._each(predictions, owners, clients))
 
     def _each(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return each client's area for each class (of two, for the second), (clients, C); NaN if undefined."""
+        """Return each client's area for each class, (clients, C); NaN if undefined.
+
+        For two classes, only the second counts.
+        """
         classes = [1] if predictions.classes == 2 else range(predictions.classes)
         return np.stack(
             [_areas(predictions.probabilities[:, c], predictions.labels == c, owners, clients) for c in classes],
@@ -371,7 +378,7 @@ class AUROC(_ByClient):
         return none_for_nan(_mean_of_known(_ratio(tied / 2, pairs)[None])[0])
 
     def _pairs(self, sums: EvaluationSums) -> tuple[Reals, Reals, Reals]:
-        """For each class, count the pairs of a sample of this class and a sample of another class.
+        """For each class, count the pairs that consist of a sample of this class and a sample of another class.
 
         Returns:
             Three counts for each class: pairs in which the other sample is in a lower bin, pairs with both samples in
@@ -463,7 +470,7 @@ class ECE(_ByClient):
 
 
 class _OfRows(Metric):
-    """A base class of metrics that need all targets and predictions at once, instead of sums."""
+    """Base class of metrics that need all targets and predictions at once, instead of sums."""
 
     table = "rows"
 
@@ -497,14 +504,14 @@ class MeanAveragePrecision(_OfRows):
         from sklearn.metrics import average_precision_score
 
         if targets.ndim != 2 or not np.isin(targets, (0, 1)).all():
-            raise ValueError("the metric needs several labels for each sample")
+            raise ValueError("the metric needs targets with several labels per sample, each of which is 0 or 1")
         there = targets.any(axis=0)
         scores = [average_precision_score(targets[:, k], predictions[:, k]) for k in np.flatnonzero(there)]
         return float(np.mean(scores)) if scores else None
 
 
 class _Named(_OfRows):
-    """A base class of metrics that a spec names by a path ``"module:name"``.
+    """Base class of metrics that a spec names by a path ``"module:name"``.
 
     Args:
         path: The path of the class or function.
@@ -559,7 +566,7 @@ class FunctionMetric(_Named):
     """A metric that a user defines as a function ``fn(labels, probabilities)``.
 
     For classification, the function gets arrays of shapes (N,) and (N, C). For other tasks, the function gets the
-    targets and the predictions, for example with shape (N, K). The function returns a number, or None if the value is
+    targets and the predictions, for example of shape (N, K). The function returns a number, or None if the value is
     undefined.
 
     Args:
@@ -598,7 +605,7 @@ class _Metrics(Registry[Metric]):
             if not inspect.isclass(metric):
                 if callable(metric):
                     return FunctionMetric
-                wanted = "a function of labels (N,) and probabilities (N, C), or a class derived from Metric"
+                wanted = "a function fn(labels, probabilities), or a class that is derived from Metric"
                 raise SpecError("name", f"is not a metric. Use {wanted}.", name)
         return super().find(name)
 
@@ -643,7 +650,7 @@ def values_of(metrics: Sequence[Metric], predictions: Predictions | Rows) -> dic
 
 
 def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals, Reals, Reals]:
-    """Count correct predictions, samples and predictions per client and class; the three results are (clients, C)."""
+    """Count correct predictions, samples and predictions per client and class, each of shape (clients, C)."""
     classes, labels, predicted = predictions.classes, predictions.labels, predictions.predicted
     hit = labels == predicted
 
@@ -655,7 +662,7 @@ def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals
 
 
 def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: int) -> Reals:
-    """Compute the area under each client's ROC curve from the ranks of positive samples (Mann and Whitney).
+    """Compute the area under each client's ROC curve from ranks of scores (Mann and Whitney).
 
     The area is the fraction of pairs of a positive and a negative sample in which the positive sample has the higher
     score. Pairs with equal scores count half.
@@ -689,7 +696,7 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
 
 
 def _ratio(above: ArrayLike, below: ArrayLike) -> Reals:
-    """Return ``above / below`` for each element; NaN if the denominator is 0."""
+    """Divide ``above`` by ``below`` element by element; NaN if the denominator is 0."""
     top, bottom = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     ratio: Reals = np.full(np.broadcast(top, bottom).shape, np.nan)
     np.divide(top, bottom, out=ratio, where=bottom != 0)
@@ -697,17 +704,17 @@ def _ratio(above: ArrayLike, below: ArrayLike) -> Reals:
 
 
 def _mean_of_known(values: Reals) -> Reals:
-    """Return the mean of the finite values in each row; NaN if a row has none."""
+    """Return the mean of the finite values in each row; NaN if a row does not contain finite values."""
     known = np.isfinite(values)
     return _ratio(np.where(known, values, 0.0).sum(axis=-1), known.sum(axis=-1))
 
 
 def none_for_nan(value: Any) -> float | None:
-    """Return a number, or None if the number is not finite."""
+    """Convert a value to a float; None if it is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def nan_for_none(value: float | None) -> float:
-    """Return a number, or NaN for None."""
+    """Convert a value to a float; NaN if the value is None."""
     return math.nan if value is None else float(value)

@@ -24,10 +24,10 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 OUTPUT_BYTES = 16 << 20
-"""The largest size, in bytes, of a batch's outputs in ``collect``."""
+"""The maximum size of a batch's outputs in ``collect``, in bytes."""
 
 KEPT_BYTES = 4 << 30
-"""The largest size, in bytes, of the values that an evaluation stores for all samples."""
+"""The maximum size of the values that an evaluation stores for all samples, in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Predictions:
         return len(self.labels)
 
     def __getitem__(self, part: slice | Ints) -> Predictions:
-        """Return the predictions of some samples."""
+        """Return the predictions for a subset of the samples."""
         cut = Predictions(self.labels[part], self.logits[part], self.predicted[part], 0.0)
         return Predictions(cut.labels, cut.logits, cut.predicted, float(cut.losses.sum()))
 
@@ -71,7 +71,7 @@ class Predictions:
 
     @cached_property
     def log_probabilities(self) -> Reals:
-        """Logarithm of the predicted probabilities, shape (N, C)."""
+        """Logarithms of the predicted probabilities, shape (N, C)."""
         with np.errstate(invalid="ignore"):  # Logits may be infinite if a model has diverged.
             shifted = self.logits.astype(np.float64)
             shifted -= shifted.max(axis=1, keepdims=True, initial=-np.inf)
@@ -107,7 +107,7 @@ class Rows:
         return len(self.losses)
 
     def __getitem__(self, part: slice | Ints) -> Rows:
-        """Return the rows of some samples."""
+        """Return the stored values for a subset of the samples."""
         arrays = {name: array[part] for name, array in self.arrays.items()}
         return Rows(arrays, self.losses[part], self.weights[part])
 
@@ -139,9 +139,10 @@ def collect(
     batch_size: int = 1000,
     batch_statistics: bool = False,
 ) -> Rows:
-    """Compute the values that an evaluation stores for each sample. For the arguments, see ``predict``.
+    """Compute the values that an evaluation stores for each sample.
 
-    Batches are smaller than usual if their outputs would take more than ``OUTPUT_BYTES``.
+    See ``predict`` for the arguments. Batches are smaller than ``batch_size`` if their outputs would take more than
+    ``OUTPUT_BYTES``.
 
     Raises:
         SpecError: The values of all samples would take more than ``KEPT_BYTES``.
@@ -167,12 +168,12 @@ def collect(
 
 
 def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device) -> tuple[Inputs, Tensor]:
-    """Return the inputs and targets of some samples on a device."""
+    """Return the inputs and targets of a batch, on the given device."""
     return each(data.inputs(part, split), lambda tensor: tensor.to(device)), data.targets(part, split).to(device)
 
 
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
-    """Measure one sample, and return how many samples (at least 1) have outputs that fit into ``OUTPUT_BYTES``.
+    """Return how many samples (at least 1) have outputs that fit into ``OUTPUT_BYTES``, measured with one sample.
 
     Raises:
         SpecError: The values of all samples would take more than ``KEPT_BYTES``.
@@ -183,14 +184,14 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
         rows = data.task.rows(output, y)
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
     if kept > KEPT_BYTES:
-        problem = f"stores {kept / 2**30:.1f} GiB for {len(every)} samples, but the limit is {KEPT_BYTES >> 30} GiB. "
+        problem = f"an evaluation would store {kept / 2**30:.1f} GiB, but the limit is {KEPT_BYTES >> 30} GiB. "
         raise SpecError("task", problem + "Return fewer values per sample from the task's method rows.", data.task.name)
     return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 
 @contextmanager
 def _evaluating(model: Model, weights: Weights, batch_statistics: bool) -> Iterator[tuple[Params, torch.device]]:
-    """Load a model for evaluation during the ``with`` block; yield its parameters and their device."""
+    """Load a model for evaluation during the ``with`` block. Yield the model's parameters and their device."""
     with model.loaded(weights.params, weights.buffers, train=False) as params:
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
@@ -211,7 +212,7 @@ def predict(
     batch_size: int = 1000,
     batch_statistics: bool = False,
 ) -> Predictions:
-    """Compute the predictions of a model for samples of a data set.
+    """Compute a model's predictions for samples of a data set.
 
     Args:
         model: The architecture.

@@ -67,7 +67,7 @@ class Evaluation(Setting):
     def _different(cls, metrics: list[Metric]) -> list[Metric]:
         labels = [metric.label for metric in metrics]
         if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"{twice[0]!r} occurs twice. Remove one of the two.")
+            raise ValueError(f"the list contains {twice[0]!r} twice. Remove one of them.")
         return metrics
 
     @field_validator("targets", mode="before")
@@ -75,7 +75,7 @@ class Evaluation(Setting):
     def _a_list(cls, targets: object) -> object:
         if isinstance(targets, int | float):
             shown = targets / 100 if 1 < targets <= 100 else targets if 0 < targets <= 1 else 0.9
-            raise ValueError(f"must be a list of accuracies, which are fractions. Use, for example, [{shown:g}].")
+            raise ValueError(f"must be a list of accuracies, as fractions. Use, for example, [{shown:g}].")
         return targets
 
     @field_validator("targets")
@@ -93,7 +93,7 @@ class Evaluation(Setting):
             if name not in self.measured:
                 raise SpecError("targets", not_among("is not a metric of this run", name, self.measured), name)
         if self.primary not in self.measured:
-            use = "Add it to evaluation.metrics, or use one of"
+            use = "Add the metric to evaluation.metrics, or use one of"
             problem = not_among("is not a metric of this run", self.primary, self.measured, use)
             raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
@@ -113,40 +113,40 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """The names of the metrics, which are also their keys in the records of rounds."""
+        """The names of the metrics, which are also the keys of their values in the records of rounds."""
         return [metric.label for metric in self.metrics]
 
     @property
     def measured(self) -> list[str]:
-        """The names of all results of an evaluation: accuracy, loss and metrics."""
+        """The names of all results of an evaluation: accuracy, loss and the metrics in ``metrics``."""
         return list(dict.fromkeys(["accuracy", "loss", *self.labels]))
 
     @property
     def chosen(self) -> bool:
-        """Whether ``metrics`` differs from its default, which is only the accuracy."""
+        """Whether ``metrics`` differs from its default, which contains only the accuracy."""
         return self.labels != ["accuracy"]
 
     @property
     def accuracy_targets(self) -> list[float]:
-        """The targets for the accuracy."""
+        """The accuracies in ``targets``."""
         return self.targets.get("accuracy", []) if isinstance(self.targets, dict) else self.targets
 
     @property
     def metric_targets(self) -> Mapping[str, list[float]]:
-        """A mapping from the labels of metrics other than the accuracy to their targets."""
+        """A mapping from the name of each metric other than the accuracy to its targets."""
         targets = self.targets if isinstance(self.targets, dict) else {}
         return {name: values for name, values in targets.items() if name != "accuracy"}
 
     @property
     def lower(self) -> frozenset[str]:
-        """The labels of the metrics for which lower values are better, including ``loss``."""
+        """The names of the metrics for which lower values are better, including ``loss``."""
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
-        """Return a metric by its name in records.
+        """Return the metric with a given name in records.
 
         Raises:
-            SpecError: The run has no metric with this label.
+            SpecError: The run does not have a metric with this name.
         """
         metrics = dict(zip(self.labels, self.metrics, strict=True))
         if label not in metrics:
@@ -155,13 +155,14 @@ class Evaluation(Setting):
         return metrics[label]
 
     def evaluated_rounds(self, last: int) -> frozenset[int]:
-        """Return the rounds that are evaluated in a run with ``last`` rounds."""
+        """Return the rounds after which a run with ``last`` rounds evaluates the model."""
         return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table. In this table, a name stands for a metric without settings.
+        """Return the settings as a mapping for a spec.
 
-        The table leaves out the default of ``primary``, so that specs stay equal to specs of earlier versions.
+        In ``metrics``, a metric without settings is only a name. The mapping omits the default of ``primary``, so that
+        specs stay equal to specs of earlier versions.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

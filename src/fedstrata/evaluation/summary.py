@@ -1,15 +1,15 @@
-"""Summarise a run in lines of text, for the terminal, the HTML report, notebooks and the status page."""
+"""Summarise a run as text, for the terminal, the HTML report, notebooks and the status page."""
 
 from __future__ import annotations
 
 from fedstrata.evaluation.history import History, column_of, target_text
 
 MISSING = "–"
-"""The text for a missing value."""
+"""The text that stands for a missing value."""
 
 
 def summary_lines(history: History) -> list[tuple[str, str]]:
-    """Return the lines of a run's summary, each as a pair of a heading and a text."""
+    """Return the lines of a run's summary, as pairs of a heading and a text."""
     summary = history.summary
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     metric = history.primary
@@ -61,7 +61,7 @@ def _shown(metric: str, value: float | None) -> str:
 
 
 def reached(history: History) -> dict[str, int]:
-    """Return a mapping from a description of each target that a run reached to the first round that reached it.
+    """Return the targets that a run reached, as a mapping from target to the first round that reached it.
 
     >>> reached(History([{"round": 1, "accuracy": 0.6, "test": {"rmse": 2.5}}], metric_targets={"rmse": [3]}))
     {'50 %': 1, 'rmse 3': 1}

@@ -1,4 +1,4 @@
-"""Compute the sums that real sites send instead of predictions. Metrics can be computed from these sums."""
+"""Compute the sums that real sites send instead of predictions, and from which metrics are computed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""The largest log-odds in histograms of scores, which range from −12 to 12; the outer bins also count scores beyond
-this range."""
+"""The maximum log-odds in histograms of scores. Histograms range from −12 to 12, and the outer bins also count scores
+beyond this range."""
 
 
 @record("EvaluationSums")
@@ -28,14 +28,14 @@ class EvaluationSums(Message):
     Args:
         samples: The number of samples.
         loss: Sum of the samples' cross-entropies, in nats.
-        confusion: The numbers of samples, an int64 array of shape (C, C). Rows are true classes, and columns are
-            predicted classes.
+        confusion: The confusion matrix, which counts samples, int64, shape (C, C). Rows are true classes, and columns
+            are predicted classes.
         scores: Two histograms for each of C classes, int64, shape (C, 2, B) for B bins. The first histogram of class c
             counts the scores of samples of other classes. The second histogram counts the scores of samples of class c.
             A sample's score for c is the log-odds of its predicted probability of c. B is 0 if no metric uses the
             scores.
-        calibration: The sum of the confidences and the number of correct predictions in each of E bins of confidence,
-            float64, shape (E, 2). The confidence is the largest predicted probability of a sample.
+        calibration: For each of E bins of confidence, the sum of the confidences and the number of correct predictions,
+            float64, shape (E, 2). The confidence of a prediction is its largest predicted probability.
 
     >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
     >>> (one + one).confusion.tolist()
@@ -60,7 +60,7 @@ class TaskSums(Message):
         samples: The number of samples.
         loss: The sum of the samples' losses.
         weight: The sum of the samples' weights.
-        tables: The sums of the entries that the task names in ``Task.tables``.
+        tables: The sum of each entry that ``Task.tables`` lists.
     """
 
     samples: int
@@ -73,11 +73,11 @@ class TaskSums(Message):
 
 
 def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
-    """Return the sums over samples of a task other than plain classification.
+    """Compute the sums over samples of a task other than plain classification.
 
     Args:
         rows: The predictions of the samples.
-        tables: The names of the entries to add up.
+        tables: The names of the entries to sum.
     """
     owners = np.zeros(len(rows), dtype=np.int64)
     sums = {name: torch.from_numpy(rows.sums(name, owners, 1)[0]) for name in tables if name in rows.arrays}
@@ -85,12 +85,12 @@ def task_sums(rows: Rows, tables: Iterable[str]) -> TaskSums:
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
-    """From the predictions of samples, compute the sums that the metrics of plain classification need.
+    """Compute the sums that the metrics of plain classification need.
 
     Args:
         predictions: The predictions of N samples.
-        score_bins: The number B of bins of each class's histogram of scores; 0 for no histograms.
-        confidence_bins: The number E of bins of confidence; 0 for no bins.
+        score_bins: The number B of bins in each class's histogram of scores; 0 to omit these histograms.
+        confidence_bins: The number E of bins of confidence; 0 to omit the bins.
     """
     n, classes = len(predictions), predictions.classes
     labels = predictions.labels
@@ -121,7 +121,7 @@ def confusion_of(predictions: Predictions) -> Ints:
 
 
 def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
-    """Add up confidences and correct predictions for each client and confidence bin.
+    """Sum the confidences, and count correct predictions, for each client and each bin of confidence.
 
     Bin k of E bins, counted from 1, contains the samples with a confidence in ((k − 1) / E, k / E].
 
@@ -132,7 +132,8 @@ def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int)
         bins: The number E of bins.
 
     Returns:
-        The sum of the confidences and the number of correct predictions in each bin, shape (clients, E, 2).
+        For each client and bin, the sum of the confidences and the number of correct predictions, shape (clients, E,
+        2).
     """
     if not bins:
         return np.zeros((clients, 0, 2))

@@ -1,1 +1,1 @@
-"""The settings of a spec: experiments, callbacks and tracking, and the generated reference of the settings."""
+"""The specification (spec) of an experiment, with callbacks and trackers, and the reference of all settings."""

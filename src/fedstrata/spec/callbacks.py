@@ -1,7 +1,7 @@
 """Define callbacks, which observe a run and may stop it.
 
-A callback is a ``Setting``, so that a spec can name it. A callback stores its state in the run's ``memory``, which
-every checkpoint contains. A run that is killed and resumed therefore gives the same results as an uninterrupted run.
+A callback is a ``Setting``, so specs can name it. Callbacks store their state in the run's ``memory``, which every
+checkpoint contains. A run that is killed and resumed therefore gives the same results as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Callback(Setting):
     """Base class of callbacks. A subclass overrides the methods that it needs.
 
     The fields of a subclass are its settings. Store values that a resumed run needs in ``simulation.memory``. Set other
-    attributes in ``on_start``, because these attributes are lost if the run is killed.
+    attributes in ``on_start``, because they are lost if the run is killed.
 
     >>> class StopEarly(Callback):
     ...     rounds: int = 10
@@ -46,16 +46,16 @@ class Callback(Setting):
             object.__setattr__(self, name, value)
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` does not set."""
+        """Raise ``SpecError`` if the callback needs a metric or validation samples that ``evaluation`` lacks."""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Prepare the callback before the first round of a run, and again when the run is resumed."""
+        """Prepare the callback. This method is called before the first round, and again when the run is resumed."""
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Handle the end of a round. The argument ``record`` contains the round's metrics and counts."""
+        """React to the end of a round. The argument ``record`` contains the round's metrics and counts."""
 
     def on_end(self, simulation: Simulation, history: History) -> None:
-        """Handle the end of the last round, before the final model is stored."""
+        """React to the end of the last round, before the final model is stored."""
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Release resources at the end of a run, even after an error.
@@ -68,7 +68,7 @@ class Callback(Setting):
 
 
 class _Best(Callback):
-    """Base class of callbacks that find the best evaluation of a run.
+    """Base class of callbacks that compare the evaluations of a run to find the best.
 
     Args:
         metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
@@ -81,26 +81,26 @@ class _Best(Callback):
     mode: Literal["max", "min"] | None = None
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` if the metric is not measured."""
+        """Raise ``SpecError`` if the run does not compute the metric."""
         known = evaluation.measured
         if self.metric is not None and self.metric not in known:
-            use = "Add it to evaluation.metrics, or use one of"
+            use = "Add the metric to evaluation.metrics, or use one of"
             problem = not_among("is not a metric of this run", self.metric, known, use)
             raise SpecError("callbacks.metric", problem, self.metric)
 
     def compared(self, simulation: Simulation) -> str:
-        """Return the metric to compare."""
+        """Return the name of the metric that is compared."""
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on the validation samples or, if there are none, on the test set; None if not measured."""
+        """Return the metric on validation samples, or on the test set if there are none; None without an evaluation."""
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
         return metrics.get(self.compared(simulation))
 
     def improves(self, simulation: Simulation, value: float | None, best: float | None, least: float = 0.0) -> bool:
-        """Return True if a value is better than the best value so far by more than ``least``."""
+        """Return True if ``value`` is better than ``best`` by more than ``least``."""
         if value is None or best is None:
             return value is not None
         lower = (
@@ -124,14 +124,17 @@ class EarlyStopping(_Best):
     min_delta: NonNegativeFloat = 0.0
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` if the metric is not measured, or if there are no validation samples."""
+        """Raise ``SpecError`` if the run does not compute the metric, or does not have validation samples."""
         super().check(evaluation)
         if evaluation.validation is None:
-            problem = "early-stopping requires validation samples, because it never uses the test set."
+            problem = "'early-stopping' requires validation samples, because it never uses the test set."
             raise SpecError("callbacks", f"{problem} Set evaluation.validation, for example to 0.1.")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Remember the model if the metric has improved. Stop after ``patience`` evaluations without improvement."""
+        """Store the model in memory if the metric has improved.
+
+        Stop after ``patience`` evaluations without improvement.
+        """
         if record.get("validation") is None:
             return
         best = simulation.memory.get(self.name)
@@ -147,7 +150,7 @@ class EarlyStopping(_Best):
             simulation.stop(f"validation {self.compared(simulation)} has not improved for {since}; {best_round}")
 
     def on_end(self, simulation: Simulation, history: History) -> None:
-        """Make the best round's model the final model."""
+        """Use the model of the best round as the final model."""
         if (best := simulation.memory.get(self.name)) is not None:
             simulation.leave(best["weights"], best["round"])
 
@@ -160,7 +163,7 @@ class KeepBest(_Best):
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Store the model if the model is the best so far."""
+        """Store the model if it is better than all earlier models of the run."""
         value, best = self.value(simulation, record), simulation.memory.get(self.name)
         if not self.improves(simulation, value, None if best is None else best["value"]):
             return
@@ -185,7 +188,7 @@ AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]
 
 @contextmanager
 def named(callback: object, history: History) -> Iterator[None]:
-    """Add the callback's name and the history so far to an exception that is raised in the ``with`` block."""
+    """Add a callback's name and the run's history to exceptions that are raised in the ``with`` block."""
     try:
         yield
     except Exception as error:

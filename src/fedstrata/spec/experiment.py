@@ -1,4 +1,4 @@
-"""Define the specification of an experiment, in Python and as TOML."""
+"""Define the specification (spec) of an experiment, in Python and in TOML."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from fedstrata.spec.callbacks import AnyCallback, EarlyStopping, KeepBest
 from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
-"""The section of a spec file for comparisons; each table ``[compare.LABEL]`` changes the spec for one experiment."""
+"""The section of a spec file for comparisons. Each table ``[compare.LABEL]`` contains the changes for one
+experiment."""
 
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
-"""Pairs of keys that exclude each other: an override of one key removes the other key."""
+"""Pairs of mutually exclusive keys. An override of one key removes the other key."""
 
 LARGEST_SEED = 2**128 - 1
-"""The largest seed. Random generators use 128 bits, so larger seeds would only repeat random numbers."""
+"""The maximum seed. Random generators use keys of 128 bits, so larger seeds are not useful."""
 
 
 class Experiment(Setting):
@@ -85,13 +86,16 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _measure_task(self) -> Experiment:
-        """Replace the default metric, the accuracy, with the metrics of the task."""
+        """Replace the default metric (accuracy) with the task's default metrics."""
         if self.task is not None:
             self.__dict__["evaluation"] = self.evaluation.of_task(self.task)
         return self
 
     def with_task(self, task: Task) -> Experiment:
-        """Return the experiment with the task that its data imply, if the spec does not set a task."""
+        """Return a copy with the given task, which follows from the data.
+
+        If the spec sets a task, return the experiment unchanged.
+        """
         if self.task is not None or task == Classification():
             return self
         evaluation = self.evaluation.of_task(task)
@@ -105,16 +109,16 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Set the primary metric in callbacks without a metric, so that the spec in a run folder names the metric."""
+        """Set the primary metric in callbacks without a metric, so that the spec in the run folder names it."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the spec as nested tables.
+        """Return the spec as nested dicts.
 
-        Sections that early versions do not know are left out if they have no effect.
+        Sections that earlier versions did not have are left out if they have no effect.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -126,7 +130,7 @@ class Experiment(Setting):
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
-        """Build the experiment from nested tables, such as parsed TOML. Ignore the section ``compare``.
+        """Create an experiment from nested dicts, such as parsed TOML. The section ``compare`` is ignored.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -135,7 +139,7 @@ class Experiment(Setting):
 
     @classmethod
     def from_toml(cls, path: Path | str, overrides: Sequence[str] = ()) -> Experiment:
-        """Build the experiment from a file and from overrides of the form ``section.key=value``.
+        """Create an experiment from a TOML file and from overrides of the form ``section.key=value``.
 
         Raises:
             SpecError: The file is missing or not TOML, a key is unknown, or a value is wrong. The message names the
@@ -148,11 +152,11 @@ class Experiment(Setting):
             raise with_location(error, path) from None
 
     def replace(self, **sections: Any) -> Experiment:
-        """Return an experiment with other settings, which are checked as in a new experiment.
+        """Return a copy with some settings replaced. The new settings are checked.
 
         Args:
-            sections: The new values. A table changes only the settings that it contains, but a table with another
-                ``name`` replaces the section.
+            sections: The new values. A dict changes only the settings that it contains. But a dict with a different
+                ``name`` replaces the whole section.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -171,7 +175,7 @@ class Experiment(Setting):
         return build(Experiment, {**dict(self), **changed})
 
     def to_toml(self) -> str:
-        """Return the spec as TOML, from which an equal experiment can be read.
+        """Return the spec as TOML. ``from_toml`` restores an equal experiment from a file with this text.
 
         Raises:
             SpecError: Tables or lists are nested too deeply.
@@ -183,13 +187,13 @@ class Experiment(Setting):
 
 
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read the tables of a spec file and apply overrides to them.
+    """Read a spec file as nested dicts, and apply overrides.
 
-    If the partition or the availability names a file, this function first looks for the file in the spec's folder.
+    If the partition or the availability names a file, this function first looks for it in the spec's folder.
 
     Args:
-        path: The spec file; None to apply the overrides to empty tables.
-        overrides: Texts of the form ``section.key=value``.
+        path: The spec file; None to start from an empty spec.
+        overrides: Strings of the form ``section.key=value``.
 
     Raises:
         SpecError: The file is missing or not TOML, or an override does not contain ``=``.
@@ -207,7 +211,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """Change ``file`` in a section of a spec to the path of the file in ``folder``, if the file exists there."""
+    """If the file that a section's key ``file`` names exists in ``folder``, set the key to the path of this file."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():
@@ -215,11 +219,11 @@ def _prefer_file_in(folder: Path, section: Any) -> None:
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
-    """Return the tables of a TOML file.
+    """Read a TOML file as nested dicts.
 
     Args:
         path: The file.
-        key: The key that error messages show, such as ``spec``.
+        key: The key for error messages, such as ``spec``.
 
     Raises:
         SpecError: The file is missing, cannot be read or is not valid TOML.
@@ -238,7 +242,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
+    """Parse TOML text to nested dicts.
 
     Raises:
         ValueError: The text is not TOML, is nested too deeply, or contains a number with thousands of digits.
@@ -247,34 +251,37 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError:  # Python limits the number of digits of an integer, and its own message does not help the user
-        raise ValueError("a whole number has too many digits") from None
+    except ValueError:  # Python limits the number of digits of an integer, but Python's message does not help users
+        raise ValueError("an integer has too many digits") from None
     except RecursionError:
         raise ValueError("tables or lists are nested too deeply") from None
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """If the spec file contains the key of an error, add the file's path and the key's line to the error."""
+    """Add the spec file's path and the line of the key to an error.
+
+    If the file does not contain the key, return the error.
+    """
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set the key of an override ``section.key=value`` in nested tables.
+    """Apply an override ``section.key=value`` to nested dicts.
 
     Raises:
-        SpecError: The override does not contain ``=``, or a part of the key is a value instead of a section.
+        SpecError: The override does not contain ``=``, or its key treats a value as a section.
     """
     key, equals, text = override.partition("=")
     if not equals:
         raise SpecError(
-            "--set", "is not of the form section.key=value. Use, for example, --set training.lr=0.1.", override
+            "--set", "must have the form section.key=value. Use, for example, --set training.lr=0.1.", override
         )
     set_key(table, key.strip(), parse_value(text), override)
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value. A text that is not valid TOML, such as a word without quotes, is returned as text.
+    """Parse a TOML value. A text that is not valid TOML, such as a word without quotes, is returned as a string.
 
     >>> parse_value("0.1"), parse_value("fedavg")
     (0.1, 'fedavg')
@@ -286,7 +293,7 @@ def parse_value(text: str) -> Any:
 
 
 def split_values(text: str) -> list[str]:
-    """Split a text at commas, except commas in brackets and in quotes.
+    """Split a string at commas, except at commas in brackets and in quotes.
 
     >>> split_values("[200, 100],[50],'a,b'")
     ['[200, 100]', '[50]', "'a,b'"]
@@ -305,21 +312,21 @@ def split_values(text: str) -> list[str]:
 
 
 def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
-    """Set a dotted key in nested tables.
+    """Set a dotted key in nested dicts.
 
     Args:
-        table: The tables, which are changed.
+        table: The nested dicts, which change in place.
         key: The key, such as ``training.lr``.
         value: The value.
-        given: The value that errors show, such as the whole override.
+        given: The text that errors show, such as the whole override.
 
     Raises:
-        SpecError: A part of the key is empty, or is a value instead of a section.
+        SpecError: A part of the key is empty, or the key treats a value as a section.
     """
     parts = key.split(".")
     if not all(parts):
         raise SpecError(
-            "--set", "is not of the form section.key=value. Use, for example, --set training.lr=0.1.", given
+            "--set", "must have the form section.key=value. Use, for example, --set training.lr=0.1.", given
         )
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
@@ -335,10 +342,11 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 
 
 def line_of(text: str, key: str) -> int | None:
-    r"""Return the line of a dotted key in a TOML text, counted from 1.
+    r"""Return the line of a dotted key in TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the key's innermost section. If this section is missing,
-    too, return None. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
+    If the text does not contain the key, return the line of the key's innermost section that exists. If none of the
+    key's sections exists, return None. The tables of a list, ``[[section]]``, have the keys ``section.0``,
+    ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -372,17 +380,17 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
-    spec, and its key ``method.name`` chooses the method. Without this key, the label is the name of the method. If no
-    method has this name, the spec's method is used.
+    spec, and the table's key ``method.name`` selects the method. Without this key, the label is the name of the method.
+    If no method has this name, the spec's method is used.
 
     Args:
-        table: The spec as nested tables.
+        table: The spec as nested dicts.
         labels: The labels to compare. Default: all labels of ``[compare]``.
-        overrides: Texts ``section.key=value``, which take precedence over the spec and the tables of the labels. If
-            only some methods have a setting, the override applies only to these methods.
+        overrides: Strings ``section.key=value``, which take precedence over the spec and the tables of the labels. If
+            only some methods have a setting, an override of this setting applies only to these methods.
 
     Raises:
-        SpecError: A label is unknown, a setting is wrong, or an override is not a setting of any of the methods.
+        SpecError: A label is unknown, a setting is wrong, or an override sets a key that none of the methods has.
     """
     of_labels = [override for override in overrides if override.strip().startswith(f"{COMPARE}.")]
     tables = copy.deepcopy(dict(table))
@@ -390,11 +398,11 @@ def variants(
         apply_override(tables, override)
     overlays: Mapping[str, Any] = tables.get(COMPARE, {})
     if not isinstance(overlays, Mapping):
-        raise SpecError(COMPARE, "is not a table. Write a table [compare.LABEL] for each experiment.", overlays)
+        raise SpecError(COMPARE, "must be a table. Write a table [compare.LABEL] for each experiment.", overlays)
     chosen = list(labels) if labels else list(overlays)
     if not chosen:
         problem = "is required, because the spec does not contain tables [compare.LABEL]"
-        raise SpecError("--methods", f"{problem}. Use some of: {', '.join(METHODS)}")
+        raise SpecError("--methods", f"{problem}. Use some of: {', '.join(METHODS)}.")
     merged = {label: _merged(tables, overlays, label) for label in chosen}
     for override in (override for override in overrides if override not in of_labels):
         accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]
@@ -420,7 +428,7 @@ def variants(
 
 
 def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the spec's tables merged with the table of one label; see ``variants``."""
+    """Merge the spec with the table of one label; see ``variants``."""
     base = {key: value for key, value in table.items() if key != COMPARE}
     overlay = overlays.get(label, {})
     if not isinstance(overlay, Mapping):
@@ -432,12 +440,12 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
         for method in (overlay.get("method", {}), base.get("method", {}))
     )
     if not isinstance(own, Mapping):
-        raise SpecError(f"{COMPARE}.{label}.method", "must be a name or a table.", own)
+        raise SpecError(f"{COMPARE}.{label}.method", "must be the name of a method, or a table of settings.", own)
     common = common if isinstance(common, Mapping) else {}
     is_method = label in METHODS or label not in overlays
     name = own.get("name", label if is_method else common.get("name", label))
     if not isinstance(name, str):
-        raise SpecError(f"{COMPARE}.{label}.method.name", "must be a name.", name)
+        raise SpecError(f"{COMPARE}.{label}.method.name", "must be the name of a method.", name)
     if ":" not in name and name not in METHODS:
         if label in overlays:
             problem = f"is not set. Set method.name in [compare.{label}], or [method] in the spec."
@@ -454,14 +462,14 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
 def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
     """Return True if an override applies to an experiment.
 
-    An override of ``method`` applies if the experiment's method has the key. An override of another section applies in
-    two cases: the override sets the section's ``name``, or the experiment and the spec have the same ``name`` in this
+    An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
+    it sets the section's ``name``. It also applies if the experiment and the spec have the same ``name`` in this
     section.
 
     Args:
-        merged: The tables of the experiment.
-        base: The spec's tables.
-        override: The text ``section.key=value``.
+        merged: The merged spec of the experiment, as nested dicts.
+        base: The original spec, as nested dicts.
+        override: The string ``section.key=value``.
     """
     section, _, key = override.partition("=")[0].strip().partition(".")
     if section == "method":
@@ -473,10 +481,10 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 
 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the nested tables ``base``, in which values from ``overlay`` replace values from ``base``.
+    """Return a copy of the nested dicts ``base``, in which values from ``overlay`` replace values from ``base``.
 
-    If an inner table has different values of ``name`` in ``base`` and ``overlay``, the table of ``overlay`` replaces
-    the whole table of ``base``.
+    If an inner dict has different values of ``name`` in ``base`` and ``overlay``, the dict in ``overlay`` replaces the
+    whole dict in ``base``.
     """
     result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():

@@ -1,4 +1,4 @@
-"""Generate the reference of the sections, names and keys of a spec from the classes of settings."""
+"""Generate the reference of all sections, names and keys of specs from the settings classes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "method.aggregator": AGGREGATORS,
     "method.aggregator.server": ServerOptimizer,
 }
-"""A mapping from each section of a spec to its class of settings, or to a registry of several such classes."""
+"""A mapping from each section of a spec to its settings class, or to a registry of settings classes."""
 
 PAGES: dict[str, list[str]] = {
     page: [section for section in SECTIONS if section == page or section.startswith(f"{page}.")]
@@ -80,17 +80,17 @@ PAGES: dict[str, list[str]] = {
     "objective": ["method.objective"],
     "aggregator": ["method.aggregator", "method.aggregator.server"],
 }
-"""A mapping from each page of the generated reference to the sections of a spec that it describes."""
+"""A mapping from each page of the generated reference to the sections that the page describes."""
 
 NOT_SET = "not set"
-"""The text that replaces the default of an optional key without a default value."""
+"""The text that replaces the default value of an optional key whose default is None."""
 
 Row = tuple[str, str, str, str]
-"""The type of a row: a key, the accepted values, the default ("" if the key is required), and a description."""
+"""A row of the reference: a key, its accepted values, its default ("" if the key is required), and its description."""
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield each name that a section accepts, with its class. For a section with only one class, yield ("", class).
+    """Yield the names that a section accepts, with their classes. For a section with only one class, yield ("", class).
 
     Raises:
         SpecError: The section does not exist.
@@ -105,7 +105,7 @@ def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
 
 
 def common(section: str) -> list[Row]:
-    """Return the rows of the keys that all classes of a section share. For methods, return the keys of ``Recipe``."""
+    """Return the rows of keys that all classes of a section share. For methods, return the keys of ``Recipe``."""
     settings = SECTIONS[section]
     if not isinstance(settings, Registry):
         return []
@@ -113,13 +113,13 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that differ from all rows of ``common``, for example in the default."""
+    """Return the rows of a class that are not in ``common``, for example because of another default."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 
 
 def rows(cls: type[Setting]) -> list[Row]:
-    """Return a row for each key of a class of settings."""
+    """Return one row for each key of a settings class."""
     descriptions, recipe = _descriptions(cls), _default_recipe(cls)
     parts: Mapping[str, Any] = recipe.parts() if recipe else {}
     return [
@@ -130,7 +130,7 @@ def rows(cls: type[Setting]) -> list[Row]:
 
 
 def _default_recipe(cls: type[Setting]) -> Recipe | None:
-    """Return a recipe of this class with default settings; None for other classes, and if a setting is required."""
+    """Create a recipe with default settings; None if ``cls`` is not a recipe, or if a setting is required."""
     required = any(field.is_required() for field in cls.model_fields.values())
     return cls() if issubclass(cls, Recipe) and not required else None
 
@@ -141,9 +141,9 @@ def summary(cls: type[Setting]) -> str:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the reference in Markdown, with a file for each entry of ``PAGES``.
+    """Write the reference in Markdown, with one file for each entry of ``PAGES``.
 
-    If a file exists, the text before its first section is kept.
+    If a file exists, the text before its first section stays.
     """
     for page in PAGES:
         path = folder / f"{page}.md"
@@ -154,7 +154,7 @@ def write_pages(folder: Path) -> None:
 def markdown(page: str) -> str:
     """Return a page's sections in Markdown.
 
-    Each setting is described once, and repetitions are links. The page's introduction describes its first section.
+    Each setting is described only once, and repetitions are links. The page's introduction describes its first section.
     """
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
 
@@ -185,11 +185,11 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that are described on the pages of its four choices, such as the objective.
+    """Return the settings of a method that other pages describe: the pages of its four choices, such as the objective.
 
     Returns:
-        A mapping from the setting's name in the method to the choice and the setting's name in the choice. A choice
-        that the method makes has an empty name.
+        A mapping from a setting's name in the method to the choice, and to the setting's name in the choice. For the
+        choice itself, the second name is empty.
     """
     recipe = _default_recipe(cls)
     if recipe is None:
@@ -204,7 +204,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence with links to a method's choices, and with the names of their settings."""
+    """Return a sentence that links to a method's choices and names the settings of these choices."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     defaults = {key: default for key, _, default, _ in common("method")}
     with_settings = {choice for choice, name in belongs.values() if name}
@@ -229,7 +229,7 @@ def _links(cls: type[Setting]) -> str:
 
 
 def _item(row: Row) -> str:
-    """Describe a key in one line. The line does not repeat what the default or the description shows."""
+    """Describe a key in one line. The line omits the type if the default or the description already shows it."""
     key, accepted, default, text = row
     listed = accepted.startswith("`") and all(name in _plain(text) for name in accepted.split(", "))
     notes = [] if listed else [accepted]
@@ -244,11 +244,11 @@ def _item(row: Row) -> str:
 SHOWN = re.compile(
     r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|string|list of (numbers|integers|tables)( > 0)?)$"
 )
-"""A pattern of types that a default shows; numbers are positive unless the page says otherwise."""
+"""A pattern of types that a default value already shows. Numbers are positive if the page does not say otherwise."""
 
 
 def _toml(default: str) -> str:
-    """Format a default as in a spec."""
+    """Format a default value as in a TOML spec."""
     value = default.replace("'", '"')
     try:
         json.loads(value)
@@ -282,7 +282,7 @@ def _accepted(field: FieldInfo) -> str:
 
 
 def _type(kind: Any, plural: str = "") -> str:
-    """Describe a type in words; with ``plural="s"``, in the plural."""
+    """Describe a type in words. With ``plural="s"``, use the plural."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         item = _type(arguments[0], plural)
@@ -302,14 +302,14 @@ def _type(kind: Any, plural: str = "") -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Return True if a type is a class of settings that a spec must give as a table, and cannot give by name."""
+    """Return True if a type is a settings class whose value in a spec must be a table and cannot be a name."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
 def _limits(items: Iterable[Any], kind: str) -> str:
     """Describe the limits of a number, such as `` > 0``, `` in (0, 1]`` or, for integers, `` from 1 to 9``.
 
-    The text is empty if there are no limits.
+    The text is empty for numbers without limits.
     """
     limits = {name: getattr(item, name) for item in items for name in LIMITS if hasattr(item, name)}
     match sorted(limits):
@@ -330,7 +330,7 @@ def _number(value: float) -> str:
 
 
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-"""A mapping from pydantic's name of each limit to the mathematical sign."""
+"""A mapping from pydantic's name of each kind of limit to the mathematical sign."""
 
 
 def _default(field: FieldInfo) -> str:

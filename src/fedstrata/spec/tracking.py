@@ -1,9 +1,9 @@
 """Define trackers, which show a running experiment in TensorBoard and MLflow.
 
 Trackers are callbacks that only read the records of a run, and do not store state in checkpoints. A run may be resumed
-with other trackers, because trackers are not part of its identity (the settings that must not change). A run writes
-exactly the same files with and without trackers. A tracker shows a resumed run as one run, in which each round appears
-once.
+with other trackers, because trackers are not part of the run's identity (the settings that must not change). A run
+writes exactly the same files with and without trackers. In a tracker, a resumed run appears as a single run, in which
+each round appears once.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""A file in a run folder with the names under which trackers show the run. A resumed run uses the same names."""
+"""The file in a run folder with the names of the run in each tracker. A resumed run uses these names again."""
 
 LONGEST = 500
-"""The largest number of characters of a setting's text; longer texts are cut, so that every tracker accepts them."""
+"""The maximum number of characters of a setting's value. Longer values are cut off, so that every tracker accepts
+them."""
 
 
 class Tracker(Callback):
-    """Base class of trackers. A tracker that fails warns once, and the run continues without this tracker."""
+    """Base class of trackers. If a tracker fails, it warns once, and the run continues without this tracker."""
 
     name: ClassVar[str] = ""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Begin to show a new run, or continue to show a resumed run."""
+        """Begin to track a new run, or continue to track a resumed run."""
         self.failed = False
         self._try(lambda: self.begin(simulation))
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Show a round's metrics."""
+        """Send the metrics of a round to the tracker."""
         self._try(lambda: self.show(record))
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """End the display of the run."""
+        """Stop tracking the run."""
         self._try(lambda: self.end(simulation, history, error))
 
     def _try(self, work: Callable[[], None]) -> None:
@@ -79,15 +80,21 @@ class Tracker(Callback):
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
-        """Begin the display of a run; see ``on_start``. Any error except ``SpecError`` ends only the display."""
+        """Begin to track a run; see ``on_start``.
+
+        Exceptions except ``SpecError`` only stop the tracker, not the run.
+        """
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
-        """Show the metrics of a round; see ``on_round``. Any error except ``SpecError`` ends only the display."""
+        """Track the metrics of a round; see ``on_round``.
+
+        Exceptions except ``SpecError`` only stop the tracker, not the run.
+        """
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """End the display of a run; see ``on_close``. Any error except ``SpecError`` causes only a warning."""
+        """Stop tracking a run; see ``on_close``. Exceptions except ``SpecError`` cause only a warning."""
 
 
 class TensorBoard(Tracker):
@@ -107,7 +114,10 @@ class TensorBoard(Tracker):
             raise ExtraMissingError("TensorBoard", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Open the event files. After a resume, make TensorBoard ignore earlier records of repeated rounds."""
+        """Open the event files.
+
+        If a resumed run repeats rounds, TensorBoard ignores the earlier records of these rounds.
+        """
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -116,7 +126,7 @@ class TensorBoard(Tracker):
         elif simulation.folder is not None:
             folder = simulation.folder / "tensorboard"
         else:
-            problem = "is required, because this run has no run folder. Set tracking.tensorboard.dir."
+            problem = "is required, because this run does not have a run folder. Set tracking.tensorboard.dir."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
         # TensorBoard's steps are our rounds. It ignores everything in earlier event files from the step ``purge``
@@ -140,7 +150,7 @@ class TensorBoard(Tracker):
         self.writer.flush()
 
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Close the files."""
+        """Close the event files."""
         if (writer := getattr(self, "writer", None)) is not None:
             self.writer = None
             writer.close()
@@ -172,15 +182,15 @@ class MLflow(Tracker):
             raise ExtraMissingError("MLflow", "tracking")
 
     def begin(self, simulation: Simulation) -> None:
-        """Create a run in MLflow, or find the MLflow run that was created before this experiment was resumed."""
+        """Create a run in MLflow. For a resumed run, find the existing run in MLflow."""
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.entities import Param
 
         with _locked_store(self.uri or get_tracking_uri()):
             self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
             experiment = self._experiment_id()
-        # The token identifies the run in MLflow. It is stored before MLflow creates the run. So a resumed run finds
-        # the run in MLflow even if the process was killed before MLflow's answer was stored.
+        # The token identifies the run in MLflow. It is stored before MLflow creates the run. A resumed run can
+        # therefore find the run in MLflow even if the process was killed before MLflow replied.
         token, spec = stored_name(simulation.folder, "mlflow", lambda: uuid.uuid4().hex), simulation.spec
         runs = self.client.search_runs([experiment], f"tags.`fedstrata.run` = '{token}'", max_results=1)
         if runs:
@@ -202,7 +212,7 @@ class MLflow(Tracker):
         }
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a round that are not logged yet."""
+        """Log the numbers of a round, except numbers that MLflow already has."""
         from mlflow.entities import Metric
 
         now, round = time.time_ns() // 1_000_000, record["round"]
@@ -211,7 +221,7 @@ class MLflow(Tracker):
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Upload the files, and set the run's status."""
+        """Upload the files of the run folder, and set the status of the run in MLflow."""
         run: str | None = getattr(self, "run_id", None)
         if run is None:
             return
@@ -237,17 +247,17 @@ class MLflow(Tracker):
                 return str(self.client.create_experiment(self.experiment))
         raise SpecError(
             "tracking.mlflow.experiment",
-            "MLflow has no such experiment, and cannot create it. Check tracking.mlflow.uri.",
+            "MLflow does not have this experiment, and cannot create it. Check tracking.mlflow.uri.",
             self.experiment,
         )
 
 
 def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
-    """Return the name under which a tracker shows a run. The name is stored in the run folder at its first use.
+    """Return the name of a run in a tracker. When the name is first used, it is stored in the run folder.
 
     Args:
         folder: The run folder; None if the run has no folder. The name is then not stored.
-        key: The key of the name in the file.
+        key: The key of the name in the file ``tracking.json``.
         make: A function that returns a new name.
     """
     if folder is None:
@@ -264,9 +274,9 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock MLflow's store in the ``with`` block if the store is an SQLite file.
+    """Lock MLflow's store during the ``with`` block if the store is an SQLite file.
 
-    Thanks to the lock, only one process creates the file.
+    The lock ensures that only one process creates the file.
     """
     path = uri.removeprefix("sqlite:///")
     if path == uri:
@@ -278,7 +288,7 @@ def _locked_store(uri: str) -> Iterator[None]:
 
 
 def _switched(value: object) -> object:
-    """Convert ``true`` to an empty table (a tracker with default settings), and ``false`` to None (no tracker)."""
+    """Convert ``true`` to an empty dict (a tracker with default settings), and ``false`` to None (not tracked)."""
     if isinstance(value, bool):
         return {} if value else None
     if value is None or isinstance(value, (Mapping, Callback)):
@@ -301,21 +311,21 @@ class Tracking(Setting):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The trackers in use."""
+        """The trackers that are switched on."""
         return [each for each in (self.tensorboard, self.mlflow) if isinstance(each, Callback)]
 
 
 def title(simulation: Simulation) -> str:
-    """Return a name for a run: its method, data and seed, and a hash of its identity."""
+    """Return a name for a run, from its method, its data, its seed, and a hash of its identity."""
     spec, data = simulation.spec, Path(str(simulation.spec.data.name)).stem
     digest = sha256(json.dumps(simulation.identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{digest}")
 
 
 def settings_of(spec: Any) -> dict[str, str]:
-    """Return a mapping from the dotted key of each setting, except ``tracking``, to its value as text.
+    """Return a mapping from the dotted key of each setting, except ``tracking``, to its value as a string.
 
-    Texts are cut to ``LONGEST`` characters.
+    Strings are cut off after ``LONGEST`` characters.
     """
     table = {key: value for key, value in spec.to_spec().items() if key != "tracking"}
     return {key: str(value)[:LONGEST] for key, value in _flat(table)}
@@ -330,5 +340,5 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace characters that MLflow refuses in names."""
+    """Replace characters that MLflow does not accept in names."""
     return re.sub(r"[^\w\-./ ]", "_", name)[:250]

@@ -19,10 +19,10 @@ class BySquareRoot(fs.Aggregator):
             equal weights.
     """
 
-    needs_counts: ClassVar[bool] = True  # an error is raised if the server does not know the numbers of samples
+    needs_counts: ClassVar[bool] = True  # raise an error if the server does not know the numbers of samples
     power: float = Field(default=0.5, ge=0, le=1)  # a setting; set it with --set method.aggregator.power=1
 
     def coefficients(self, selection, returned, samples):
-        """Return the averaging weight of each reply; the new model is w + sum of weight × (client's model − w)."""
+        """Return the averaging weight of each reply. The new model is w + sum of weight × (client's model − w)."""
         weights = np.maximum(samples, 0.0) ** self.power * selection.draws[returned]
         return weights / max(weights.sum(), 1e-12)

@@ -8,8 +8,8 @@ def worst_recall(labels, probabilities):
     """Return the recall of the class with the lowest recall.
 
     Args:
-        labels: The true class of each sample, (N,), a NumPy array of whole numbers.
-        probabilities: The predicted probability of each class for each sample, (N, C).
+        labels: The true class of each sample, a NumPy array of integers, shape (N,).
+        probabilities: The predicted probability of each class for each sample, shape (N, C).
     """
     predicted = probabilities.argmax(axis=1)
     return float(min((predicted[labels == c] == c).mean() for c in set(labels.tolist())))

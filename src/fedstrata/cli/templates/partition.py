@@ -12,16 +12,16 @@ import fedstrata as fs
 
 class Leaning(fs.Partition):
     """Each client prefers one class. A fraction of each class goes to clients that prefer the class, and the other
-    samples go to any client.
+    samples go to random clients.
 
     Args:
-        share: The fraction of a class that goes to the clients that prefer it. With 0, the partition is nearly IID.
+        share: The fraction of a class that goes to clients that prefer this class. With 0, the partition is nearly IID.
     """
 
     share: float = Field(default=0.8, ge=0, le=1)  # a setting; set it with --set partition.share=0.5
 
     def assign(self, labels, domains, rng):
-        """Return the client that gets each sample, (N,). Client k prefers class k mod C."""
+        """Return the client of each sample, shape (N,). Client k prefers class k mod C."""
         classes = min(int(labels.max()) + 1, self.clients)
         leaning = labels % classes + classes * rng.integers(self.clients // classes, size=len(labels))
         random = rng.integers(self.clients, size=len(labels))

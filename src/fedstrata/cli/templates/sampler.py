@@ -19,7 +19,7 @@ class LongestAway(fs.ClientSampler):
     spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2
 
     def init(self, federation):
-        """Return the first state, which contains the round of each client's last invitation (0: never)."""
+        """Return the initial state, which contains the round of each client's last invitation (0: never)."""
         return np.zeros(federation.config.clients, dtype=np.int64)
 
     def select(self, federation, state, weights):

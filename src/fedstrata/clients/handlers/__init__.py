@@ -1,1 +1,1 @@
-"""Handlers, which are the functions with which clients answer requests."""
+"""The handlers: functions with which clients answer requests."""

@@ -1,7 +1,7 @@
-"""Answer encoded requests, in which a codec compresses the model and the update.
+"""Answer encoded requests, for which codecs compress the model and the update.
 
-The client computes the new model from its latest model and later changes. The client then answers the inner request,
-encodes the update in its reply, and stores the encoding error.
+The client computes the server's model from the latest model that it received and from later changes. The client then
+answers the inner request, encodes the update in its reply, and stores the encoding error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""Keys in a client's state: for the latest received model, for the encoding error, and for an unfinished exchange."""
+"""The keys under which a client's state stores the latest received model, the encoding error, and an unfinished
+PowerSGD exchange."""
 
 _MODELS = 8
-"""Number of model versions that a process stores. Clients with the same version share its tensors."""
+"""Number of model versions that a process stores. Clients with the same version share the version's tensors."""
 
 
 @record("HeldModel")
@@ -53,11 +54,11 @@ class HeldModel:
 
 @record("Residual")
 class Residual:
-    """The encoding error, which is added to the client's next change (error feedback).
+    """The encoding error, which is added to the client's next update (error feedback).
 
     Args:
-        round: The round of the latest change.
-        lost: The encoding error as named tensors: the latest change, plus the previous error, minus the change that the
+        round: The round of the latest update.
+        lost: The encoding error as named tensors: the latest update, plus the previous error, minus the update that the
             server decodes.
     """
 
@@ -67,15 +68,15 @@ class Residual:
 
 @record("Pending")
 class Pending:
-    """A computed reply that the client stores between the first and the second sum of a PowerSGD exchange.
+    """A reply that the client stores between the first and the second request of a PowerSGD exchange.
 
     Args:
         exchange: The id of the exchange.
         round: The round of the exchange.
-        state: The client's new state, which becomes valid when the client answers for the second sum.
-        reply: The reply without its change.
-        change: The change to encode, including the error of earlier changes.
-        behind: Number of samples that contribute to this reply.
+        state: The client's new state, which becomes valid when the client answers the second request.
+        reply: The reply without its update.
+        change: The update to encode, including the encoding error of earlier updates.
+        behind: Number of samples that contribute to the reply.
     """
 
     exchange: int
@@ -88,8 +89,8 @@ class Pending:
 
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
-    """Answer the inner request, and encode the change in the reply."""
-    client.state.pop(PENDING, None)  # left over if an earlier exchange was not finished
+    """Answer the inner request, and encode the update in the reply."""
+    client.state.pop(PENDING, None)  # left over from an earlier exchange that was not finished
     inner, before = request.request, dict(client.state)
     if request.delivery is not None:
         inner = replace(inner, weights=Weights(_received(client, request.delivery), inner.weights.buffers))
@@ -101,7 +102,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     if not all(map(finite, change.values())):
         raise FedstrataError(f"the update contains NaN or infinity. {DIVERGED}")
     reply = reply.merge_update(inner.weights, unencoded)
-    # If the reply has no change (no samples, or a request without training), the stored encoding error does not change.
+    # If the reply has no update (no samples, or a request without training), the stored encoding error does not change.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
@@ -118,7 +119,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
-    """Return the client's term of the second sum, and the reply that it computed for the first sum."""
+    """Return the client's term of the second PowerSGD sum, with the reply that was computed for the first sum."""
     second = second_term(client, request)
     second.remember(client, second.payload)
     return second.reply
@@ -126,11 +127,11 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 @dataclass(frozen=True)
 class SecondTerm:
-    """A client's answer to the request for the second sum, before the client stores its encoding error.
+    """A client's reply to the second request of a PowerSGD exchange, before the client stores its encoding error.
 
     Args:
-        pending: The values that the client stored when it answered the request for the first sum.
-        frame: The factors P.
+        pending: The values that the client stored when it answered the first request.
+        frame: The factors P of PowerSGD.
         payload: The client's term of the second sum.
         reply: The reply to the server.
     """
@@ -141,11 +142,11 @@ class SecondTerm:
     reply: EncodedReply
 
     def remember(self, client: Client, sent: Payload) -> None:
-        """Make the client's new state valid, with the encoding error of the change that the server decodes.
+        """Adopt the client's new state, and store the encoding error of the update that the server decodes.
 
         Args:
             client: The client.
-            sent: The client's term as the server receives it. In a secure sum, the received term is rounded.
+            sent: The client's term as the server receives it. In a secure sum, this term is rounded.
         """
         codec, pending = client.context.communication.up, self.pending
         assert isinstance(codec, PowerSGD)
@@ -156,11 +157,11 @@ class SecondTerm:
 
 
 def second_term(client: Client, request: Coefficients) -> SecondTerm:
-    """Compute the client's answer to the request for the second sum, without a change of the client's state."""
+    """Compute the client's reply to the second request of a PowerSGD exchange. The client's state does not change."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
-        problem = f"did not answer the first of the two requests of exchange {request.exchange}"
-        raise FedstrataError(f"this client {problem}, so it cannot answer the second request.")
+        problem = f"cannot answer the second request of exchange {request.exchange}"
+        raise FedstrataError(f"this client {problem}, because it did not answer the first request.")
     client.authorize_release(pending.behind)
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
@@ -170,7 +171,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return a change plus the error of earlier changes.
+    """Return an update plus the stored encoding error.
 
     The error is multiplied by a factor that depends on its age.
     """
@@ -189,8 +190,9 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """Return the parameters of the delivered model, and store them in the client's state.
 
     Raises:
-        FedstrataError: The changes apply to a version that the client does not have, or do not lead to the delivered
-            digest. The error is also raised if a whole model differs from an earlier model with the same digest.
+        FedstrataError: The client does not have the version to which the changes apply, or the changed model has the
+            wrong digest. The error is also raised if a complete model differs from an earlier model with the same
+            digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None
@@ -200,7 +202,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         known = held.params if held is not None and same else shared.get(delivery.digest)
         if known is not None and not _close(params, known):
             raise FedstrataError(
-                f"version {delivery.version} of the model has the digest of an earlier model, but different parameters"
+                f"version {delivery.version} of the model has the same digest as an earlier model, but other parameters"
             )
     else:
         if held is None or held.version != delivery.base:
@@ -234,5 +236,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return an empty mapping from digests to models, to which the clients of this process add decoded models."""
+    """Return an empty mapping from digests to models. The clients of this process add decoded models to the mapping."""
     return OrderedDict()

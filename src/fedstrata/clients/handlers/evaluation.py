@@ -1,4 +1,4 @@
-"""Answer requests to evaluate a model on a client's own samples."""
+"""Answer requests to evaluate a model on the client's own samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstrata.federation.messages import Weights
 
 @handles(EvaluateTask)
 def evaluate_task(client: Client, request: EvaluateTask) -> TaskEvaluated:
-    """Evaluate a model of a task other than plain classification; see ``evaluate``."""
+    """Evaluate a model of a task other than plain classification, as ``evaluate`` does for classification."""
     rows = _measured(client, request)
     assert isinstance(rows, Rows)
     return TaskEvaluated(task_sums(rows, client.context.config.task.tables), _values(client, rows))
@@ -47,7 +47,7 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
         (held.own_validation, "train") if request.part == "validation" else (held.own_test, held.own_test_split)
     )
     if parts is None:
-        raise FedstrataError(f"this client has no samples that were held out for {request.part!r}")
+        raise FedstrataError(f"this client does not have {request.part} samples")
     client.authorize_release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights
@@ -66,7 +66,7 @@ def _measured(client: Client, request: Evaluate) -> Predictions | Rows:
 
 
 def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float] | None:
-    """Return the values of all defined metrics; None if the client's site withholds these values."""
+    """Return the values of all metrics that are defined; None if the client's site withholds these values."""
     if not client.context.tells_values:
         return None
     measured = values_of(client.context.evaluation.metrics, predictions) if len(predictions) else {}
@@ -74,10 +74,10 @@ def _values(client: Client, predictions: Predictions | Rows) -> dict[str, float]
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """Return the client's own model: the global model with the parts that stay at the client, after fine-tuning.
+    """Return the client's personal model: the global model with the client's own parts, after fine-tuning.
 
-    These parts may be BatchNorm statistics, layers, or a whole model. Fine-tuning takes ``request.epochs`` epochs on
-    the client's training samples.
+    The client's own parts may be BatchNorm statistics, layers, or a whole model. Fine-tuning takes ``request.epochs``
+    epochs on the client's training samples.
     """
     weights = personal_model(client, starting_point(client, request))
     if not request.epochs or not len(client):

@@ -1,7 +1,7 @@
-"""Answer FedTAN's requests to train together.
+"""Answer FedTAN's requests, for which clients train at the same time.
 
 In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
-later steps, BatchNorm normalises with the running statistics after the first step.
+later steps, BatchNorm normalises with the running statistics that resulted from the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(TrainingRequest):
-    """A request to train as in ``Fit``, but to take the first step together with the other clients of the round.
+    """A request to train as in ``Fit``, but with a first step that all clients of the round take together.
 
     The reply is a ``FitReply``.
 
@@ -61,14 +61,14 @@ class FitTogether(TrainingRequest):
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Refuse replies that ``TrainingRequest`` refuses, and replies with a message of the objective."""
+        """Refuse replies that ``TrainingRequest`` refuses, and replies that contain a message of the objective."""
         super().check(reply)
         check_message(reply, {})
 
 
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
-    """Train for one round. In the first step, average BatchNorm's statistics over the clients of the group."""
+    """Train for one round. In the first step, BatchNorm's statistics are averaged over all clients of the round."""
     first_batch = min(len(client), client.context.config.training.batch_size)
     client.authorize_release(first_batch)  # only sums over the first batch leave the client
     shared, model, group = client.context, client.model, client.group
@@ -106,7 +106,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
 
 
 def _freeze(module: nn.Module) -> None:
-    """Let BatchNorm normalise with its running statistics from now on."""
+    """Make all BatchNorm layers normalise with their running statistics."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.train(False)

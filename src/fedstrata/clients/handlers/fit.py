@@ -1,4 +1,4 @@
-"""Answer requests to train locally, which most methods use."""
+"""Answer requests for local training, which most methods use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, ModelRequest, WeightedFitReply, Weights
 
 BUFFERS = "buffers"
-"""The key under which a client's state contains its own BatchNorm statistics."""
+"""The key under which a client's state stores the client's own BatchNorm statistics."""
 
 
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
-    """Train on the client's samples for this round, and store what stays at the client in its state."""
+    """Train on the client's samples for one round. Values that stay at the client are stored in its state."""
     config, weights, chosen = client.context.config, starting_point(client, request), np.arange(len(client))
     if request.keep < 1:
         chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
@@ -51,7 +51,10 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the model of a request, but with the layers and BatchNorm statistics that the client stores, if any."""
+    """Return the model of a request.
+
+    If the client stores layers or BatchNorm statistics, these replace the model's values.
+    """
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

@@ -1,4 +1,4 @@
-"""Answer requests in secure sums with vectors modulo 2³², with or without masks."""
+"""Answer requests of secure sums with vectors modulo 2³², with or without masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def answer(client: Client, request: Masked) -> MaskedReply:
     """Answer the inner request with a vector modulo 2³².
 
-    With masks, the client's new state becomes valid only when the server says that the sum was opened (unmasked).
+    With masks, the client's new state becomes valid only when the server reports that the sum was unmasked.
     """
     from fedstrata.federation.secure.member import question_of
     from fedstrata.federation.secure.protocol import Begin
@@ -30,7 +30,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     inner, before = request.request, dict(client.state)
     form = client.context.cached(forms).get(type(inner))
     if form is None:
-        raise FedstrataError(f"secure sums: replies to {type(inner).__name__} cannot be summed.")
+        raise FedstrataError(f"replies to {type(inner).__name__} cannot be added up in secure sums.")
     if continues := isinstance(form, SecondForm):
         assert isinstance(inner, Coefficients)
         second = second_term(client, inner)
@@ -44,11 +44,12 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     site = client.context.member
     if not isinstance(request.begin, Begin):
         if site is not None:
-            raise FedstrataError("secure sums: a real site never sends a vector without masks.")
+            raise FedstrataError("in secure sums, sites of a deployment do not send vectors without masks.")
         return reply_of(words)
     member = _member(client)
-    # At a real site, a vector without samples does not count as a party of the sum, because it hides nothing of the
-    # other sites. In a simulation it counts, so that sums with and without masks have the same contributors.
+    # At a real site, a vector without samples does not count as a party of the sum, because such a vector does not hide
+    # the vectors of other sites. In a simulation it counts, so that sums with and without masks have the same
+    # contributors.
     enough = site is None or client.n_contributing > 0
     masked = member.site.mask(request.begin, question_of(inner), words, enough, continues=continues)
     member.pending, client.state = client.state, before
@@ -57,13 +58,19 @@ def answer(client: Client, request: Masked) -> MaskedReply:
 
 @handles(Step)
 def step(client: Client, request: Step) -> StepReply:
-    """Answer a message of the protocol. When the server has unmasked the sum, the client's new state becomes valid."""
+    """Answer a message of the masking protocol.
+
+    When the server has unmasked the sum, the client's new state becomes valid.
+    """
     return StepReply(_answer(client, request))
 
 
 @handles(SiteStep)
 def site_step(client: Client, request: SiteStep) -> StepReply:
-    """Answer a message of the protocol at a real site. The answer to a roster also has keys for the next roster."""
+    """Answer a message of the masking protocol at a real site.
+
+    The reply to a roster (a set of sites with a threshold) also contains the site's keys for the next roster.
+    """
     from fedstrata.federation.secure.protocol import Deal
 
     message = _answer(client, request)
@@ -83,7 +90,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return the forms in which the clients' replies are summed."""
+    """Return how the replies to each kind of request are added up."""
     return with_codec(context.forms(context.config), context.communication.up)
 
 
@@ -100,5 +107,5 @@ def _member(client: Client) -> Member:
 
 
 def _members(context: ClientContext) -> dict[int, Member]:
-    """Return an empty mapping from clients to their parts in secure sums, which is never saved."""
+    """Return an empty mapping from clients to their roles in secure sums. The mapping is never stored in a file."""
     return {}

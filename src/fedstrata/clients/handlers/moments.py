@@ -1,4 +1,4 @@
-"""Compute the moments of a client's features per class, with the request and the reply (CCVR)."""
+"""Define CCVR's request for the moments of a client's features per class, the reply, and the handler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedstrata.objectives.prototypes import feature_size
 
 @record("MomentsReply")
 class MomentsReply(Reply):
-    """The moments of the features of each class, as sums over the client's samples.
+    """The moments of each class's features, as sums over the client's samples.
 
     Args:
         samples: The number n_k(c) of samples of each class c, shape (C,), float32.
@@ -34,25 +34,25 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Refuse tensors of the wrong shape, and numbers of samples that are negative or not whole.
+        """Refuse tensors of the wrong shape, and numbers of samples that are negative or not integers.
 
         Args:
             classes: The number of classes C.
             size: The length d of a feature vector.
 
         Raises:
-            ReplyRefusedError: The reply is refused.
+            ReplyRefusedError: A tensor has the wrong shape, or a number of samples is wrong.
         """
         require_shape(self.samples, (classes,), torch.float32, "samples")
         require_shape(self.first, (classes, size), torch.float32, "first")
         require_shape(self.second, (classes, size, size), torch.float32, "second")
         if (self.samples < 0).any() or (self.samples != self.samples.round()).any():
-            raise ReplyRefusedError("a number of samples is negative or is not a whole number")
+            raise ReplyRefusedError("a number of samples is negative or not an integer")
 
 
 @record("Moments")
 class Moments(ModelRequest):
-    """A request for the moments of the features of each class, which are computed with ``weights`` (CCVR).
+    """A request for the moments of each class's features, which are computed with the model ``weights`` (CCVR).
 
     Args:
         round: The round, counted from 1.
@@ -72,7 +72,7 @@ class Moments(ModelRequest):
 @handles(Moments)
 @torch.no_grad()
 def report_moments(client: Client, request: Moments) -> MomentsReply:
-    """Return the moments of the features in evaluation mode; 0 for classes with too few samples."""
+    """Compute the moments of each class's features in evaluation mode; 0 for classes with too few samples."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     classes, size = client.context.config.outputs, feature_size(client.model)

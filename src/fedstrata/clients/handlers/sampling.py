@@ -1,4 +1,4 @@
-"""Answer requests of samplers, which ask for facts about clients, such as their sizes and losses."""
+"""Answer requests of client samplers for facts about clients, such as their numbers of samples and losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
     if request.bound == 0:
         client.authorize_release(len(client))
         return SizeReply(len(client))
-    # authorize_release() is not called, because a missing answer would reveal that the client has few samples.
+    # authorize_release() is not called, because a missing reply would reveal that the client has few samples.
     client.n_contributing = len(client)
     # A simulation must be repeatable. At a real site the noise must not depend on the seed, which the server knows.
     simulated = client.context.config.sizes is not None
@@ -43,7 +43,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
-    """Return the gradient of the global model's mean loss on all samples, projected and, if requested, quantized."""
+    """Return the gradient of the mean loss over all samples, projected and, if requested, quantized."""
     client.authorize_release(len(client))
     data, config = LocalData(client, np.arange(len(client))), client.context.config
     task, whole = config.task, data.weight() or 1.0
@@ -62,7 +62,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """The task's loss, restricted to parameters that another objective trains and clients send.
+    """The task's loss, restricted to the parameters that another objective trains and that clients send.
 
     Sketches of both objectives are therefore comparable.
     """
@@ -71,7 +71,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to the parameters that ``objective`` trains and clients send."""
+        """Return cross-entropy, restricted to the parameters that ``objective`` trains and that clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()
@@ -79,13 +79,13 @@ class _TrainsLike(CrossEntropy):
         return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """Return True if the other objective trains the parameter and clients send the parameter."""
+        """Return True if the other objective trains the parameter and clients send it to the server."""
         return self._other.trains(name, model) and not self._other.stays(name, model)
 
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Return a sketch of the model after a round of training with cross-entropy. Do not change the client's state."""
+    """Return a sketch of the model after a round of training with cross-entropy. The client's state does not change."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)
@@ -97,7 +97,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @handles(LossReport)
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
-    """Return the mean loss of the global model over the client's samples; 0 without samples."""
+    """Return the mean loss of the global model over the client's samples; 0 if the client has no samples."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total, task = 0.0, client.context.config.task

@@ -1,4 +1,4 @@
-"""Answer requests of sequential federated learning, in which clients train one travelling model in turn."""
+"""Answer requests of sequential federated learning, in which clients train a single model one after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 
 @record("VisitReply")
 class VisitReply(Reply):
-    """The counts and the loss of local training.
+    """The result of local training, without the model: counts and the mean loss.
 
     Args:
         samples: Number n_k of samples of the client.
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the model that travels between clients, on all samples of one client, as ``Fit`` does.
+    """A request to train the model that travels between clients on all samples of one client, as ``Fit`` does.
 
     Args:
         round: The round, counted from 1.
@@ -47,14 +47,14 @@ class Visit(Request):
     round: int
 
     def check(self, reply: VisitReply) -> None:
-        """Refuse counts below zero."""
+        """Refuse replies with negative counts."""
         if reply.samples < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
 
 
 @handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
-    """Train the model on the client's samples, and return the model for the next client."""
+    """Train the model on the client's samples, and return the trained model for the next client."""
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     outcome = train(client, weights, data, round=request.round, message={})

@@ -20,7 +20,7 @@ def augmented(
 ) -> Any:
     """Return the augmented inputs of a client's batch, or the unchanged inputs if ``data.augment`` is not set.
 
-    The random numbers depend only on the seed, the client, the round and the step.
+    The augmentation depends only on the inputs, the seed, the client, the round and the step.
 
     Args:
         context: The context of the client.
@@ -39,7 +39,7 @@ def augmented(
 
 
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
-    """Yield the augmented batches of a client's steps. Each step draws its own random numbers.
+    """Yield the augmented batches of a client's steps, with new random numbers in each step.
 
     With ``training.accumulate``, the mini-batches of a step are augmented together. The number of mini-batches
     therefore does not change the result.

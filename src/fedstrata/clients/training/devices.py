@@ -1,4 +1,4 @@
-"""Choose the device on which clients compute: the CPU, or a GPU with its own copy of the model and perhaps the data."""
+"""Choose the device on which clients compute: the CPU, or a GPU with copies of the model and of small data sets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedstrata.models.model import Model
 CPU = torch.device("cpu")
 
 RESIDENT = 0.25
-"""Largest fraction of a GPU's memory that a data set may take. A larger data set is copied batch by batch."""
+"""Maximum fraction of a GPU's memory for the data set. Larger data sets are copied batch by batch."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A device, and the model and the data for computations on this device.
+    """A device, and the model and the data for computations on it.
 
     Args:
         device: The device.
@@ -39,7 +39,7 @@ class Placed:
 
 
 def device_of(setting: str) -> torch.device:
-    """Return the device that a value of ``training.device`` stands for.
+    """Convert a value of ``training.device`` to a PyTorch device.
 
     Raises:
         SpecError: This machine does not have the device.
@@ -61,7 +61,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device that ``training.device`` sets, with the model and the data for computations on this device.
+    """Return the device that ``training.device`` selects, with the model and the data for computations on it.
 
     Raises:
         SpecError: This machine does not have the device.

@@ -1,4 +1,4 @@
-"""Compute gradients at a point that differs from the starting point of the step."""
+"""Compute gradients at a point other than the current parameters."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 BatchGradient = Callable[[Batch], tuple[Tensor, Tensors]]
-"""A function that returns the mean loss of a batch, and its gradient with respect to the trained parameters."""
+"""A function that returns the mean loss over a batch, and the gradient of this loss for each trained parameter."""
 
 
 @dataclass(frozen=True)
 class DisplacedGradient:
-    """The gradient at w + δ, with the objective's ``displacement`` δ.
+    """The gradient at w + δ, where δ is the objective's ``displacement``.
 
     The loss is computed at w if the objective needs the gradient at w, and otherwise at w + δ. If a batch passes
     through the model twice, only the first pass updates buffers, such as BatchNorm's statistics.
 
     Args:
-        of_batch: The loss and the gradient at the current values of the parameters.
+        of_batch: A function that returns the loss and the gradient at the current values of the parameters.
         objective: The objective.
-        params: The trained parameters w. The parameters change in place while a gradient is computed, and are restored
-            exactly.
+        params: The trained parameters w. Their values change in place while a gradient is computed, and are then
+            restored exactly.
         context: The arguments of the loss.
-        model: The model into which w is loaded, or None. Without a model, there are no buffers.
+        model: The model into which w is loaded; None if the gradient is computed without a model, and so without
+            buffers.
     """
 
     of_batch: BatchGradient
@@ -40,7 +41,7 @@ class DisplacedGradient:
     model: Model | None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensors]:
-        """Return the loss of a batch, and its gradient at w + δ."""
+        """Return the mean loss over a batch, and the gradient at w + δ."""
         at_start: list[tuple[Tensor, Tensors]] = []
 
         def gradient() -> Params:

@@ -1,4 +1,4 @@
-"""Train locally, in a loop over mini-batches, for every objective and device."""
+"""Run local training: the loop over mini-batches, for all objectives and devices."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained, is_plain
 
 OBJECTIVE = "objective"
-"""The key under which a client's state contains the state of the objective."""
+"""The key under which a client's state stores the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""The largest size of a client's inputs, in bytes as floats, that are converted to floats once per round instead of
-batch by batch.
+"""The maximum size of a client's inputs, in bytes as floats, up to which inputs are converted to floats once per round.
+Larger inputs are converted batch by batch.
 """
 
 
 class LocalData:
-    """The samples that a client uses in a round, which are read as batches of tensors.
+    """The samples that a client uses in a round, as batches of tensors.
 
     Args:
         client: The client.
-        chosen: Positions of the n used samples among the client's own samples, shape (n,).
+        chosen: Positions of the n chosen samples among the client's own samples, shape (n,).
         device: The device on which batches are returned.
     """
 
@@ -51,7 +51,7 @@ class LocalData:
         self.device, self._data, self._size = device, client.context.data, len(chosen)
         self._indices = torch.from_numpy(client.indices[chosen])
         self.y = self._data.y_train[self._indices].to(device)
-        """Targets, shape (n, …)."""
+        """The targets of the chosen samples, shape (n, …)."""
         self._fits = self._data.sample_bytes * len(chosen) <= GATHER_LIMIT
         self._gathered: Inputs | None = None
 
@@ -63,7 +63,7 @@ class LocalData:
         return float(self._data.task.weights(self.y).sum())
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
-        """Return one batch with the samples at some positions of ``chosen``."""
+        """Return one batch with the samples at the given positions in ``chosen``."""
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         if self._fits:
             return Batch(self._inputs(), self.y)[where]
@@ -74,7 +74,7 @@ class LocalData:
         return x if self.device == CPU else each(x, lambda tensor: tensor.to(self.device))
 
     def _inputs(self) -> Inputs:
-        """Return the inputs of all chosen samples, which are read at the first call."""
+        """Return the inputs of all chosen samples. The inputs are read at the first call."""
         if self._gathered is None:
             with torch.inference_mode(False):  # autograd refuses tensors that were made in inference mode
                 self._gathered = self._read(self._indices)
@@ -86,14 +86,16 @@ class LocalData:
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield one batch per step of a round. With ``training.accumulate``, a batch has all mini-batches of a step.
+        """Yield one batch per step of a round.
+
+        With ``training.accumulate``, a batch contains all mini-batches of its step.
 
         Each epoch has a new random order. With ``training.local_steps``, there are exactly ``local_steps`` batches of
         equal size.
 
         Args:
             training: The settings of local training, such as the samples per step, and epochs or steps.
-            generator: The random generator that draws the order of the samples.
+            generator: The random generator that shuffles the samples.
             pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
                 end of an epoch is then added to the previous batch. A client with a single sample takes no step.
         """
@@ -111,7 +113,7 @@ class LocalData:
         for done in range(0, steps, len(ends)):
             order = generator.permutation(n)
             bounds = pairwise([0, *ends[: steps - done]])
-            # Putting all samples in order at once is faster if the remaining steps use at least half of them.
+            # Reordering all samples at once is faster if the remaining steps use at least half of the samples.
             if self._fits and steps - done > n // size // 2:
                 whole = self._permuted(order, once)
                 yield from [whole[begin:end] for begin, end in bounds]
@@ -119,12 +121,12 @@ class LocalData:
                 yield from (self.batch(order[begin:end]) for begin, end in bounds)
 
     def _permuted(self, order: NDArray[np.int64], once: bool) -> Batch:
-        """Return all samples in a new order, so that each mini-batch can be a slice of the result without a copy.
+        """Return all samples in a new order. Each mini-batch is then a slice of the result, which avoids copies.
 
         Args:
             order: Positions among the chosen samples, shape (n,).
-            once: Whether the round has only this epoch. With one epoch, only the reordered inputs are made. With
-                several epochs, the inputs are first gathered in their original order, and stored for the other epochs.
+            once: Whether the round has only this epoch. If so, the inputs are read directly in the new order.
+                Otherwise, the inputs are first gathered in their original order, and stored for the other epochs.
         """
         where = torch.from_numpy(order)
         there = where.to(self.device)
@@ -139,7 +141,7 @@ class Outcome:
     Args:
         weights: The model after the last step.
         steps: Number K of steps.
-        seen: Number of sample-gradients: the number of samples in all batches, including repetitions.
+        seen: Number of per-sample gradients: the number of samples in all batches, including repetitions.
         loss: Mean loss over the steps.
         message: The objective's message to the server.
         kept: The objective's new state, which the client keeps.
@@ -155,11 +157,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The parts of local training that depend only on the model and the objective, not on the client.
+    """The properties of local training that depend only on the model and the objective, not on the client.
 
     Args:
         objective: The objective.
-        chain: The model as a chain of layers with handwritten gradients; None if autograd computes the gradients.
+        chain: The model as a chain of layers with handwritten gradients; None to compute gradients with autograd.
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs at least two samples, for example because of BatchNorm.
         prepares: Whether the objective overrides ``client_prepare`` or ``client_init``, which run before training.
@@ -180,7 +182,7 @@ class TrainingSetup:
 
     @classmethod
     def of(cls, context: ClientContext, objective: Objective) -> TrainingSetup:
-        """Determine which parameters a client trains with an objective, and which code computes the gradients."""
+        """Determine which parameters an objective trains, and whether autograd computes the gradients."""
         config, training = context.config, context.config.training
         named = config.model.module.named_parameters()
         on_cpu = context.cached(on_device).device == CPU
@@ -200,7 +202,7 @@ class TrainingSetup:
 
 
 def shared_setup(context: ClientContext) -> TrainingSetup:
-    """Return the setup for the objective that all clients of the process share."""
+    """Return the training setup for the run's objective, which all clients of a process share."""
     return TrainingSetup.of(context, context.objective)
 
 
@@ -214,9 +216,9 @@ def train(
         weights: The model to start with.
         data: The samples to train on.
         round: The round, counted from 1.
-        message: The message that the server sends for the objective.
-        objective: An objective without a state. Default: the objective of the context, with the states that the client
-            stores for it and for its optimiser.
+        message: The server's message to the objective.
+        objective: An objective without a state. Default: the run's objective, with the client's stored states of the
+            objective and of the optimiser.
     """
     shared, device, model = client.context, data.device, client.model
     config, training = shared.config, shared.config.training
@@ -271,16 +273,16 @@ def _take_steps(
 
     Each step is a step of SGD: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v. The parameters are w, the velocity is
     v, and the gradient of the objective's loss is g. The objective's correction is r, the learning rate is η, the
-    momentum is μ, and the weight decay is λ. Another optimiser (``training.optimizer``) takes its own step with the
+    momentum is μ, and the weight decay is λ. Other optimisers (``training.optimizer``) take their own steps with the
     gradient clip(g + r). If the objective has a ``displacement`` δ, the gradient is computed at w + δ. All other terms
     are computed at w.
 
-    The batches are augmented (``data.augment``). With ``privacy.dp``, the client takes the steps of DP-SGD; see
+    The batches are augmented (``data.augment``). With ``privacy.dp``, the client takes steps of DP-SGD; see
     ``NoisyGradient``.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the optimiser's new state (None if not kept).
-        With ``privacy.dp``, the losses must not leave the client, and the number is the expected number.
+        The loss before each step, the number of per-sample gradients, and the optimiser's new state (None if not kept).
+        With ``privacy.dp``, the losses must not leave the client, and the number of gradients is an expected value.
     """
     config = client.context.config
     batches = data.shuffled(config.training, client.rng("batches", round), setup.pairs)
@@ -297,7 +299,7 @@ def _take_steps(
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     """Return the model as a chain of layers with handwritten gradients of the cross-entropy.
 
-    Return None if the model is not such a chain or takes several inputs, or if the task has another loss.
+    The result is None if the model is not such a chain or takes several inputs, or if the task has another loss.
     """
     fits = context.config.task.plain and isinstance(context.data.x_train, Tensor)
     return ManualSGD.of(context.config.model.module) if fits else None
@@ -315,7 +317,7 @@ def _descend(
     """Take one step on each batch; the parameters change in place.
 
     Returns:
-        The loss before each step, the number of sample-gradients, and the optimiser's new state (None if not kept).
+        The loss before each step, the number of per-sample gradients, and the optimiser's new state (None if not kept).
     """
     objective = setup.objective
     chain, losses, seen = setup.chain, list[Tensor](), 0
@@ -361,12 +363,12 @@ def _descend(
 def accumulated(
     loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
-    """Return the loss of a batch and its gradient, which are computed for one mini-batch after the other.
+    """Return the mean loss over a batch and its gradient, both computed for one mini-batch after another.
 
     Args:
-        loss_and_gradient: A function that returns the mean loss of a mini-batch, and its gradient.
+        loss_and_gradient: A function that returns the mean loss over a mini-batch, and the gradient of this loss.
         batch: The batch.
-        size: The largest number of samples in a mini-batch.
+        size: The maximum number of samples in a mini-batch.
         pairs: Whether a mini-batch needs at least two samples. If necessary, mini-batches are then larger than
             ``size``.
         task: The task, which defines the weights of the samples.

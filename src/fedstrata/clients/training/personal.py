@@ -1,4 +1,4 @@
-"""Train in addition to the run's objective: layers that stay local, a first stage, personal models, and fine-tuning."""
+"""Handle personal parts of a client: local layers, a first training stage, personal models, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import is_plain
 
 LAYERS = "layers"
-"""The key under which a client's state contains the layers that stay at the client (``Objective.stays``)."""
+"""The key under which a client's state stores the layers that stay at the client (``Objective.stays``)."""
 
 PERSONAL = "personal"
-"""The key under which a client's state contains its personal model: parameters and buffers by name."""
+"""The key under which a client's state stores its personal model, as parameters and buffers by name."""
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model with the layers that the client stores, or the unchanged model if the client stores none."""
+    """Return the model with the layers that the client stores.
+
+    Without such layers, return the model unchanged.
+    """
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in convolutions.
     return Weights(weights.params | client.model.laid_out(kept), weights.buffers) if isinstance(kept, dict) else weights
 
 
 def train_in_stages(client: Client, weights: Weights, data: LocalData, request: Fit) -> Outcome:
-    """Train all stages of a round, and store the layers that stay at the client. See ``train``.
+    """Train all stages of a round as ``train`` does, and store the layers that stay at the client.
 
     Args:
         client: The client.
@@ -38,8 +41,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of training with the run's objective, which counts the samples of all stages. Layers that stay at
-        the client have the received values in this outcome.
+        The outcome of training with the run's objective. Its number of samples includes all stages, and layers that
+        stay at the client have the values that the server sent.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)
@@ -49,7 +52,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client. Return the trained model, with the received values of these layers.
+    """Store the layers that stay at the client. Return the trained model with the server's values of these layers.
 
     Args:
         client: The client.
@@ -74,8 +77,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        The model after the stage, and the total number of samples in the batches of all steps. In this model, only the
-        parameters that the stage trains have changed.
+        The model, in which only the parameters of the stage have changed, and the total number of samples in all
+        batches.
     """
     stage = client.context.objective.first_stage()
     if stage is None:
@@ -89,8 +92,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
     """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
-    The message of the stage contains the parameters of the global model as ``global``. A client's first personal model
-    is trained from the global model.
+    The stage's objective receives the parameters of the global model as the message ``global``. A client's first
+    personal model starts from the global model.
 
     Args:
         client: The client.
@@ -99,7 +102,7 @@ def train_personal(client: Client, weights: Weights, data: LocalData, round: int
         round: The round, counted from 1.
 
     Returns:
-        The total number of samples in the batches of all steps.
+        The total number of samples in all batches.
     """
     stage = client.context.objective.personal_stage()
     if stage is None:
@@ -122,11 +125,11 @@ def personal_model(client: Client, weights: Weights) -> Weights:
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
-    """Return a copy of the client with other random numbers, for training in addition to the run's objective.
+    """Return a copy of the client with other random numbers, for additional training, such as fine-tuning.
 
     Args:
         client: The client.
-        purpose: The purpose, on which the random numbers depend.
+        purpose: A name for this training. Different names give different random numbers.
         epochs: Number of epochs. Default: as many epochs or steps as ``training`` sets.
     """
     return Client(client.number, client.context.cached(_apart(purpose, epochs)), client.state, model=client.model)
@@ -134,7 +137,7 @@ def apart(client: Client, purpose: str, epochs: int | None) -> Client:
 
 @cache
 def _apart(purpose: str, epochs: int | None) -> Callable[[ClientContext], ClientContext]:
-    """Return a function that changes the seed and the number of epochs of a context."""
+    """Return a function that replaces the seed and the number of epochs of a context."""
 
     def make(context: ClientContext) -> ClientContext:
         config = context.config

@@ -1,4 +1,4 @@
-"""Train locally with differential privacy of samples by DP-SGD (Abadi et al. 2016, Algorithm 1)."""
+"""Train locally with DP-SGD, for differential privacy of samples (Abadi et al. 2016, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective
 
 CHUNK = 32
-"""The largest number of samples whose gradients are in memory at the same time."""
+"""The maximum number of samples whose gradients are in memory at the same time."""
 
 
 def poisson_draws(client: Client, training: Training, round: int, samples: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the positions of the samples for each step of a round. A step may have no samples.
+    """Yield the positions of the samples for each step of a round. A step may have 0 samples.
 
     Args:
-        client: The client, which draws its own random numbers. At real sites, the seed of these numbers is a secret.
-        training: The settings of local training, which determine the probability of a sample and the number of steps.
+        client: The client, whose random numbers are used. At real sites, their seed is secret.
+        training: The settings of local training, which determine the probability that a step uses a sample, and the
+            number of steps.
         round: The round, counted from 1.
         samples: The client's number of samples.
     """
@@ -46,9 +47,9 @@ Noise = Callable[[torch.Size], Tensor]
 
 
 def noise_of(client: Client, round: int) -> Noise:
-    """Return the source of a client's noise in a round.
+    """Return the function that draws a client's noise in a round.
 
-    In a simulation, the noise follows from the spec's seed. At a real site, the noise comes from the operating system.
+    In a simulation, the noise depends on the spec's seed. At a real site, the noise comes from a secret key.
 
     Args:
         client: The client.
@@ -61,7 +62,7 @@ def noise_of(client: Client, round: int) -> Noise:
 
 
 def secret_noise(shape: torch.Size) -> Tensor:
-    """Return standard normal numbers that nobody can repeat, from ChaCha20 with a new key of the operating system.
+    """Draw standard normal numbers that cannot be reproduced, from ChaCha20 with a new key from the operating system.
 
     Each number is the normal quantile of a uniform random number of 53 bits. The numbers are rounded to float32, so
     attacks on floating-point noise (Mironov 2012) remain possible.
@@ -82,16 +83,16 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    In this formula, g_i is the gradient for sample i, and C is the limit on the norm of each gradient. The noise
-    is z times standard normal numbers ξ, and b is the expected number of samples in a step.
+    In this formula, g_i is the gradient for sample i, and C is the maximum norm of each clipped gradient. The noise
+    multiplier is z, and ξ are standard normal numbers. The expected number of samples in a step is b.
 
     Args:
-        model: The model into which the parameters ``params`` are loaded.
+        model: The model, into which the trained parameters are loaded.
         objective: The objective. The loss of a sample must not depend on other samples.
         context: The further arguments of the objective's loss.
-        dp: The settings C and z.
+        dp: The clipping norm C and the noise multiplier z.
         expected: The expected number b of samples in a step.
-        noise: The source of ξ, on the CPU, so that every device gets the same noise.
+        noise: The function that draws ξ. It runs on the CPU, so that the noise does not depend on the device.
     """
 
     model: Model
@@ -105,22 +106,25 @@ class NoisyGradient:
     def of(
         cls, client: Client, model: Model, objective: Objective, context: Context, round: int, samples: int
     ) -> NoisyGradient:
-        """Return the gradient for a client's round, given the client's number of samples."""
+        """Create the gradient of DP-SGD for a client's round.
+
+        The argument ``samples`` is the client's number of samples.
+        """
         config = client.context.config
         assert config.privacy.dp is not None
         expected = min(config.training.batch_size, samples)
         return cls(model, objective, context, config.privacy.dp, expected, noise_of(client, round))
 
     def __call__(self, params: Params, names: list[str], batch: Batch) -> tuple[Tensor, Tensors]:
-        """Return the mean loss over a batch, which must not leave the client, and the noisy gradient.
+        """Return the mean loss over a batch, and the noisy gradient. The loss must not leave the client.
 
         Args:
             params: All parameters by name.
             names: The names of the parameters that are trained.
-            batch: The samples of the step; there may be none.
+            batch: The samples of the step. There may be 0 samples.
 
         Returns:
-            The loss, a scalar, 0 without samples; and the gradient for each of ``names``.
+            The loss (a scalar; 0 without samples), and the gradient for each of ``names``.
         """
         trained = {name: params[name].detach() for name in names}
         total = {name: torch.zeros_like(w) for name, w in trained.items()}
@@ -142,7 +146,7 @@ class NoisyGradient:
         return loss, list(total.values())
 
     def _of_samples(self, trained: Params, part: Batch) -> tuple[Params, Tensor]:
-        """Return the gradient of each sample's loss, shape (B, …) for each parameter, and the losses, shape (B,)."""
+        """Return per-sample gradients, shape (B, …) for each parameter, and the samples' losses, shape (B,)."""
 
         def loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
             one = Batch(each(x, lambda tensor: tensor[None]), y[None])
@@ -163,9 +167,10 @@ def descend_privately(
     batches: Iterable[Batch],
     optimizer_state: Tree,
 ) -> tuple[list[Tensor], int, Tree]:
-    """Take one step on each batch. The parameters change in place.
+    """Take one step of DP-SGD on each batch.
 
-    The objective's correction and the optimiser's own terms, such as weight decay, are added after the noise.
+    The parameters change in place. The objective's correction and the optimiser's own terms, such as weight decay, are
+    added after the noise.
 
     Args:
         gradient: The noisy gradient.
@@ -174,7 +179,7 @@ def descend_privately(
         context: The further arguments of the objective's loss.
         training: The settings of local training.
         batches: The samples of each step.
-        optimizer_state: The state with which the optimiser starts.
+        optimizer_state: The initial state of the optimiser.
 
     Returns:
         The loss before each step, the expected total number of samples in all batches, and the optimiser's new state

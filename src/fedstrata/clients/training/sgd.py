@@ -1,7 +1,7 @@
 """Take steps of SGD with handwritten gradients, for simple networks.
 
 ``ManualSGD`` computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy
-at the end. The results are equal to autograd's results, except that sums are added in another order. FedAvg on an MLP
+at the end. The results equal autograd's results, except that terms of sums are added in another order. FedAvg on an MLP
 is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
 """
 
@@ -26,7 +26,7 @@ class ManualSGD:
     """A chain of linear layers with ReLU between the layers, as a function of the parameters.
 
     Args:
-        names: The names of each layer's weight and bias. The name of a missing bias is "".
+        names: The names of each layer's weight and bias. If a layer does not have a bias, the bias's name is empty.
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}
@@ -39,9 +39,10 @@ class ManualSGD:
 
     @classmethod
     def of(cls, module: nn.Module) -> ManualSGD | None:
-        """Return the chain of layers of a module, if the module is such a chain; otherwise None.
+        """Create the chain for a module.
 
-        The result is also None if the module has hooks, because a chain would skip them.
+        Return None if the module is not a chain of linear layers with ReLU. The result is also None if the module has
+        hooks, because a chain would skip them.
         """
         if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None
@@ -82,7 +83,7 @@ class ManualSGD:
 
     @torch.no_grad()
     def gradient(self, params: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Return the mean loss over a batch, and its gradient for each parameter, in the order of ``params``."""
+        """Return the mean loss over a batch, and the gradient for each parameter, in the order of ``params``."""
         loss, parts = self._backward(params, batch)
         gradients: Params = {}
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
@@ -92,7 +93,7 @@ class ManualSGD:
         return loss, [gradients[name] for name in params]
 
     def _backward(self, params: Params, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the mean loss, and for each layer two factors, whose product is the gradient of its weight.
+        """Return the mean loss, and two factors for each layer. Their product is the gradient for the layer's weight.
 
         Returns:
             The loss, and a pair for each layer: the gradient δ with respect to the layer's output, shape (B, out), and
@@ -117,7 +118,7 @@ class ManualSGD:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that a module calls one after another, each with the prefix of its parameters' names.
+    """Yield the layers that a module calls one after another, each with the prefix of the names of its parameters.
 
     A module other than ``nn.Sequential`` and ``Classifier`` counts as one layer.
     """

@@ -1,4 +1,4 @@
-"""Take steps of SGD or of PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
+"""Take steps with SGD or with PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedstrata.models.model import Params
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 OPTIMIZER = "optimizer"
-"""The key under which a client's state contains the state of its optimiser."""
+"""The key under which a client's state stores the state of the optimiser."""
 
 
 class SGD:
@@ -26,8 +26,7 @@ class SGD:
     update the same parameters w.
 
     Args:
-        training: The settings, which contain the momentum μ, the weight decay λ, and the largest norm of g
-            (``clip``).
+        training: The settings, which contain the momentum μ, the weight decay λ, and the maximum norm of g (``clip``).
         lr: The learning rate η.
     """
 
@@ -41,8 +40,8 @@ class SGD:
 
         Args:
             params: The parameters w.
-            gradient: The gradient g, in the shapes of ``params``. It does not change, because autograd may return the
-                same tensor as the gradient of two parameters.
+            gradient: The gradient g, in the shapes of ``params``. These tensors do not change, because autograd may
+                return one tensor as the gradient of two parameters.
         """
         if self.training.clip is not None:
             gradient = clipped(gradient, self.training.clip)
@@ -63,20 +62,22 @@ class SGD:
 
 
 def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
-    """Return a gradient that is scaled down so that its norm over all tensors is at most ``limit``."""
+    """Scale down a gradient so that its norm over all tensors is at most ``limit``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
     shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
     return list(torch._foreach_mul(gradient, shrinkage))
 
 
 class TorchSteps:
-    """Steps of a PyTorch optimiser with the gradient clip(g), where g includes the correction of the objective.
+    """Steps of a PyTorch optimiser with the clipped gradient clip(g).
+
+    The gradient g includes the objective's correction.
 
     Args:
         training: The settings, which contain the optimiser, its momentum and weight decay, and ``clip``.
         lr: The learning rate η.
         params: The parameters, which the steps change in place.
-        kept: The state of an earlier instance, which this instance copies; None to begin without a state.
+        kept: The state that ``state`` returned earlier, which is copied; None to begin without a state.
     """
 
     def __init__(self, training: Training, lr: float, params: Tensors, kept: Tree = None) -> None:
@@ -98,7 +99,7 @@ class TorchSteps:
         self._optimizer.zero_grad()
 
     def state(self) -> Tree:
-        """Return the state of the optimiser, which is its ``state_dict``."""
+        """Return the ``state_dict`` of the PyTorch optimiser."""
         return self._optimizer.state_dict()
 
 
@@ -120,9 +121,10 @@ def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) 
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Copy a value of an optimiser's state, with tensors on the device and in the memory format of the parameter.
+    """Copy a value of an optimiser's state.
 
-    The memory format, which affects rounding, is lost when a state is stored or sent.
+    Tensors get the parameter's device and memory format. The memory format, which affects rounding, is lost when a
+    state is stored or sent.
     """
     if isinstance(value, Mapping):
         return {key: _like(parameter, item) for key, item in value.items()}
@@ -134,7 +136,7 @@ def _like(parameter: Tensor, value: Any) -> Any:
 
 
 def try_optimizer(training: Training, params: Params) -> None:
-    """Take a first step on copies of the parameters, to find problems before the first round.
+    """Take a step on copies of the parameters, to find problems before the first round.
 
     Args:
         training: The settings.
@@ -148,11 +150,11 @@ def try_optimizer(training: Training, params: Params) -> None:
     try:
         steps.step(leaves, [torch.ones_like(w) for w in leaves])
     except Exception as error:  # a user's own class may raise anything
-        problem = f"its first step fails with {type(error).__name__}: {error}. Use another optimiser."
+        problem = f"the optimiser's first step fails with {type(error).__name__}: {error}. Use another optimiser."
         raise SpecError("training.optimizer", problem, training.optimizer.label) from error
     if training.optimizer_state == "keep":
         try:
             steps_of(training, training.lr, leaves, decode(encode(steps.state())))
         except Exception as error:
-            problem = f"the state of {training.optimizer.label} cannot be stored: {error}. Use 'reset'."
+            problem = f"the state of the optimiser {training.optimizer.label} cannot be stored: {error}. Use 'reset'."
             raise SpecError("training.optimizer_state", problem, "keep") from error

@@ -1,8 +1,8 @@
 """Take SGD steps on single samples by replaying a trace of tensor operations.
 
-With one sample per step, autograd and optimisers spend most of the time on bookkeeping. This module records the tensor
+With one sample per step, autograd and optimisers spend most of their time on overhead. This module records the tensor
 operations of one step (forward, backward, update) in a graph, simplifies the graph, and runs it for each sample.
-Tracing takes a tenth of a second and needs no compiler.
+Tracing takes a tenth of a second and does not need a compiler.
 
 A model cannot be traced if its operations depend on values of tensors, or if it uses tensors other than its parameters.
 A model that cannot be traced is trained with autograd. The results are the same, except that sums may be added in
@@ -40,8 +40,8 @@ class TracedSGD:
     Args:
         loss: The function to minimise.
         params: The initial parameters, which are copied.
-        x: An example input (1, …). Only its shape and dtype matter.
-        y: An example label (1,). Only the dtype of this label matters.
+        x: An example input, shape (1, …). Only the shape and the dtype matter.
+        y: An example label, shape (1,). Only the dtype matters.
         weight_decay: The weight decay λ.
 
     Raises:
@@ -66,7 +66,7 @@ class TracedSGD:
         self._bound = bound
 
     def load(self, params: Params) -> None:
-        """Copy the values of ``params`` into this object's parameters."""
+        """Set the current parameters to the values of ``params``."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._params.values()), [params[name] for name in self._params])
 
@@ -75,7 +75,7 @@ class TracedSGD:
         return {name: tensor.clone() for name, tensor in self._params.items()}
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """Take one step per sample, in order.
+        """Take one SGD step per sample, in the order of the samples.
 
         Args:
             x: The inputs of n ≥ 1 samples, shape (n, …).
@@ -95,9 +95,9 @@ class TracedSGD:
 
 
 def _plain_strides(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor with the strides that a new tensor of its shape has.
+    """Return a view of a contiguous tensor with the strides of a new tensor of the same shape.
 
-    A tensor that is not contiguous is returned unchanged. The strides matter for images of one channel, which are
+    A tensor that is not contiguous is returned unchanged. The strides matter for images with one channel, which are
     contiguous in two memory formats at the same time. Convolutions choose the format from the strides, and take five
     times as long with the channels-last format.
     """
@@ -109,13 +109,13 @@ def _plain_strides(tensor: Tensor) -> Tensor:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns when these flags are touched on a machine without a GPU
+        warnings.simplefilter("ignore")  # PyTorch warns if these flags are set on a machine without a GPU
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 
 
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
-    """Return the graph of a forward and backward pass.
+    """Return the traced graph of a forward and backward pass.
 
     The graph's inputs are the parameters, x and y. The graph's outputs are the gradient of each parameter, followed by
     the loss.
@@ -137,7 +137,7 @@ def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
         traced = make_fx(gradients, tracing_mode="fake")(*params.values(), x, y)
     graph: fx.Graph = traced.graph
     if any(node.op == "get_attr" for node in graph.nodes):
-        raise ValueError("the loss uses tensors that are not its arguments")
+        raise ValueError("the loss cannot be traced, because it uses tensors other than its arguments")
     return graph
 
 
@@ -150,7 +150,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that an operation changes in place."""
+    """Return the nodes of a graph whose values an operation changes in place."""
     changed = set()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -161,7 +161,7 @@ def _mutated(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Remove operations without effect: detaching, transposing twice, and summing over a dimension of length 1."""
+    """Remove operations without effect, such as transposing twice, or summing over a dimension of length 1."""
     changed = _mutated(graph)
     for node in list(graph.nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -187,9 +187,9 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
-    """Turn views of parameters into inputs of the graph, so that they are not made again in each step.
+    """Turn views of parameters into inputs of the graph, so that steps do not have to create the views.
 
-    A view shares the memory of its parameter, and so stays valid when the parameter changes in place.
+    A view shares its parameter's memory. The view therefore stays valid when the parameter changes in place.
 
     Args:
         graph: The graph, which changes in place.
@@ -219,8 +219,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # The updates overwrite parameters and their views. A gradient that is a matrix product with one of these must be
-    # computed before the first update, so it cannot be fused with its own update into addmm_.
+    # The updates overwrite parameters and their views. A gradient that is a matrix product with a parameter or a view
+    # must be computed before the first update. Such a product cannot be fused with its own update into addmm_.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η
@@ -252,7 +252,7 @@ def _append_update(
 
 
 def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
-    """Let max-pooling read its input in the channels-last format, for which PyTorch has a vectorised kernel.
+    """Let max-pooling read its input in the channels-last format, because PyTorch has a fast kernel for this format.
 
     Args:
         graph: The graph, which changes in place.
@@ -279,7 +279,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product, and the viewed node of each factor that is a view."""
+    """Return the factors of a product. For a factor that is a view, also return the nodes behind the view."""
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor
