@@ -29,7 +29,7 @@ BASELINE = "fedavg"
 CLEAR = 0.1
 """Two specs differ clearly in a property if the distance of the two values exceeds this number; see ``apart``.
 
-Two specs that differed only in the seed did not differ clearly in any property."""
+Two specs of one column that differ only in the seed were not clearly different in any property."""
 
 
 @dataclass(frozen=True)
