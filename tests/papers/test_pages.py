@@ -115,7 +115,9 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
 def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_differences(table):
     # b − a is 10, 10.2 and 9.9: mean 10.033, sd 0.15275, so another difference lies within ± 4.3027 · 0.15275 · √(4/3)
     # = 0.7589, from 9.274 to 10.792. The paper's figure of a is 76.
-    outside = "In these rows, the paper's difference from `a` is outside our 95 % prediction interval for one more run: "
+    outside = (
+        "In these rows, the paper's difference from `a` is outside our 95 % prediction interval for one more run: "
+    )
     for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
         table.published["b"]["x"] = published
         assert (f"{outside}`b` with `x`." in page_of(table, results(table))) == said

@@ -94,7 +94,7 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
 
 @_reading(
     "stratify-weights",
-    "With uniform selection and a cap of 500 samples per label, the mean number of times that an epoch uses a sample is",
+    "With uniform selection and a cap of 500 samples per label, the mean number of uses per sample in an epoch is",
 )
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
@@ -135,7 +135,7 @@ def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"{allocation.count(0)} strata do not get a draw, and the mean update has an error of {100 * bias:.0f} % of its "
+        f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of the "
         "correct length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
@@ -242,7 +242,7 @@ def _clusters() -> Made:
 
 @_reading(
     "fedssar-variance",
-    "We divide 100 clients into 10 clusters, and draw one client from each cluster. The variance of a client's weight is",
+    "We divide 100 clients into 10 clusters, and draw one client per cluster. The variance of a client's weight is",
 )
 def _weight_variance() -> Made:
     n, m = 100, 10
@@ -263,15 +263,15 @@ def _weight_variance() -> Made:
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
-        f"{variances['strata']:.2e} with strata. Without strata, the variance is {variances['returning']:.2e} for draws "
-        f"with replacement (the paper's Eq. 10), and {variances['plain']:.2e} for draws without replacement (FedAvg)"
+        f"{variances['strata']:.2e} with strata. Without strata, the variance is {variances['returning']:.2e} with "
+        f"replacement (the paper's Eq. 10), and {variances['plain']:.2e} without replacement (FedAvg)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 
 
 @_reading(
     "fedssar-condition",
-    "The theorems require ρ > 0. Without noise and with L̄ = 0, this means that the smoothness constant L of the loss is",
+    "The theorems require ρ > 0. Without noise and with L̄ = 0, the smoothness constant L of the loss must then be",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10
@@ -290,8 +290,8 @@ def _condition() -> Made:
 
 @_reading(
     "stratify-transfers",
-    "We used the digits of scikit-learn, ten clients, Dirichlet(0.5), uniform selection and three seeds. Chunks of five "
-    "labels need",
+    "We used the digits of scikit-learn with ten clients, Dirichlet(0.5), uniform selection and three seeds. Chunks of "
+    "five labels need",
 )
 def _transfers() -> Made:
     base = {"data": "digits", "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 10}, "method": "stratify"}

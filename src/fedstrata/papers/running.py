@@ -85,7 +85,9 @@ def run(
     device: str = "cpu",
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run all cells of the given tables that do not have results. A cell is the run of one row and column with one seed.
+    """Run all cells of the given tables that do not have results.
+
+    A cell is the run of one row and column with one seed.
 
     Args:
         tables: Tables whose cells are run.

@@ -66,7 +66,7 @@ class Outcome:
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
-        """Return the value of a measure for each seed; None if a run exceeded the budget before its first evaluation."""
+        """Return the value of a measure for each seed; None if the first evaluation was already beyond the budget."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
         return {

@@ -23,8 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the JSON file."""
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "Differences are significant if their p-values, which are corrected by Holm's method, are below 0.05. The intervals "
-    "are not corrected, so an interval can exclude 0 although p is at least 0.05."
+    "A difference is significant if its p-value, which is corrected by Holm's method, is below 0.05. The intervals are "
+    "not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")

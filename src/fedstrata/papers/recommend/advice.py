@@ -209,7 +209,9 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
     size = f"{counted(len(board.columns), 'column')} on {counted(len(sets), 'data set')} ({', '.join(sets)})"
     sentences = [f"The board has {size}, with {span} seeds per method."]
     if columns and columns[0].alike:
-        first = "none of the methods" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"
+        first = (
+            "none of the methods" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"
+        )
         verb = "are" if ahead > 1 else "is"
         sentences.append(f"In the column {columns[0].name}, {first} {verb} significantly more accurate than FedAvg.")
     elif columns:
@@ -225,7 +227,9 @@ def simplifications(prepared: Prepared) -> list[str]:
     spec, sampler = prepared.spec, sampler_of(prepared)
     sentences = []
     if spec.availability.deadline is not None:
-        sentences.append("The simulation ignores availability.deadline. In a run, more clients may therefore be absent.")
+        sentences.append(
+            "The simulation ignores availability.deadline. In a run, more clients may therefore be absent."
+        )
     own = spec.method.client_sampler if isinstance(spec.method, Recipe) else None
     if own is not sampler:
         method = spec.method.name

@@ -241,7 +241,9 @@ SHOWN = {
     "online_skew": Shown(
         "online and labels", "distance of the class shares of online clients from the shares of all samples", "index"
     ),
-    "size_correlation": Shown("online and sizes", "correlation of a client's rounds online with its number of samples", "index"),
+    "size_correlation": Shown(
+        "online and sizes", "correlation of a client's rounds online with its number of samples", "index"
+    ),
     "absent_online": Shown("absent online", "share of rounds in which no client with a class is online", "share"),
     "absent_uninvited": Shown(
         "absent uninvited", "share of rounds in which clients with a class are online, but none is invited", "share"

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     Args:
         key: Name of the property in ``Properties``.
         least: Limit of the property. The limits are conventions, because we have not measured from which value a method
-            helps. However, if a rule cites our own result, the property reaches the limit in the setting of this result.
+            helps. However, if a rule cites our own result, this rule applies in the setting of the result.
         methods: A mapping from each method to a claim about the method.
     """
 
@@ -104,7 +104,7 @@ RULES = (
                 "docs/methods/index.md",
             ),
             "fedntd": Claim(
-                "FedNTD uses distillation to preserve the global model's knowledge of classes that a client does not have.",
+                "With distillation, FedNTD preserves the global model's knowledge of classes that a client does not have.",
                 "arXiv:2106.03097",
             ),
         },
