@@ -233,7 +233,7 @@ class _Case:
         judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
-        more = f"This verdict uses the {METRICS[metric]}. By the {METRICS[other_metric]}, the verdict would be "
+        more = f"This verdict uses the {METRICS[metric]}. Based on the {METRICS[other_metric]}, the verdict would be "
         return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 

@@ -39,16 +39,16 @@ QUICK = "\n**At small scale: these runs test the software, not the papers' claim
 ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
-The figure shows differences in accuracy. Blue differences are as claimed, orange differences are the opposite, and grey
-differences are not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin
-intervals of a claim hold simultaneously. *#C=1* means one class per client."""
+In the figure, blue differences in accuracy are as claimed, orange differences are the opposite, and grey differences
+are not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
+claim hold simultaneously. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
     f"Download [all claims]({CLAIMS_CSV}) and the [numbers of all tables]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
-The tables show means with 95 % intervals over seeds, and mean differences between runs with the same seed. The
-intervals are not corrected for multiple comparisons, and do not decide the [verdicts]({CLAIMS}#how-we-judge).
+The tables show means with 95 % intervals over seeds, and differences between runs with the same seed. The intervals are
+not corrected for multiple comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
 """
 
 

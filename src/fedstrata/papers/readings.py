@@ -135,8 +135,8 @@ def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of the "
-        "correct length"
+        f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of "
+        "its correct length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -167,7 +167,7 @@ def _variance() -> Made:
     biases = [f"{100 * each['bias']:.0f} %" for each in simulated.values()]
     text = (
         f"{' and '.join(parts)}. However, the mean update is biased: the bias is {' and '.join(biases)} of the mean "
-        "update's length. The page [Samplers](samplers.md) shows results for MNIST"
+        "update's length, respectively. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
@@ -263,8 +263,9 @@ def _weight_variance() -> Made:
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
-        f"{variances['strata']:.2e} with strata. Without strata, the variance is {variances['returning']:.2e} with "
-        f"replacement (the paper's Eq. 10), and {variances['plain']:.2e} without replacement (FedAvg)"
+        f"{variances['strata']:.2e} with strata. Without strata, the variance is {variances['returning']:.2e} for "
+        f"draws with replacement (the paper's Eq. 10), and {variances['plain']:.2e} for draws without replacement "
+        "(FedAvg)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 

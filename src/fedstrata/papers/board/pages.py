@@ -183,8 +183,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"At equal {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure))
     return (
-        f"At equal {cost}, `{name}` has the best validation accuracy. With seeds that were not used for tuning, its "
-        f"accuracy at equal {cost} differs from FedAvg's by {difference} points."
+        f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at equal {cost} "
+        f"differs from FedAvg's by {difference} points."
     )
 
 

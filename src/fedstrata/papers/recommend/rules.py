@@ -104,7 +104,7 @@ RULES = (
                 "docs/methods/index.md",
             ),
             "fedntd": Claim(
-                "With distillation, FedNTD preserves the global model's knowledge of classes that a client does not have.",
+                "With distillation, clients keep the global model's knowledge of classes that they do not have.",
                 "arXiv:2106.03097",
             ),
         },
