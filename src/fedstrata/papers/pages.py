@@ -44,11 +44,11 @@ are not significant. A thick line is the 95 % interval of one comparison. With 9
 claim hold simultaneously. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
-    f"Download [all claims]({CLAIMS_CSV}) and the [numbers of all tables]({TABLES_CSV}) as CSV."
+    f"Download [all claims]({CLAIMS_CSV}) and [all tables]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
-The tables show means with 95 % intervals over seeds, and differences between runs with the same seed. The intervals are
-not corrected for multiple comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
+The tables show 95 % intervals over seeds, and differences between runs with the same seed. The intervals are not
+corrected for multiple comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
 """
 
 

@@ -99,7 +99,7 @@ def run(
         show: Function that is called with one line of text about each finished run.
 
     Returns:
-        A mapping from the name of each failed run to its error message.
+        A mapping from the name of each failed run to the error message.
     """
     failed: dict[str, str] = {}
     wanted = None if seeds is None else set(seeds)

@@ -84,7 +84,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper, and the experiments that repeat it.
+    """A table or figure of a paper, with the experiments that repeat this table or figure.
 
     Args:
         paper: Name of the paper, which is a key of ``PAPERS``.

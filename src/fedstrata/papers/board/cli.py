@@ -15,7 +15,7 @@ from fedstrata.cli.layout import say
 if TYPE_CHECKING:
     from fedstrata.papers.board.protocol import Column, Entry, Protocol
 
-METHOD = "name of a method or composition, or module:Class or FILE.py:Class of your own method (default: all names)"
+METHOD = "method, composition, or your own module:Class or FILE.py:Class (default: all methods and compositions)"
 
 
 def add_board(commands: common.Commands) -> None:

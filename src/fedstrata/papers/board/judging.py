@@ -66,7 +66,7 @@ class Outcome:
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
-        """Return the value of a measure for each seed; None if the first evaluation was already beyond the budget."""
+        """Return the value of a measure for each seed; None if the first evaluation is already beyond the budget."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
         return {
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def within(points: Curve, place: int, budget: float) -> float | None:
-    """Return a run's mean accuracy within a budget; None if the run exceeds the budget before its first evaluation.
+    """Return a run's accuracy at the end of a budget; None if the first evaluation is already beyond the budget.
 
     The mean is over the evaluations in the last fifth of those rounds that are within the budget. If the whole run
     costs less than the budget, these are the last rounds of the run.

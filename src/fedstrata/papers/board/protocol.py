@@ -87,8 +87,8 @@ class Protocol:
         tuning: Settings that change in tuning trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of additional columns to their settings. These columns run only if the user names
-            them.
+        more: A mapping from the names of additional columns to the columns' settings. Additional columns run only if
+            the user names these columns.
         grid: A mapping from each method to its tuned setting and the values that are tried.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds per run on one core. The key "" stands for all other

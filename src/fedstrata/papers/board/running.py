@@ -81,7 +81,7 @@ class Board:
             pass
 
     def _check(self, column: Column) -> None:
-        """Prepare a run of the baseline. If this succeeds, later errors are due to an entry and not to missing data."""
+        """Prepare a run of the baseline. If this succeeds, later errors come from an entry, not from missing data."""
         (baseline,) = self.protocol.entries([BASELINE])
         prepare(experiment_of(self.protocol.trials(column, baseline)[0][0]))
 
