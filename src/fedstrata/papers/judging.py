@@ -61,7 +61,7 @@ class Judgement:
     """A verdict on a claim, with the numbers on which the verdict is based.
 
     Args:
-        claim: The claim.
+        claim: Claim that is judged.
         verdict: Whether our results support the claim: one of ``VERDICTS``.
         evidence: Text with the numbers on which the verdict is based. This text completes the sentence in ``measure``.
         command: Command that computes these numbers.
@@ -138,10 +138,10 @@ class _Case:
         than = self.about.get("than", [])
         self.others: list[str] = [than] if isinstance(than, str) else than
         self.other = f"`{self.others[0]}`" if len(self.others) == 1 else "each baseline"
-        """The name of the other row or rows in the texts about the evidence."""
+        """The name of the other row or rows, as it appears in texts about the claim."""
         self.both = f"`{self.row}` and {self.other}"
         self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
-        """Two phrases about the compared rows, for the texts about the evidence."""
+        """Two phrases about the compared rows, which appear in texts about the claim."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
@@ -342,7 +342,7 @@ def _gains(case: _Case) -> Judgement:
 
 
 MEASURES = {"train_loss": "training loss of the last 10 rounds", "diversity": "mean diversity Λ of the local models"}
-"""A mapping from the keys of results that are compared by their ratio to descriptions of these results."""
+"""Results that are compared by their ratio, as a mapping from keys to descriptions."""
 
 
 def _change(case: _Case) -> Judgement:
@@ -358,7 +358,7 @@ def _change(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
-"""A mapping from metrics that are counts to descriptions. Counts are compared without a statistical test."""
+"""Counts that are compared without a statistical test, as a mapping from metrics to descriptions."""
 
 
 def _ratio(case: _Case) -> Judgement:

@@ -143,9 +143,9 @@ SIGNS: dict[judging.Verdict, str] = {
     "not tested": "…",
     "not testable here": "–",
 }
-"""A mapping from each verdict to its sign."""
+"""A mapping from each verdict to the sign that the pages show beside the verdict."""
 UNTESTED = ("not tested", "not testable here")
-"""The verdicts of claims that our results do not decide."""
+"""The two verdicts on claims that our results cannot decide."""
 
 
 def chip(verdict: judging.Verdict, count: int | None = None) -> str:

@@ -143,7 +143,7 @@ def run_one(
 
     Args:
         table: Table that contains the cell. The results are stored in the file of this table.
-        cell: The cell.
+        cell: Cell to run.
         out: Folder in which the results are stored.
         runs: Folder that contains the run folders.
         measure: Function that computes the results of a run from the run's history and folder.

@@ -208,7 +208,7 @@ def experiment_of(cell: Cell, device: str = "cpu") -> Experiment:
     """Build the experiment of a cell (a row, a column and a seed of a table) from its spec.
 
     Args:
-        cell: The cell.
+        cell: Cell whose experiment is built.
         device: Value of ``training.device``. The hash of the cell does not depend on the device.
 
     Raises:

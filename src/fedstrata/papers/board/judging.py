@@ -1,4 +1,4 @@
-"""Compare the entries in a column of the board by values, ranks and differences, also at the cost of the baseline."""
+"""Compare the entries in a column of the board by values, ranks and differences, in total and at equal cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESOLUTION = 0.01
 """The step to which results are rounded, in percentage points."""
 
 Curve = Sequence[Sequence[float]]
-"""The type of a curve; see ``running.curve``."""
+"""The type of a learning curve; see ``running.curve``."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Outcome:
     """The results of an entry in a column.
 
     Args:
-        entry: The entry.
+        entry: Entry of the board (a method or a composition).
         settings: Settings that tuning has chosen, as nested dicts.
         trials: Results of the entry's tuning trials.
         runs: A mapping from each finished seed to the results of the run with this seed.
@@ -99,7 +99,7 @@ class Verdicts:
     """The results of a column of the board, with rankings and statistical tests.
 
     Args:
-        column: The column.
+        column: Column of the board (a partition with an availability model).
         outcomes: Results of all entries with at least one finished seed.
         seeds: Seeds of the protocol.
         refused: A mapping from each entry that cannot run in the column to the reason.
@@ -136,12 +136,12 @@ class Verdicts:
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """A mapping from each entry to the p-value of its accuracy difference from the baseline, corrected by Holm."""
+        """A mapping from each entry to the p-value of its accuracy difference from the baseline (Holm's correction)."""
         p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the entry with the best validation accuracy at the cost of the baseline; None if there is no accuracy.
+        """Return the entry with the best validation accuracy within the baseline's budget; None if none is known.
 
         Each entry is represented by the trial whose settings were chosen. Entries with personal models are left out,
         because their trials are evaluated on other samples.

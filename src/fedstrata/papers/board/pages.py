@@ -37,7 +37,7 @@ def write(
     """Write the page, the pictures and the JSON file for the given columns, and return the names of the files.
 
     Args:
-        protocol: The protocol.
+        protocol: Protocol of the board.
         columns: Columns to show.
         entries: Entries to show.
         out: Folder that contains the results, and in which the page is written.

@@ -24,7 +24,7 @@ def critical_difference_picture(ranking: Ranking, blocks: str) -> str:
     """Draw the average rank of each method, with a line of half the critical difference to both sides.
 
     Args:
-        ranking: The ranking.
+        ranking: Average ranks of the methods.
         blocks: Name of the blocks in the axis label, such as ``seeds``.
 
     Returns:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ALPHA = 0.05
-"""The significance level of both tests."""
+"""The significance level of Friedman's and Nemenyi's tests."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ REFUSED = "refused"
 TRAFFIC = ("bytes_up", "bytes_down")
 """Metrics whose sum is the number of bytes that a run sends."""
 LATE = 0.2
-"""The fraction of last rounds that count: accuracies are means over the evaluations in the last 20 % of the rounds."""
+"""The last part of a run, as a fraction of the rounds. Accuracies are means over the evaluations in this part."""
 
 
 def results_of(out: Path, column: Column) -> Results:
@@ -54,10 +54,10 @@ def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> 
 
 
 class Board:
-    """Execution of the board's cells in this process.
+    """A runner that executes the cells of the board in this process.
 
     Args:
-        protocol: The protocol.
+        protocol: Protocol of the board.
         out: Folder in which the results are stored.
         runs: Folder that contains the run folders.
         seeds: Seeds to run; None for all seeds of the protocol.

@@ -27,7 +27,7 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason to compare a method.
+    """A reason to include a method in a comparison.
 
     Args:
         text: One or more sentences that state the reason.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedstrata.papers.recommend.advice import Advice
 
 SEEDS = "0,1,2,3,4"
-"""Seeds in the suggested command."""
+"""Seeds in the command that the output suggests."""
 NEAREST = 3
 """Maximum number of columns of the board that are shown."""
 

@@ -9,7 +9,7 @@ from fedstrata.papers.recommend.properties import Properties
 
 
 class Claim(NamedTuple):
-    """A claim about a method.
+    """A claim about a method, with its source.
 
     Args:
         text: One or more sentences that state the claim.
