@@ -138,7 +138,7 @@ def test_what_is_missing_shows(table, tmp_path, monkeypatch):
     del kept["near/x/seed-0"]["final"]
     results_file(tmp_path, table).write_text(json.dumps(kept))
     assert pages.missing([table], tmp_path) == {
-        str(tmp_path / "fedssar.md"): "is missing",
+        str(tmp_path / "fedssar.md"): "the file is missing",
         "rebafl/mine/near/x/seed-0": "the run does not have a result",
     }
 
