@@ -196,8 +196,8 @@ def test_a_verdict_that_depends_on_the_metric_says_so(table):
             found[cell.hash]["last10"] = BASE[cell.seed] - CLEAR[cell.seed]
     evidence = judged(claim, found).evidence
     assert evidence.endswith(
-        "With the mean accuracy of the last 10 rounds instead of the accuracy after the last round, the verdict would "
-        "be *contradicted*: −1.2 [−1.9, −0.4] points"
+        "This verdict uses the accuracy after the last round. Based on the mean accuracy of the last 10 rounds, the "
+        "verdict would be *contradicted*: −1.2 [−1.9, −0.4] points"
     )
 
 

@@ -105,7 +105,7 @@ def test_what_is_not_run_is_one_line(table):
 def test_a_single_published_figure_is_compared_with_the_prediction_interval(table):
     # b has the figures 80, 90.2 and 84.9: mean 85.03, sd 5.1013, t with 2 degrees of freedom 4.3027. The interval of
     # the mean is ± 12.7, and that of another run ± 4.3027 · 5.1013 · √(4/3) = 25.35: from 59.69 to 110.38.
-    outside = "The paper's figure is outside our 95 % prediction interval for one more run in these rows: "
+    outside = "In these rows, the paper's number is outside our 95 % prediction interval for one more run: "
     for published, said in ((71.25, False), (59.70, False), (59.68, True)):
         table.published["b"]["x"] = published
         assert (f"{outside}`b` with `x`." in page_of(table, results(table))) == said
@@ -115,7 +115,9 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
 def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_differences(table):
     # b − a is 10, 10.2 and 9.9: mean 10.033, sd 0.15275, so another difference lies within ± 4.3027 · 0.15275 · √(4/3)
     # = 0.7589, from 9.274 to 10.792. The paper's figure of a is 76.
-    outside = "The paper's difference from `a` is outside our 95 % prediction interval for one more run in these rows: "
+    outside = (
+        "In these rows, the paper's difference from `a` is outside our 95 % prediction interval for one more run: "
+    )
     for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
         table.published["b"]["x"] = published
         assert (f"{outside}`b` with `x`." in page_of(table, results(table))) == said
@@ -149,14 +151,15 @@ def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(ta
     assert "earlier version" not in page_of(table, there)
     for old in (first, second):
         old["source"] = "old.json"
-    taken = "† The results of 2 runs come from an earlier version of fedstrata with the same spec (`old.json`)."
+    taken = "† An earlier version of fedstrata computed 2 runs from the same specs (`old.json`)."
     assert f"{taken}\n" in page_of(table, there)
     assert page_of(table, there).count(" | 3† | ") == 2, "one of a and one of b"
     first["repeated"] = {"rounds": 10, "points": 0.25}
-    repeated = "of these runs. The accuracies of the repeated rounds differ from the first accuracies by at most"
-    assert f"{taken} We repeated the first 10 rounds of 1 {repeated} 0.25 points." in page_of(table, there)
+    taken += " With the current version, we repeated the first 10 rounds of"
+    repeated = "of these runs. The accuracies changed by at most"
+    assert f"{taken} 1 {repeated} 0.25 points." in page_of(table, there)
     second["repeated"] = {"rounds": 12, "points": 0.5}
-    assert f"{taken} We repeated the first 10 rounds of 2 {repeated} 0.5 points." in page_of(table, there)
+    assert f"{taken} 2 {repeated} 0.5 points." in page_of(table, there)
 
 
 def test_a_page_names_the_gpu_of_its_runs_and_their_times_are_not_those_of_a_core(table):

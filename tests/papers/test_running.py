@@ -138,8 +138,8 @@ def test_what_is_missing_shows(table, tmp_path, monkeypatch):
     del kept["near/x/seed-0"]["final"]
     results_file(tmp_path, table).write_text(json.dumps(kept))
     assert pages.missing([table], tmp_path) == {
-        str(tmp_path / "fedssar.md"): "is missing",
-        "rebafl/mine/near/x/seed-0": "has no result",
+        str(tmp_path / "fedssar.md"): "the file is missing",
+        "rebafl/mine/near/x/seed-0": "the run does not have a result",
     }
 
 
@@ -153,7 +153,7 @@ def test_a_figure_that_is_not_on_its_page_shows(table, tmp_path, monkeypatch):
     (tmp_path / "rebafl.md").write_text("\n".join(line for line in text.splitlines() if "| x | " not in line))
     wrong = pages.missing([table], tmp_path, quick=True)
     assert wrong == dict.fromkeys(
-        ["rebafl/mine/plain/x/seed-0", "rebafl/mine/near/x/seed-0"], "its figure is not on the page"
+        ["rebafl/mine/plain/x/seed-0", "rebafl/mine/near/x/seed-0"], "the page does not show the result of this run"
     )
 
 

@@ -1,5 +1,5 @@
 """Run the experiments of four papers, compare the results with the published numbers, and judge the papers' claims.
 
-Each table of a paper is a TOML file. The rows of a table are methods, and its columns are settings. A cell is the run
-of one row and column with one seed. The package ``board`` ranks all methods under one protocol.
+A TOML file describes each table of a paper. The rows of a table are methods, and the columns are settings. A cell is
+one training run: one row and one column, with one seed. The package ``board`` ranks all methods under one protocol.
 """

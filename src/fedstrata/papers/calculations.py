@@ -1,4 +1,4 @@
-"""Calculations with the papers' formulas and algorithms: biases, errors, variances and numbers of operations."""
+"""Compute biases, errors, variances and numbers of operations from the papers' formulas and algorithms."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ DRAWS = 200_000
 
 
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
-    """Return the bias of FedSSAR's mean update, relative to the length of the mean update over all N clients.
+    """Return the bias of FedSSAR's mean update, divided by the norm of the mean update of all N clients.
 
-    We assume that the clients of a cluster have equal updates, and that updates of different clusters are orthogonal.
-    All updates have the same length. A cluster with N_h of N clients gets m_h of m draws. The cluster's weight in the
-    mean is m_h / m, but should be N_h / N.
+    We assume that clients of the same cluster have equal updates, and that updates of different clusters are
+    orthogonal. All updates have the same norm. A cluster with N_h of the N clients gets m_h of the m draws. The
+    cluster's weight in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
 
     Args:
-        sizes: The number N_h of clients in each of at most m clusters.
-        places: The number m of draws.
+        sizes: Number of clients N_h in each cluster. The number of clusters is at most m.
+        places: Number of draws m per round.
 
     >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
     (0.0, 0.136)
@@ -55,7 +55,7 @@ def fedssar_bias(sizes: list[int], places: int = 10) -> float:
 
 
 def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
-    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups of clients, and s are their shares of all clients."""
+    """Return ‖w − s‖ / ‖s‖, where w are the weights of groups of clients, and s are the groups' shares of clients."""
     wanted = counts / counts.sum()
     return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
 
@@ -63,13 +63,13 @@ def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
     """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
-    Some strata may get no draws. FedSTS's mean is then biased, because these strata are left out and the weights of the
-    other strata increase. As in ``fedssar_bias``, updates of different strata are orthogonal and of equal length.
+    If a stratum does not get a draw, FedSTS's mean update is biased: it leaves out this stratum, and the weights of the
+    other strata increase. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
 
     Args:
-        sizes: The number N_h of clients in each stratum.
-        deviations: The spread S_h of the clients in each stratum; see ``fedstrata.sampling.allocation.spread``.
-        places: The number m of draws.
+        sizes: Number of clients N_h in each stratum.
+        deviations: Spread S_h of the gradients in each stratum; see ``fedstrata.sampling.allocation.spread``.
+        places: Number of draws m per round.
 
     >>> neyman_bias([10, 10], [1.0, 1.0], 4)
     ([2, 2], 0.0)
@@ -89,22 +89,22 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 def sampled_variance(
     noise: float, scale: float, places: int = 10, draws: int = 1000, start: Start = "random"
 ) -> dict[str, float]:
-    """Compare the mean updates of FedSTS's sampling and of uniform sampling, for 100 clients in ten groups.
+    """Simulate FedSTS's sampling and uniform sampling of 100 clients in ten groups, and compare the mean updates.
 
-    The gradient of a client, shape (50,), is the mean of its group plus normal noise. We assume that updates equal
-    gradients.
+    A client's gradient, shape (50,), is the mean gradient of the client's group plus Gaussian noise. We assume that a
+    client's update equals its gradient.
 
     Args:
-        noise: The standard deviation of the noise.
-        scale: The standard deviation of the means of the groups.
-        places: The number m of draws.
-        draws: The number of simulated rounds.
-        start: The first centres of k-means, which makes the strata. In the paper, they are random.
+        noise: Standard deviation of the noise in the clients' gradients.
+        scale: Standard deviation of the groups' mean gradients.
+        places: Number of draws m per round.
+        draws: Number of simulated rounds.
+        start: Initial centres of the k-means algorithm that forms the strata. In the paper, these centres are random.
 
     Returns:
-        A dict. The key ``ratio`` is the variance of the mean update (the sum over the coordinates), divided by the
-        variance with uniform sampling without replacement. The key ``bias`` is the length of the bias of the mean
-        update, divided by the length of the mean gradient.
+        A dict with two numbers. ``ratio`` is the variance of FedSTS's mean update, divided by the variance of the mean
+        update with uniform sampling without replacement; variances are sums over coordinates. ``bias`` is the norm of
+        the bias of FedSTS's mean update, divided by the norm of the mean gradient of all clients.
     """
     generator = np.random.default_rng(1)
     means = scale * generator.standard_normal((10, 50)) + 0.3
@@ -127,14 +127,14 @@ def sampled_variance(
 
 
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
-    """Return the expected length of the aggregated update if one client is drawn from one stratum.
+    """Return the expected norm of the aggregated update if the server draws a single client from a single stratum.
 
-    All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the length
-    of its gradient. This function assumes that the length of the gradient equals the length of the client's update.
+    All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the norm
+    of the client's gradient. We assume that each client's gradient and update have the same norm.
 
     Args:
-        lengths: The length of every client's update, shape (N,).
-        aggregator: The aggregator that is applied to the drawn update.
+        lengths: Norm of each client's update, shape (N,).
+        aggregator: Aggregator that weights the drawn update.
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
@@ -149,15 +149,15 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
 
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
-    """Simulate a server's estimates ñ of the total number of samples, which are computed from randomised reports.
+    """Simulate how the server estimates the total number of samples from the clients' randomised reports.
 
-    The estimates, shape (draws,), are not yet clipped to at least 1.
+    The returned estimates ñ, shape (draws,), are not yet clipped to at least 1.
 
     Args:
-        sizes: The number n_k of samples of each of m participants, shape (m,).
-        bound: The bound M. Participants report numbers from 1 to M − 1.
-        epsilon: The privacy budget ε of a report.
-        draws: The number of estimates.
+        sizes: Number of samples n_k of each of the m participants, shape (m,).
+        bound: Bound M on reported numbers. Participants report numbers from 1 to M − 1.
+        epsilon: Privacy budget ε of a single report.
+        draws: Number of simulated estimates.
     """
     alpha = truth_probability(epsilon, bound)
     generator = np.random.default_rng(0)
@@ -169,17 +169,17 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Return the root mean square of the error p̃ − p in the probability of keeping a sample (FedSTaS, Lemma 2.2).
+    """Return the root mean square error of p̃, the probability of keeping a sample under privacy (FedSTaS, Lemma 2.2).
 
-    The server wants n* = q n of all n samples, so the exact probability is p = q. With private sizes, the server knows
-    only an estimate ñ of n, and clients use p̃ = min(1, n*/ñ).
+    The server wants to keep n* = q n of all n samples, so the correct probability is p = q. If clients keep their sizes
+    private, the server knows only an estimate ñ of n. Clients then use p̃ = min(1, n*/ñ) instead of p.
 
     Args:
-        size: The number n_k of samples of every participant.
-        participants: The number m of participants.
-        bound: The bound M. Participants report numbers from 1 to M − 1.
-        epsilon: The privacy budget ε of a report.
-        fraction: The fraction q of samples to keep.
+        size: Number of samples n_k, which is equal for all participants.
+        participants: Number of participants m.
+        bound: Bound M on reported numbers. Participants report numbers from 1 to M − 1.
+        epsilon: Privacy budget ε of a single report.
+        fraction: Fraction q of the samples that the server wants to keep.
 
     >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # with this ε, nearly all reports are the true sizes
     True
@@ -190,15 +190,15 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the part of the variance of a batch's mean gradient that the labels in the batch cause.
+    """Return the variance of a batch's mean gradient that is due to the labels in the batch.
 
-    We assume that gradients of different labels are orthogonal and have length 1. The variance is then the mean of ‖b −
-    s‖² over the batches. The vector b contains the label fractions in the batch, and s contains the label fractions in
-    all samples.
+    We assume that gradients of different labels are orthogonal and have norm 1. The variance is then the mean of
+    ‖b − s‖² over the batches. The vector b contains the label fractions of a batch, and s contains the label fractions
+    of all samples.
 
     Args:
-        labels: The labels of the samples, in the order of training, shape (L,).
-        batch: The number of samples in a batch. A smaller last batch is ignored.
+        labels: Labels of the samples in the order in which the samples are used for training, shape (L,).
+        batch: Number of samples per batch. A smaller last batch is ignored.
 
     >>> label_variance(np.array([0, 1, 0, 1]), 2), label_variance(np.array([0, 0, 1, 1]), 2)
     (0.0, 0.5)
@@ -211,15 +211,16 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """Return how often each client's samples are used per epoch on average, with Stratify's uniform selection.
+    """Simulate Stratify's uniform selection of clients, and return the mean number of uses per sample for each client.
 
-    All samples have one label. A client can be drawn until all its samples have been used in the epoch.
+    The simulation covers one epoch in which all samples have the same label. A client can be drawn until each of its
+    samples has been used once.
 
     Args:
-        counts: The number of samples at each client.
-        cap: The largest number of samples with this label that an epoch uses, which is the limit of the frequency f_l.
-        batch: The number of positions in a batch.
-        seed: The seed of the draws.
+        counts: Number of samples at each client.
+        cap: Maximum number of samples with this label per epoch (the cap of the frequency f_l).
+        batch: Number of samples per batch.
+        seed: Seed of the random draws.
 
     >>> uses_a_sample([500, 500], 1000)
     [1.0, 1.0]
@@ -241,16 +242,16 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 def transfers(
     spec: Experiment, chunk_sizes: Sequence[int], *, weighted: bool = False, retain: float = 0.5
 ) -> list[float]:
-    """Return the transfers of the model per sample in an epoch of Stratify's single-sample mode, without training.
+    """Count the model transfers of one epoch in Stratify's single-sample mode, without training the model.
 
     Args:
-        spec: An experiment with Stratify.
-        chunk_sizes: The chunk sizes to compare.
-        weighted: Whether clients are drawn in proportion to their numbers of samples of a label.
-        retain: The fraction of the clients with a label that are considered for the label.
+        spec: Experiment whose method is Stratify.
+        chunk_sizes: Chunk sizes to compare. A chunk is a number of consecutive labels of the label schedule.
+        weighted: Whether the probability of drawing a client is proportional to its number of samples with the label.
+        retain: Fraction of the clients with samples of a label that are considered for this label.
 
     Returns:
-        The number of transfers per sample for each chunk size.
+        Number of model transfers per sample, for each chunk size.
     """
     prepared = prepare(spec)
     counts = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.outputs)
@@ -270,11 +271,11 @@ def transfers(
 
 
 def _walk(route: Route, unused: Ints) -> int:
-    """Return the number of transfers until the label schedule is done.
+    """Return the number of model transfers until the label schedule is finished.
 
     Args:
-        route: The route of the model from client to client.
-        unused: The number of unused samples of each client and label, which is changed.
+        route: Route of the model from client to client.
+        unused: Number of unused samples of each client and label. The function changes this array.
     """
     count = 0
     for count, (client, task) in enumerate(route.tasks(), start=1):
@@ -289,14 +290,14 @@ def _walk(route: Route, unused: Ints) -> int:
 
 
 def largest_curvature(prepared: Prepared, params: Mapping[str, Tensor], steps: int = 50) -> float:
-    """Return the largest eigenvalue (by magnitude) of the Hessian of the mean loss over all training samples.
+    """Return the largest absolute eigenvalue of the Hessian of the mean loss over all training samples.
 
-    A smoothness constant L of the loss cannot be smaller. The eigenvalue is computed by power iteration.
+    A smoothness constant L of the loss cannot be smaller than this eigenvalue. The function uses power iteration.
 
     Args:
-        prepared: The experiment with the model and the samples.
-        params: The model's parameters.
-        steps: The number of iterations.
+        prepared: Prepared experiment with the model and the training samples.
+        params: Model parameters at which the Hessian is evaluated.
+        steps: Number of power iterations.
     """
     x, y = prepared.data.inputs(torch.arange(prepared.data.train_size)), prepared.data.y_train
     params = {name: weights.clone().requires_grad_() for name, weights in params.items()}
@@ -311,16 +312,16 @@ def largest_curvature(prepared: Prepared, params: Mapping[str, Tensor], steps: i
 
 
 def training_operations(method: str, epochs: int, samples: int = 100) -> int:
-    """Return the number of floating-point operations in a run with one client and one round.
+    """Count the floating-point operations of a run with one client and one round.
 
-    Nearly all operations belong to training. Only matrix products and convolutions count, in forward and backward
-    passes. A multiplication and an addition count as two operations. The model is ReBaFL's model for images of 28×28
-    pixels.
+    The model is ReBaFL's CNN for images of 28×28 pixels. Only matrix products and convolutions are counted, in forward
+    and backward passes. One multiplication and one addition are two operations. Nearly all counted operations belong to
+    training.
 
     Args:
-        method: The name of the method.
-        epochs: The number E of local epochs.
-        samples: The client's number n_k of samples.
+        method: Name of the federated learning method.
+        epochs: Number of local epochs E.
+        samples: Number of samples n_k of the client.
     """
     images = np.zeros((samples, 28, 28, 1), dtype=np.uint8)
     labels = np.arange(samples) % 10
@@ -336,17 +337,17 @@ def training_operations(method: str, epochs: int, samples: int = 100) -> int:
 
 
 def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) -> dict[str, float]:
-    """Return the variance of a client's weight in the mean update, averaged over all clients.
+    """Simulate three ways of drawing clients, and return the variance of a client's weight in the mean update.
 
     Args:
-        clients: The number N of clients.
-        places: The number m of clients to draw. N must be a multiple of m.
-        draws: The number of simulated draws for each way of drawing.
+        clients: Number of clients N.
+        places: Number of clients m that are drawn per round. N must be a multiple of m.
+        draws: Number of simulated rounds for each way of drawing.
 
     Returns:
-        The variance for each way of drawing. With ``strata``, one client is drawn from each of m equal clusters. With
-        ``plain``, m of all clients are drawn without replacement, as in FedAvg. With ``returning``, m of all clients
-        are drawn with replacement.
+        The variance for each way of drawing, averaged over all clients. With ``strata``, one client is drawn from each
+        of m clusters of equal size. With ``plain``, m of all clients are drawn without replacement, as in FedAvg. With
+        ``returning``, m of all clients are drawn with replacement.
     """
     generator = np.random.default_rng(0)
     groups = np.arange(clients).reshape(places, -1)
@@ -363,13 +364,14 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
 
 def cluster_variances(sizes: Sequence[int], draws: int = 4000) -> NDArray[np.float64]:
-    """Return the variance of a client's weight in the mean update, for each cluster, shape (m,).
+    """Return the variance of a client's weight in the mean update for each of m clusters, shape (m,).
 
-    One client is drawn from each of the m clusters. Each of these clients has the weight 1/m.
+    In each simulated round, one client is drawn from each cluster. A drawn client has the weight 1/m, and all other
+    clients have the weight 0.
 
     Args:
-        sizes: The number of clients in each cluster.
-        draws: The number of simulated draws.
+        sizes: Number of clients in each cluster.
+        draws: Number of simulated rounds.
     """
     generator = np.random.default_rng(0)
     variances = []

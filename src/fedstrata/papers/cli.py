@@ -1,6 +1,6 @@
-"""The command ``fedstrata reproduce``, which runs the tables of four papers, judges claims, and writes pages.
+"""Define the command ``fedstrata reproduce``, which repeats experiments of four papers and judges the papers' claims.
 
-``COMMANDS`` lists the commands of the whole package.
+``COMMANDS`` contains the functions that add the commands ``reproduce``, ``recommend`` and ``board``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedstrata.papers.recommend.command import add_recommend
 
 
 def add_reproduce(commands: common.Commands) -> None:
-    """Add ``fedstrata reproduce``."""
+    """Add the command ``fedstrata reproduce`` to the command line."""
     examples = """
         fedstrata reproduce --list
         fedstrata reproduce rebafl/fashion20 --seeds 0
@@ -33,19 +33,19 @@ def add_reproduce(commands: common.Commands) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="run small versions of the tables in minutes, to test the software and not the papers' claims",
+        help="run small experiments within minutes, which test the software but not the papers' claims",
     )
     parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of each table)")
     help = "device on which the clients train: cpu, auto, cuda or cuda:N (default: cpu)"
     parser.add_argument("--device", default="cpu", help=help)
     parser.add_argument(
-        "--out", type=Path, help="folder to store pages and results in (default: reproduced, or quick with --quick)"
+        "--out", type=Path, help="folder for the pages and results (default: reproduced, or quick with --quick)"
     )
     parser.add_argument("--runs", type=Path, help="folder that contains the run folders (default: OUT/runs)")
     parser.add_argument(
         "--list",
         action="store_true",
-        help="list the tables, their missing runs, and the expected hours for the missing runs",
+        help="list the tables with their numbers of runs, and with the expected time for missing runs",
     )
     parser.add_argument("--show", action="store_true", help="write the pages from existing results, without new runs")
     common.add_output(parser)
@@ -78,7 +78,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if wrong and not options.show:
         for name, why in wrong.items():
             say(f"fedstrata: {name}: {' '.join(why.split())}")
-        raise FedstrataError(f"{len(wrong)} runs or files are missing. The lines above say why.")
+        raise FedstrataError(f"{len(wrong)} runs or files are missing. The lines above give the reasons.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compare the results of two rows or columns of a paper's table, paired by seed, and write the differences as text."""
+"""Compare two rows or columns of a paper's table, paired by seed, and format the differences as text."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ UNITS: Mapping[str, tuple[float, Range]] = {
     "rounds": (1.0, UNBOUNDED),
     "%": (0.01, (-100.0, math.inf)),
 }
-"""A mapping from each unit to the rounding of the compared numbers, and the bounds of their difference."""
+"""A mapping from each unit to the step to which numbers are rounded, and to the possible range of differences."""
 
 Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
-"""A mapping from row, column and seed to the results of the run."""
+"""A mapping from (row, column, seed) to the results of this run."""
 
 
 class Comparison(NamedTuple):
     """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
 
     Args:
-        column: The column.
-        than: The other row or column of the comparison.
-        alone: The difference with a 95 % interval that refers only to this comparison.
-        together: The difference with a wider interval. The wider intervals of all comparisons of the claim hold at the
-            same time with 95 % confidence.
+        column: Name of the column in which the claim's row is compared.
+        than: Name of the other row, or of the other column.
+        alone: The difference, with a 95 % interval for this comparison only.
+        together: The difference, with a wider interval. With 95 % confidence, the wider intervals of all comparisons of
+            the claim hold simultaneously.
     """
 
     column: str
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 
 
 def difference_text(difference: Difference) -> str:
-    """Return a difference as text, with its interval or, if there are too few seeds, with the number of seeds.
+    """Format a difference as text, with its interval or, if there are too few seeds, with the number of seeds.
 
     >>> difference_text(Difference(1.5, 3, (0.5, 2.5))), difference_text(Difference(-1.5, 1))
     ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
@@ -62,7 +62,7 @@ def difference_text(difference: Difference) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a difference as text with its sign, rounded to one decimal.
+    """Format a difference as text with a sign and one decimal place.
 
     >>> signed(-1.234), signed(-0.01)
     ('−1.2', '0.0')
@@ -72,13 +72,13 @@ def signed(value: float) -> str:
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """Return the results of a table's finished cells. A cell is a row, a column and a seed."""
+    """Return the results of a table's finished cells. A cell is the run of one row and column with one seed."""
     cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
     return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
 
 
 def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, float]:
-    """Return a mapping from each finished seed of a row and column to the value of a metric."""
+    """Return the value of a metric for each finished seed of a row and column, as a mapping from seeds to values."""
     return {
         seed: float(result[metric])
         for (r, c, seed), result in cells.items()
@@ -89,13 +89,13 @@ def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, fl
 def compared(
     values: Mapping[int, float], baseline: Mapping[int, float], *, together: int = 1, unit: str = "points"
 ) -> Difference:
-    """Compute the mean difference of two rows over the seeds that both rows have, with Student's t interval.
+    """Compute the mean difference between two rows over their common seeds, with Student's t interval.
 
     Args:
-        values: A mapping from each seed to the result of a row.
-        baseline: A mapping from each seed to the result of the other row.
-        together: The number of intervals that must hold at the same time with 95 % confidence.
-        unit: The unit of the difference, which is a key of ``UNITS``.
+        values: Results of the first row, as a mapping from seeds to numbers.
+        baseline: Results of the second row, which are subtracted, as a mapping from seeds to numbers.
+        together: Number of intervals that must hold simultaneously with 95 % confidence.
+        unit: Unit of the difference, which is a key of ``UNITS``.
     """
     precision, bounds = UNITS[unit]
     difference = paired_difference(values, baseline, resolution=precision, together=together)
@@ -103,20 +103,20 @@ def compared(
 
 
 def predicted(mean: float, sd: float, n: int) -> Range:
-    """Return the 95 % prediction interval for one more number, mean ± t · sd · √(1 + 1/n).
+    """Return the 95 % prediction interval for one further observation, mean ± t · sd · √(1 + 1/n).
 
     Args:
-        mean: The mean of n numbers.
-        sd: The sample standard deviation of these numbers.
-        n: The number of numbers, at least two.
+        mean: Mean of the n observations.
+        sd: Sample standard deviation of the observations.
+        n: Number of observations, at least two.
     """
     return t_interval(mean, sd * (n + 1) ** 0.5, n)
 
 
 def predicted_margin(difference: Difference) -> Range | None:
-    """Return the 95 % prediction interval for the difference in accuracy of one more pair of runs, in points.
+    """Return the 95 % prediction interval for the accuracy difference of one further pair of runs, in points.
 
-    The value is None for fewer than ``MIN_SEEDS`` pairs.
+    Return None if there are fewer than ``MIN_SEEDS`` pairs of runs.
     """
     if difference.mean is None or difference.n < MIN_SEEDS:
         return None

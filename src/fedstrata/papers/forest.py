@@ -1,4 +1,4 @@
-"""Draw the forest plot of the papers' claims: the difference and the intervals of each comparison of accuracies."""
+"""Draw a forest plot of the papers' claims, which shows the intervals of all compared accuracies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW = 0.17
-"""The height of a row in inches."""
+"""Height of a row in inches."""
 
 
 def forest(judgements: Sequence[Judgement]) -> str:
-    """Draw the accuracy differences of all claims, with a panel for each paper.
+    """Draw the accuracy differences of all claims, with one panel per paper.
 
-    A thick line is the 95 % interval of one comparison. A thin line is a wider interval. The wider intervals of all
-    comparisons of a claim hold at the same time with 95 % confidence. The colour shows the result of the deciding
-    interval: blue means as claimed, orange means the opposite, and grey means not significant.
+    A thick line is the 95 % interval of a single comparison. Thin lines are wider: with 95 % confidence, all thin
+    intervals of a claim hold simultaneously. The colour shows the result of the interval that decides the verdict. Blue
+    means as claimed, orange means the opposite, and grey means not significant.
 
     Args:
-        judgements: The judgements of all papers.
+        judgements: Verdicts on the claims of all papers.
 
     Returns:
-        The picture as SVG.
+        The figure as SVG.
     """
     return as_svg(partial(_figure, judgements))
 

@@ -1,10 +1,10 @@
-"""Judge the claims of papers by the results of the papers' tables.
+"""Judge the claims of the four papers by our results for the papers' tables.
 
-A claim can need several comparisons, for example with each baseline in each setting. These comparisons are the claim's
-family. Other comparisons in the same table do not belong to the family. The claim is confirmed if every comparison
-supports it at the 5 % level, without correction. This is an intersection–union test, which confirms a false claim with
-a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. Claims
-are not corrected for the number of claims.
+A claim may need several comparisons, for example with each baseline in each setting. These comparisons form the claim's
+family. Other comparisons in the same table do not belong to the family. A claim is confirmed if each comparison of its
+family supports the claim at the 5 % level, without a correction. This intersection–union test confirms a false claim
+with a probability of at most 5 %. Statements about individual comparisons are Bonferroni-corrected over the family. We
+do not correct for the number of claims.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 @dataclass(frozen=True)
 class Claim:
-    """A quantitative claim of a paper (in its abstract or conclusion), in our words.
+    """A quantitative claim of a paper, in our words.
 
     Args:
-        paper: The paper, a key of ``PAPERS``.
-        statement: The claim.
-        where: The part of the paper that makes the claim, such as ``abstract, conclusion``.
-        kind: The way in which the claim is judged, which is one of ``KINDS``.
-        about: The parameters of this kind of judgement, such as the table and the row. A claim for the first page of
-            the results also has the entries ``headline``, a short statement, and ``data``, the name of the data set.
+        paper: Name of the paper, which is a key of ``PAPERS``.
+        statement: Text of the claim.
+        where: Parts of the paper that make the claim, such as ``abstract, conclusion``.
+        kind: How the claim is judged: one of ``KINDS``.
+        about: Parameters of the judgement, such as the table and the row. A claim that is shown on the first page of
+            the results also has ``headline``, a short statement, and ``data``, the name of the data set.
     """
 
     paper: str
@@ -58,16 +58,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a claim.
+    """A verdict on a claim, with the numbers on which the verdict is based.
 
     Args:
-        claim: The claim.
-        verdict: Whether our results support the claim.
-        evidence: The numbers on which the verdict is based, as a text that completes ``measure``.
-        command: The command that computes these numbers.
-        measure: The beginning of a sentence about the quantity in ``evidence``; empty if ``evidence`` is a sentence.
-        decisive: The claim's comparisons with enough seeds. Each comparison has its difference, with the interval that
-            determines the verdict.
+        claim: Claim that is judged.
+        verdict: Whether our results support the claim: one of ``VERDICTS``.
+        evidence: Text with the numbers on which the verdict is based. This text completes the sentence in ``measure``.
+        command: Command that computes these numbers.
+        measure: Beginning of a sentence that names the measured quantity; empty if ``evidence`` is a whole sentence.
+        decisive: Comparisons of the claim that have enough seeds. Each comparison comes with its difference and the
+            interval that determines the verdict.
     """
 
     claim: Claim
@@ -82,7 +82,7 @@ def claims() -> list[Claim]:
     """Read the claims of all papers.
 
     Raises:
-        SpecError: A file names an unknown kind.
+        SpecError: A file contains a claim of an unknown kind.
     """
     claims = []
     for paper in PAPERS:
@@ -90,14 +90,14 @@ def claims() -> list[Claim]:
             claim = Claim(paper, about.pop("statement"), about.pop("where"), about.pop("kind"), about)
             if claim.kind not in KINDS:
                 raise SpecError(
-                    f"{paper}/claims", f"is not a kind of claim. Use one of: {', '.join(KINDS)}", claim.kind
+                    f"{paper}/claims.kind", f"is not a kind of claim. Use one of: {', '.join(KINDS)}", claim.kind
                 )
             claims.append(claim)
     return claims
 
 
 def summary(paper: str) -> str:
-    """Return a sentence about the results of a paper in ``docs/results``."""
+    """Return the sentence that summarises our results for a paper in ``docs/results``."""
     return str(_file(paper)["summary"])
 
 
@@ -106,7 +106,7 @@ def _file(paper: str) -> dict[str, Any]:
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """Judge a claim by the available results. If ``quick`` is true, these are results of small experiments."""
+    """Judge a claim by the available results. If ``quick`` is true, these results come from small experiments."""
     about = claim.about
     if claim.kind == "reading":
         reading = readings()[about["reading"]]
@@ -120,15 +120,15 @@ def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
 
 
 Place = tuple[str, str]
-"""The type of a place in a table, which is a row and a column."""
+"""A place in a table: a row and a column."""
 Curve = Sequence[float]
-"""A number for each round, such as the accuracy in each evaluated round from the key ``curve`` of the results."""
+"""One number per round, such as the accuracies that the results store under the key ``curve``."""
 Figures = Callable[[Any, Any], tuple[float, float]]
 """A function that takes the results of two rows, and returns the two numbers to compare."""
 
 
 class _Case:
-    """A claim that compares a row of a table with other rows, and the results of the table."""
+    """A claim that compares one row of a table with other rows, together with the results of the table."""
 
     def __init__(self, claim: Claim, known: Results, quick: bool) -> None:
         self.claim, self.about, self.name = claim, claim.about, f"{claim.paper}/{claim.about['table']}"
@@ -138,17 +138,19 @@ class _Case:
         than = self.about.get("than", [])
         self.others: list[str] = [than] if isinstance(than, str) else than
         self.other = f"`{self.others[0]}`" if len(self.others) == 1 else "each baseline"
-        """The name of the other row or rows in the text of the evidence."""
+        """The name of the other row or rows, as it appears in texts about the claim."""
         self.both = f"`{self.row}` and {self.other}"
         self.instead = f"With `{self.row}` instead of {self.other.replace('each', 'a')}"
-        """Two phrases about the compared rows, for the text of the evidence."""
+        """Two phrases about the compared rows, which appear in texts about the claim."""
         self.columns: list[str] = self.about.get("columns", list(self.table.columns))
 
     def places(self) -> list[tuple[Place, Place]]:
-        """Return the pairs of places (row, column) that a claim compares: its row and each other row, in each column.
+        """Return the pairs of places (row, column) that the claim compares.
+
+        In each column, the claim's row is compared with each of the other rows.
 
         Raises:
-            SpecError: No column has both the row and one of the other rows.
+            SpecError: For one of the other rows, no column contains both this row and the claim's row.
         """
         places = [
             ((self.row, column), (other, column))
@@ -158,7 +160,9 @@ class _Case:
         ]
         if {other for _, (other, _) in places} != set(self.others):
             raise SpecError(
-                f"{self.claim.paper}/claims", f"the table {self.name} lacks rows of this claim", self.claim.statement
+                f"{self.claim.paper}/claims",
+                f"the table {self.name} lacks rows of this claim. Set row and than to rows of this table.",
+                self.claim.statement,
             )
         return places
 
@@ -171,16 +175,16 @@ class _Case:
         wanted: Order = "above",
         unit: str = "points",
     ) -> Judgement:
-        """Judge whether all differences between two places of the table have the order ``wanted``.
+        """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two texts: the beginning of a sentence that ends with one or two differences, and a sentence about
-                more differences.
-            places: The pairs of places that the claim compares. A place is a row and a column.
-            key: The key of the results that are passed to ``figures``.
-            figures: A function that takes the results of both places, and returns the two numbers to compare.
-            wanted: The order that the claim states.
-            unit: The unit of the difference, which is a key of ``UNITS``.
+            texts: Two texts. The first text begins a sentence that ends with one or two differences. The second text is
+                a sentence that introduces more than two differences.
+            places: Pairs of places that the claim compares. A place is a row and a column.
+            key: Key of the results that ``figures`` receives.
+            figures: Function that takes the results of both places, and returns the two numbers to compare.
+            wanted: Whether the claim states that the first number is above or below the second number.
+            unit: Unit of the difference, which is a key of ``UNITS``.
         """
         comparisons = []
         for mine, theirs in places:
@@ -195,7 +199,7 @@ class _Case:
     def judgement(
         self, texts: tuple[str, str], comparisons: Sequence[Comparison], wanted: Order = "above", unit: str = "points"
     ) -> Judgement:
-        """Judge whether all comparisons have the order ``wanted``; see ``judged``."""
+        """Judge whether all comparisons have the sign that the claim states; see ``judged`` for the arguments."""
         within = float(self.about.get("within", 0.0))
         verdict = _verdict(comparisons, wanted, within)
         tested = [each for each in comparisons if each.alone.n >= MIN_SEEDS]
@@ -219,17 +223,17 @@ class _Case:
         return Judgement(self.claim, verdict, evidence, f"fedstrata reproduce {self.name}", measure, decisive)
 
     def by_metrics(self, judge: Callable[[str], Judgement]) -> Judgement:
-        """Judge accuracies by the table's metric. Add the verdict by another metric if the verdicts are different.
+        """Judge accuracies by the table's metric. If a second metric leads to another verdict, the evidence says so.
 
         Args:
-            judge: A function that takes a key of ``METRICS``, and judges the claim by this metric.
+            judge: Function that takes a key of ``METRICS``, and judges the claim by this metric.
         """
         metric = self.table.metric
         other_metric = "last10" if metric == "final" else "final"
         judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
-        more = f"With the {METRICS[other_metric]} instead of the {METRICS[metric]}, the verdict would be "
+        more = f"This verdict uses the {METRICS[metric]}. Based on the {METRICS[other_metric]}, the verdict would be "
         return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 
@@ -238,8 +242,8 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
     Args:
         comparisons: The comparisons of the claim.
-        wanted: The order that the claim states.
-        within: The tolerance: a difference that misses the order by at most this much still supports the claim.
+        wanted: Whether the claim states that differences are above or below 0.
+        within: Tolerance of the claim, which replaces 0 as the limit of the intervals.
     """
     alone = [each.alone.order(within) for each in comparisons]
     together = [each.together.order(within) for each in comparisons]
@@ -254,7 +258,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""The largest number of comparisons that the evidence of a claim lists one by one. More comparisons are summarised."""
+"""Maximum number of comparisons that the evidence of a claim lists individually. More comparisons are summarised."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
@@ -286,7 +290,7 @@ def _near(case: _Case) -> Judgement:
     places = [((row, column), (row, reference)) for column in columns]
     texts = (
         f"Compared with `{reference}`, the accuracy of `{row}` changes by",
-        f"We compare the accuracy of `{row}` with its accuracy with `{reference}`.",
+        f"In each setting, we compare the accuracy of `{row}` with its accuracy in the setting `{reference}`.",
     )
     return case.by_metrics(lambda metric: case.judged(texts, places, metric))
 
@@ -294,19 +298,19 @@ def _near(case: _Case) -> Judgement:
 def _margin(case: _Case) -> Judgement:
     """Judge whether a published margin between two rows lies in our 95 % prediction interval for one more pair of runs.
 
-    A paper may leave open what its number means, so ``published`` can contain several margins. If all margins lie
-    outside the interval, the claim is contradicted. If all margins lie inside, and the interval of our mean margin does
-    not contain 0, the claim is confirmed.
+    If a paper leaves open what its number means, ``published`` contains several margins. If all margins lie outside the
+    interval, the claim is contradicted. If all margins lie inside the interval, and the 95 % interval of our mean
+    margin does not contain 0, the claim is confirmed. Otherwise, the claim is inconclusive.
     """
     ((mine, theirs),) = case.places()
     published = [float(margin) for margin in case.about["published"]]
-    margins = " or ".join(map(signed, published))
-    measure, command = f"The paper's margin of `{mine[0]}` over `{theirs[0]}` is", f"fedstrata reproduce {case.name}"
+    margins = f"The paper's margin of `{mine[0]}` over `{theirs[0]}` is {' or '.join(map(signed, published))} points"
+    command = f"fedstrata reproduce {case.name}"
 
     def judge(metric: str) -> Judgement:
         difference = compared(*(over_seeds(case.cells, *place, metric) for place in (mine, theirs)))
         if (interval := predicted_margin(difference)) is None:
-            return Judgement(case.claim, "not tested", f"{margins} points", command, measure)
+            return Judgement(case.claim, "not tested", margins, command)
         low, high = interval
         inside = [low <= margin <= high for margin in published]
         verdict: Verdict = "inconclusive" if any(inside) else "contradicted"
@@ -314,9 +318,9 @@ def _margin(case: _Case) -> Judgement:
             verdict = "confirmed"
         one_more = f"the 95 % prediction interval for one more pair of runs, [{signed(low)}, {signed(high)}], "
         one_more += "contains the paper's margin" if any(inside) else "does not contain the paper's margin"
-        text = f"{margins} points. Our mean margin is {difference_text(difference)} points, and {one_more}"
+        text = f"{margins}. Our mean margin is {difference_text(difference)} points, and {one_more}"
         decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
-        return Judgement(case.claim, verdict, text, command, measure, decisive)
+        return Judgement(case.claim, verdict, text, command, decisive=decisive)
 
     return case.by_metrics(judge)
 
@@ -338,11 +342,11 @@ def _gains(case: _Case) -> Judgement:
 
 
 MEASURES = {"train_loss": "training loss of the last 10 rounds", "diversity": "mean diversity Λ of the local models"}
-"""Keys of results that are compared by their ratio, each with a description."""
+"""Results that are compared by their ratio, as a mapping from keys to descriptions."""
 
 
 def _change(case: _Case) -> Judgement:
-    """Judge whether a number in the results of a row (see ``MEASURES``) is lower or higher than in other rows."""
+    """Judge whether a measure of a row (see ``MEASURES``) is lower, or higher, than the same measure of other rows."""
 
     def percent(mine: float | Curve, theirs: float | Curve) -> tuple[float, float]:
         a, b = (each if isinstance(each, float) else statistics.fmean(each[-10:]) for each in (mine, theirs))
@@ -354,8 +358,7 @@ def _change(case: _Case) -> Judgement:
 
 
 COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
-"""Metrics that are counts, each with a description. Counts are compared without a statistical
-test."""
+"""Counts that are compared without a statistical test, as a mapping from metrics to descriptions."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -383,8 +386,8 @@ def _ratio(case: _Case) -> Judgement:
 def _sooner(case: _Case) -> Judgement:
     """Judge whether a row reaches an accuracy in fewer rounds than each other row.
 
-    The accuracy is the lower of the best accuracies of the two runs, because both runs reach it. The best accuracy of
-    the other run would not be a fair goal, because it is the largest of many noisy values of that run.
+    This accuracy is the lower of the two runs' best accuracies, because both runs reach it. The other run's best
+    accuracy would not be a fair target, because a maximum of many noisy values is high by chance.
     """
 
     def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
@@ -392,7 +395,7 @@ def _sooner(case: _Case) -> Judgement:
         mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
         return mine, theirs
 
-    goal = "the lower of their best accuracies"
+    goal = "the lower of their two best accuracies"
     texts = (
         f"{case.instead}, the number of rounds to reach {goal} changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",
@@ -424,9 +427,9 @@ TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
     "sooner": _sooner,
     "steadier": _steadier,
 }
-"""A mapping from each kind of claim about a table to the function that judges it."""
+"""A mapping from each kind of claim about a table to the function that judges claims of this kind."""
 
 KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
-"""The kinds of claims. A ``reading`` is judged by a number that follows from a paper's formulas or algorithms without
+"""All kinds of claims. A ``reading`` is judged by a number that follows from a paper's formulas or algorithms, without
 training. A ``page`` is judged by results on another page of the documentation. An ``untestable`` claim cannot be judged
-here."""
+with our data and hardware, or by any experiment."""

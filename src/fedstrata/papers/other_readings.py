@@ -24,7 +24,7 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class Losing:
-    """A wrapper of a federation. All clients train, but some replies are lost on the way to the server."""
+    """A wrapper around a federation in which all clients train, but some replies do not reach the server."""
 
     def __init__(self, federation: Federation, p: float) -> None:
         self._federation, self._p = federation, p
@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """Return the replies that arrive. The availability model ``bernoulli`` draws these replies at random."""
+        """Send a request, and return the replies that arrive. The availability model ``bernoulli`` chooses them."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -41,10 +41,10 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A method in which clients can drop out after training: their states change, but the server gets no replies.
+    """A method whose clients can drop out after training: their states change, but their replies are lost.
 
     Args:
-        p: The probability that a reply arrives.
+        p: Probability that a reply reaches the server.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
@@ -56,15 +56,15 @@ class Lost(Recipe):
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD in which lost replies change the client's control variate c_k, but not the server's c."""
+    """SCAFFOLD with lost replies, which change a client's control variate c_k but not the server's c."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn in which lost replies change the client's correction λ_k, but not the server's term h."""
+    """FedDyn with lost replies, which change a client's correction λ_k but not the server's term h."""
 
 
 class PublishedScaffold(Scaffold):
-    """SCAFFOLD's control variates in the variant that ReBaFL's published code uses.
+    """SCAFFOLD's control variates, as the published code of ReBaFL implements them.
 
     The server's c changes by the mean of Δc_k over the set S of replies. In Algorithm 1 of SCAFFOLD, c changes by only
     ``|S|/N`` times this mean. Momentum and clipping are allowed, although the rule c_k⁺ = c_k − c + (w_t − w) / (K η)
@@ -72,17 +72,17 @@ class PublishedScaffold(Scaffold):
     """
 
     def check(self, config: FederationConfig) -> None:
-        """Accept all settings, including momentum and clipping, which ``Scaffold`` refuses."""
+        """Accept all settings, including momentum and gradient clipping, which ``Scaffold`` does not allow."""
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Set c ← c + (1/|S|) Σ_{k∈S} Δc_k."""
+        """Update the server's control variate: c ← c + (1/|S|) Σ_{k∈S} Δc_k."""
         return super().server_update(state, before, after, replies, max(len(replies), 1))
 
 
 class PublishedSCAFFOLD(SCAFFOLD):
-    """SCAFFOLD in the variant of ReBaFL's published code, for specs with its momentum (0.5) and clipping (norm 10)."""
+    """SCAFFOLD as in ReBaFL's published code, which also uses momentum (0.5) and clips gradients (at norm 10)."""
 
     @override
     def parts(self) -> Parts:

@@ -33,34 +33,34 @@ FILES = INDEX, CLAIMS, CLAIMS_CSV, TABLES_CSV, FOREST = (
     "forest.svg",
 )
 BEGIN, END = "<!-- written by `fedstrata reproduce` from here -->", "<!-- to here -->"
-"""The lines of ``INDEX`` between these two lines are generated. The other lines of the file are not changed."""
-QUICK = "\n**At small scale, to test the software: these figures say nothing about the papers.**\n"
+"""Two marks in the file ``INDEX``. Only the lines between the marks are generated."""
+QUICK = "\n**At small scale: these runs test the software, not the papers' claims.**\n"
 
 ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
 In the figure, blue differences in accuracy are as claimed, orange differences are the opposite, and grey differences
-are not significant. A thick line is the 95 % interval of one comparison. All thin intervals of a claim hold together
-with 95 % confidence. *#C=1* means one class per client."""
+are not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
+claim hold simultaneously. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
-    f"Download the [claims]({CLAIMS_CSV}) and the [figures]({TABLES_CSV}) as CSV."
+    f"Download [all claims]({CLAIMS_CSV}) and [all tables]({TABLES_CSV}) as CSV."
 )
 ABOUT_TABLES = f"""\
 The tables show 95 % intervals over seeds, and differences between runs with the same seed. The intervals are not
-corrected for several comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
+corrected for multiple comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
 """
 
 
 def write(out: Path, *, quick: bool = False) -> list[str]:
-    """Write all pages about the results in a folder.
+    """Write all pages about the results into a folder.
 
     Args:
-        out: The folder of the results and the pages.
-        quick: Whether the results are from small experiments.
+        out: Folder that contains the results, and in which the pages are written.
+        quick: Whether the results come from the small experiments of ``--quick``.
 
     Returns:
-        The names of the files.
+        The names of the written files.
     """
     out.mkdir(parents=True, exist_ok=True)
     pages = contents(out, quick=quick)
@@ -70,7 +70,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
 
 def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return a mapping from the name of each file to its content; see ``write``."""
+    """Return the content of each file that ``write`` writes, as a mapping from names of files to texts."""
     results = known(out)
     judgements = [judging.judged(claim, results, quick=quick) for claim in judging.claims()]
     path = out / INDEX
@@ -91,26 +91,26 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return a mapping from the name of each missing file, and of each run without a result, to its problem.
+    """Find missing files and runs without results, and return a mapping from their names to the problems.
 
     Args:
-        wanted: The tables that were run.
-        out: The folder of the results and the pages.
-        quick: Whether the results are from small experiments.
+        wanted: Tables that were run.
+        out: Folder with the results and the pages.
+        quick: Whether the results come from the small experiments of ``--quick``.
     """
     results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [*FILES, *(f"{paper}.md" for paper in PAPERS)]:
         path = out / name
         texts[name] = path.read_text(encoding="utf-8") if path.is_file() else ""
         if not texts[name]:
-            problems[str(path)] = "is missing"
+            problems[str(path)] = "the file is missing"
     for table in wanted:
         for cell in table.cells(quick=quick):
             result, name = results.get(cell.hash), f"{table.paper}/{table.name}/{cell.key}"
             if result is None or table.metric not in result:
-                problems[name] = "has no result"
+                problems[name] = "the run does not have a result"
             elif quick and f"{result[table.metric]:.2f}" not in texts[f"{table.paper}.md"]:
-                problems[name] = "its figure is not on the page"
+                problems[name] = "the page does not show the result of this run"
     return problems
 
 
@@ -131,7 +131,7 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
             data = ", ".join([each.claim.about["data"], *seeds])
             claims.append([title, chip(each.verdict), each.evidence, data])
     lines += [*markdown(rows), "", "## Headline claims", "", *markdown(claims), "", ABOUT_FOREST, ""]
-    left = f"{cells - done:,} of {cells:,} runs are missing, and need about {hours:.0f} core hours"
+    left = f"{cells - done:,} of {cells:,} runs are missing. The missing runs need about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])
 
 
@@ -143,9 +143,9 @@ SIGNS: dict[judging.Verdict, str] = {
     "not tested": "…",
     "not testable here": "–",
 }
-"""A mapping from each verdict to its sign."""
+"""A mapping from each verdict to the sign that the pages show beside the verdict."""
 UNTESTED = ("not tested", "not testable here")
-"""The verdicts of claims that our results do not decide."""
+"""The two verdicts on claims that our results cannot decide."""
 
 
 def chip(verdict: judging.Verdict, count: int | None = None) -> str:
@@ -170,18 +170,18 @@ def _chips(verdicts: Iterable[judging.Verdict]) -> list[str]:
 
 
 def _counts(verdicts: Iterable[judging.Verdict]) -> str:
-    """Return one line of HTML with the total number of claims and the number of claims with each verdict."""
+    """Return one line of HTML with the total number of claims and the number of claims for each verdict."""
     verdicts = list(verdicts)
     return f"{len(verdicts)} claims: {' '.join(_chips(verdicts))}"
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
     """Return the page with all claims, grouped by paper, and with an explanation of how claims are judged."""
-    about = f"This page lists every quantitative claim of the four papers, with our verdict ([CSV]({CLAIMS_CSV}))."
+    about = f"This page lists all quantitative claims of the four papers, with our verdicts ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
     lines = [NARROW, "# All claims", QUICK if quick else "", WIDE, "", about]
-    lines += ["", *_filter(each.verdict for each in judgements), "", "Click on a claim to see the figures."]
+    lines += ["", *_filter(each.verdict for each in judgements), "", "Click on a claim to see our numbers."]
     for paper in PAPERS:
         of_paper = [each for each in judgements if each.claim.paper == paper]
         lines += ["", f"## {PAPERS[paper].partition(' ')[0]}", "", _counts(each.verdict for each in of_paper), ""]
@@ -190,9 +190,9 @@ def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> s
 
 
 def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
-    """Return lines of HTML with which a reader chooses to see all claims, or only claims with one verdict.
+    """Return HTML with a control that shows all claims, or only the claims with one verdict.
 
-    The style sheet of the site hides the other claims. Without this style sheet, all claims are visible.
+    The style sheet of the site hides the other claims. Without the style sheet, all claims are visible.
     """
     count = Counter(verdicts)
     texts = {"all": f"all {count.total()}"} | {
@@ -213,7 +213,7 @@ WIDE = '<div class="wide-page"></div>'
 
 
 def _claims(judgements: Sequence[Judgement]) -> list[str]:
-    """Return an HTML element for each claim, sorted by verdict. The element shows its figures when it is unfolded."""
+    """Return an HTML element for each claim, sorted by verdict. If a reader expands it, the element shows numbers."""
     lines = []
     for each in sorted(judgements, key=lambda each: judging.VERDICTS.index(each.verdict)):
         _, statement, where, _, figures, _ = _row(each)
@@ -234,7 +234,7 @@ def _row(judgement: Judgement) -> list[str]:
 
 
 def csv_of_tables(results: Results, *, quick: bool = False) -> str:
-    """Return the rows of all tables as CSV, including rows with few seeds."""
+    """Return the rows of all tables as CSV, including rows with too few seeds for the pages."""
     rows: list[Sequence[Any]] = [["table", "setting", "method", "metric", "paper", "mean", "low", "high", "seeds"]]
     for name, table in tables().items():
         cells = cells_of(table, results, quick=quick)
@@ -255,13 +255,12 @@ def _csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> list[dict[str, Any]]:
-    """Return how many runs of each table are complete.
+    """Count the finished runs of each table, and estimate the time for the missing runs.
 
     Returns:
-        A dict for each table. The key ``table`` is its name, and ``cells`` is its number of cells. A cell is a run of
-        one row, column and seed. The key ``done`` is the number of finished cells. The key ``hours`` is the expected
-        number of hours for the missing cells on one core. The key ``unknown`` is the number of missing cells with an
-        unknown duration.
+        A dict for each table. ``table`` is the name of the table, and ``cells`` is its number of cells. A cell is the
+        run of one row and column with one seed. ``done`` is the number of finished cells. ``hours`` is the expected
+        time for the missing cells on one core. ``unknown`` is the number of missing cells without such an estimate.
     """
     rows = []
     for table in wanted:
@@ -277,7 +276,7 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
     """Return a Markdown table with the progress of each paper's tables, and the expected time for missing runs."""
-    lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
+    lines = ["| table | runs | done | time left on one core |", "|---|---:|---:|---:|"]
     for row in progress(wanted, results, quick=quick):
         missing = row["cells"] - row["done"]
         text = duration(row["hours"]) + (" and more" if row["unknown"] else "")
@@ -287,11 +286,11 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Return the expected seconds per round on one core, for each row and column with a known duration.
+    """Estimate the seconds per round on one core for each row and column. Places without an estimate are left out.
 
-    The estimate comes from finished runs of the row and column. Without such runs, the estimate comes from finished
-    runs of the row, from the table's file, or from finished runs of other rows, in this order. Times from other columns
-    are scaled by the number of samples in a round: the epochs, times the clients per round, times the samples per
+    The estimate comes from the first of these sources that exists: finished runs of the row and column, finished runs
+    of the row in other columns, the table's file, and finished runs of other rows. Times from other columns are scaled
+    by the number of samples per round. This number is the product of local epochs, clients per round, and samples per
     client.
     """
     measured: dict[tuple[str, str], list[float]] = {}
@@ -320,7 +319,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and the differences between its experiments and ours."""
+    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}))."
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
@@ -355,7 +354,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
 
 
 def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Panel]:
-    """Return the tables of a paper for a figure, each with only the rows that have a published number."""
+    """Return one panel per table of a paper. A panel contains only rows for which the paper gives a number."""
     of_paper = [table for table in tables().values() if table.paper == paper]
     rows = [
         (table, [row for row in rows_of(table, results, quick=quick) if row.paper is not None]) for table in of_paper
@@ -364,7 +363,7 @@ def panels_of(paper: str, results: Results, *, quick: bool = False) -> list[Pane
 
 
 def duration(hours: float) -> str:
-    """Return a duration as text, in minutes or hours.
+    """Format a duration as text, in minutes or hours.
 
     >>> duration(0.04), duration(2.34)
     ('2 min', '2.3 h')

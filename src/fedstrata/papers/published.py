@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, FRAME = 0.2, 0.85
-"""The height of a line in inches, and the height of a panel's title and axis in inches."""
+"""Height of a line, and total height of a panel's title and axis, in inches."""
 WIDTH = 5.6
-"""The width of the picture in inches; its text can still be read on a phone."""
+"""Width of the figure in inches. At this width, the text is readable on a phone."""
 
 
 class Row(NamedTuple):
     """A published number and our result for one setting and method, in percent.
 
     Args:
-        setting: The column of the paper's table.
-        method: The row of the paper's table.
-        paper: The published number; None if the paper does not print a number.
+        setting: Name of the column in the paper's table.
+        method: Name of the row in the paper's table.
+        paper: Published number; None if the paper does not give a number.
         ours: Our mean over seeds, with its interval.
     """
 
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A table, and its rows with both a published number and our result. A panel has at least one row."""
+    """A panel of the figure: a table, and at least one row with both a published number and our result."""
 
     table: Table
     rows: Sequence[Row]
@@ -54,13 +54,13 @@ class Panel(NamedTuple):
 
 
 def draw_published(panels: Sequence[Panel]) -> str:
-    """Draw one panel per table, with a line for each row that has a published number and our result.
+    """Draw one panel per table, with one line for each published number and our corresponding result.
 
     Args:
         panels: One or more panels.
 
     Returns:
-        The picture as SVG.
+        The figure as SVG.
     """
     return as_svg(partial(_figure, panels), size=9)
 
@@ -79,7 +79,7 @@ def _figure(panels: Sequence[Panel]) -> Figure:
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Draw a triangle at each published number, a dot at our mean, and a line over its 95 % interval."""
+    """Draw a triangle at each published number, a dot at our mean, and a line that covers our 95 % interval."""
     lines = panel.lines()
     rows = [(place, line) for place, line in enumerate(lines) if isinstance(line, Row)]
     places = [place for place, _ in rows]

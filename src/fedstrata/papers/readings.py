@@ -1,6 +1,6 @@
-"""Compute readings: numbers that follow from a paper's formulas or algorithms, such as biases and privacy budgets.
+"""Compute *readings*: numbers that follow from a paper's formulas or algorithms, such as biases and privacy budgets.
 
-Readings take only seconds to compute, without training a model.
+The calculations take only seconds, and do not train a model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fedstrata.stratify.schedule import frequencies, schedule
 Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 FEW_MORE = 1.05
-"""The largest ratio to the baseline's number that still counts as "few more" bytes or operations."""
+"""Maximum ratio to the baseline's number of bytes or operations that still counts as "few more"."""
 EXACT, DRAWN = 0.01, 0.05
-"""The largest relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
+"""Maximum relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Reading:
     """A result that follows from a paper's formulas or algorithms, without training a model.
 
     Args:
-        name: The name of the reading. Claims refer to the reading by this name.
-        description: The beginning of a sentence that says what is computed.
-        figure: The result, as text that completes the sentence.
-        values: A mapping from the name of each number in the result to the number.
+        name: Name by which claims refer to the reading.
+        description: Beginning of a sentence that says what is computed.
+        figure: The result, as text that completes this sentence.
+        values: The numbers of the result, as a mapping from names to numbers.
         verdict: Whether the result supports the paper's statement.
     """
 
@@ -63,7 +63,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict over several cases. A case is True if the paper's claim holds in this case.
+    """Return the verdict on a claim, given whether the claim holds in each of several cases.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -94,14 +94,14 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
 
 @_reading(
     "stratify-weights",
-    "With uniform selection and a cap of 500 samples per label, the mean number of uses of a sample per epoch is",
+    "With uniform selection and a cap of 500 samples per label, the mean number of uses per sample in an epoch is",
 )
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{uses[0]:.2f} for a client with 900 samples of a label, and {uses[1]:.2f} for a client with 100 samples. "
-        f"For two clients with 500 samples each, the numbers are {even[0]:.2f} and {even[1]:.2f}"
+        f"{uses[0]:.2f} for a client with 900 samples of the label, and {uses[1]:.2f} for a client with 100 samples. "
+        f"With two clients that have 500 samples each, the means are {even[0]:.2f} and {even[1]:.2f}"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -109,8 +109,8 @@ def _uses() -> Made:
 
 @_reading(
     "stratify-variance",
-    "We assume ten equally frequent labels with orthogonal gradients. The variance that labels cause in the gradient "
-    "of 64 samples is",
+    "We assume ten equally frequent labels with orthogonal gradients. In the mean gradient of 64 samples, the variance "
+    "that is due to labels is",
 )
 def _label_variance() -> Made:
     batch, classes, samples = 64, 10, 6000
@@ -129,13 +129,14 @@ def _label_variance() -> Made:
 
 
 @_reading(
-    "neyman-zero", "As an example, we take ten strata with ten clients each, orthogonal updates and ten draws. Then,"
+    "neyman-zero", "We consider an example with ten strata of ten clients each, orthogonal updates and ten draws. Here,"
 )
 def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
-        f"{allocation.count(0)} strata get no draw, so the error of the mean update is {100 * bias:.0f} % of its length"
+        f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of "
+        "its correct length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -148,24 +149,25 @@ def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = (
-        f"the mean update is {100 * (drawn / mean - 1):.0f} % too long: its length is {drawn:.1f} instead of {mean:.1f}"
+        f"the average length of a drawn update is {drawn:.1f}. This is {100 * (drawn / mean - 1):.0f} % too long, "
+        f"because the mean update has the length {mean:.1f}"
     )
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
 
 @_reading(
     "fedsts-variance",
-    "We simulate ten draws from 100 clients in ten groups with similar gradients. Compared with uniform sampling, the "
-    "variance of the mean update with the published sampling is",
+    "We simulate ten draws from 100 clients in ten groups, whose members have similar gradients. With the published "
+    "sampling, the variance of the mean update, relative to uniform sampling, is",
 )
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
     simulated = {name: sampled_variance(*case) for name, case in cases.items()}
-    parts = [f"{100 * each['ratio']:.0f} % with {name} groups" for name, each in simulated.items()]
+    parts = [f"{100 * each['ratio']:.0f} % with {name}ly separated groups" for name, each in simulated.items()]
     biases = [f"{100 * each['bias']:.0f} %" for each in simulated.values()]
     text = (
-        f"{' and '.join(parts)}. However, the mean update has a bias of {' and '.join(biases)} of its length. The page "
-        "[Samplers](samplers.md) shows figures for MNIST"
+        f"{' and '.join(parts)}. However, the mean update is biased: the bias is {' and '.join(biases)} of the mean "
+        "update's length, respectively. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
@@ -179,8 +181,8 @@ def _privacy() -> Made:
     ratio = (alpha + other) / other
     spent = 99 * 10 / 100 * epsilon
     text = (
-        f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients each, the average client spends a total ε of "
-        f"{spent:.1f}"
+        f"{ratio:.3f}, which is e^ε. In 99 rounds with 10 of 100 clients per round, the average client spends a total "
+        f"ε of {spent:.1f}"
     )
     return text, {"ratio": ratio, "spent": spent}, [ratio <= math.exp(epsilon) * (1 + 1e-9)]
 
@@ -197,16 +199,16 @@ def _private_samples() -> Made:
         "all": float((keep == 1).mean()),
     }
     text = (
-        f"samples are kept with probability {values['keep']:.2f} instead of 0.10. In "
-        f"{100 * values['all']:.1f} % of the rounds, all samples are kept"
+        f"a sample is kept with a mean probability of {values['keep']:.2f}, but the wanted probability is 0.10. In "
+        f"{100 * values['all']:.1f} % of the simulated rounds, all samples are kept"
     )
     return text, values, [abs(values["keep"] / 0.1 - 1) <= DRAWN]
 
 
 @_reading(
     "ldp-limit",
-    "Under privacy (ε = 3, M = 100), a sample is kept with probability p̃ instead of p = 0.1. The root mean square "
-    "error of p̃ is",
+    "With privacy (ε = 3, M = 100), a sample is kept with probability p̃. The wanted probability is p = 0.1, and the "
+    "root mean square error of p̃ is",
 )
 def _limit() -> Made:
     bound, epsilon, wanted = 100, 3.0, 0.1
@@ -215,9 +217,9 @@ def _limit() -> Made:
     clipped = wanted * 600 / (bound - 1)
     few, many = (errors[60][counts.index(m)] for m in (10, 10_000))
     text = (
-        f"{few:.3f} with 10 clients of 60 samples, and {many:.3f} with 10,000 such clients. With 600 samples per "
-        f"client, the errors are {errors[600][0]:.3f} and {errors[600][-1]:.3f}. Sizes are then clipped to "
-        f"{bound - 1}, so p̃ tends to {clipped:.3f}"
+        f"{few:.3f} with 10 clients of 60 samples each, and {many:.3f} with 10,000 such clients. With 600 samples per "
+        f"client, the error is {errors[600][0]:.3f} with 10 clients, and {errors[600][-1]:.3f} with 10,000 clients. "
+        f"Reports of 600 samples are clipped to {bound - 1}, so p̃ tends to {clipped:.3f}"
     )
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
     return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]
@@ -225,7 +227,7 @@ def _limit() -> Made:
 
 @_reading(
     "fedssar-bias",
-    "We assume ten draws and orthogonal updates. The bias of the mean update, as a percentage of its length, is",
+    "We assume ten draws and orthogonal updates. The bias of the mean update, relative to its correct length, is",
 )
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
@@ -233,14 +235,14 @@ def _clusters() -> Made:
     whole = 100 * fedssar_bias([50, 30, 20])
     text = (
         f"{texts[0]}, {texts[1]} and {texts[2]}. The bias is {whole:.0f} % for clusters of [50, 30, 20] clients, "
-        "because each cluster's share of the ten draws is then a whole number"
+        "because each cluster's share of the ten draws is then an integer"
     )
     return text, biases, [value <= 100 * EXACT for value in [*biases.values(), whole]]
 
 
 @_reading(
     "fedssar-variance",
-    "With one draw from each of 10 clusters of 100 clients in total, the variance of a client's weight is",
+    "We divide 100 clients into 10 clusters, and draw one client per cluster. The variance of a client's weight is",
 )
 def _weight_variance() -> Made:
     n, m = 100, 10
@@ -249,9 +251,9 @@ def _weight_variance() -> Made:
     unequal = cluster_variances([5] * 5 + [15] * 5)
     small, large = float(unequal[:5].mean()), float(unequal[5:].mean())
     text = (
-        f"{formula:.2e} by the paper's Eq. 11. In simulations, it is {equal:.2e} if each cluster has 10 clients. If "
-        f"five clusters have 5 clients and five have 15, it is {small:.2e} in a small cluster and {large:.2e} in a "
-        "large one"
+        f"{formula:.2e} according to the paper's Eq. 11. In simulations, the variance is {equal:.2e} if each cluster "
+        f"has 10 clients. If five clusters have 5 clients each and five clusters have 15, the variance is {small:.2e} "
+        f"in a small cluster and {large:.2e} in a large cluster"
     )
     values = {"drawn": equal, "small": small, "large": large, "formula": formula}
     return text, values, [abs(variance / formula - 1) <= EXACT for variance in (equal, small, large)]
@@ -261,16 +263,16 @@ def _weight_variance() -> Made:
 def _less_variance() -> Made:
     variances = weight_variances()
     text = (
-        f"{variances['strata']:.2e} with strata. Without strata, it is {variances['returning']:.2e} if clients are "
-        f"drawn with replacement (the paper's Eq. 10), and {variances['plain']:.2e} if they are drawn without "
-        "replacement (FedAvg)"
+        f"{variances['strata']:.2e} with strata. Without strata, the variance is {variances['returning']:.2e} for "
+        f"draws with replacement (the paper's Eq. 10), and {variances['plain']:.2e} for draws without replacement "
+        "(FedAvg)"
     )
     return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 
 
 @_reading(
     "fedssar-condition",
-    "The theorems need a positive ρ, and therefore a smoothness constant L of the loss (without noise, and with L̄ = 0)",
+    "The theorems require ρ > 0. Without noise and with L̄ = 0, the smoothness constant L of the loss must then be",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10
@@ -279,9 +281,9 @@ def _condition() -> Made:
     prepared = prepare(Experiment.from_table({"data": "digits", "model": {"name": "mlp", "hidden": [200, 100]}}))
     least = largest_curvature(prepared, prepared.config.model.params())
     text = (
-        f"below {factors[0]:.2f} α with all clients, or below {factors[1]:.2f} α with {places} clients per round. The "
-        f"paper's largest α is {max(alphas):g}. For the paper's MLP on the digits of scikit-learn, L is at least "
-        f"{least:.2f} before training"
+        f"below {factors[0]:.2f} α if all clients take part, or below {factors[1]:.2f} α with {places} clients per "
+        f"round. The paper's largest α is {max(alphas):g}. For the paper's MLP on the digits of scikit-learn, L is at "
+        f"least {least:.2f} before training"
     )
     values = {"all": factors[0], "some": factors[1], "least": least}
     return text, values, [least < factor * alpha for factor in factors for alpha in alphas]
@@ -289,7 +291,7 @@ def _condition() -> Made:
 
 @_reading(
     "stratify-transfers",
-    "On the digits of scikit-learn (ten clients, Dirichlet(0.5), uniform selection, means over three seeds), chunks of "
+    "We used the digits of scikit-learn with ten clients, Dirichlet(0.5), uniform selection and three seeds. Chunks of "
     "five labels need",
 )
 def _transfers() -> Made:
@@ -298,8 +300,8 @@ def _transfers() -> Made:
     one, five, fifty = np.mean(runs, axis=0)
     saved, more = 100 * (1 - five / one), 100 * (five - fifty) / one
     text = (
-        f"{saved:.0f} % fewer transfers of the model than single labels (the paper: about 35 %). With chunks of 50 "
-        f"labels, the number falls by another {more:.0f} % (the paper: a few percent)"
+        f"{saved:.0f} % fewer model transfers than chunks of one label (in the paper: about 35 %). Chunks of 50 labels "
+        f"save another {more:.0f} % (in the paper: a few percent)"
     )
     values = {"five": float(saved), "fifty": float(more)}
     return text, values, [abs(saved - 35) <= 5, 0 < more <= 5]
@@ -326,5 +328,5 @@ def _prototype_operations() -> Made:
 
 @cache
 def readings() -> dict[str, Reading]:
-    """Return a mapping from the name of each reading to the reading."""
+    """Compute all readings, and return a mapping from the name of each reading to the reading."""
     return {reading.name: reading for reading in (make() for make in _MAKERS)}

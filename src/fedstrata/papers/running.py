@@ -1,7 +1,7 @@
-"""Run the cells of the papers' tables, and keep their results in files. A cell is a run of one row, column and seed.
+"""Run the cells of the papers' tables, and store the results. A cell is the run of one row and column with one seed.
 
-Several processes may run cells at the same time, but only one process runs each cell. If the process of a cell is
-killed, the cell is resumed from its checkpoint.
+Several processes may run cells at the same time, but only one process runs each cell. If this process is killed, the
+next process resumes the cell from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from fedstrata.papers.tables import Cell, Table, experiment_of
 from fedstrata.reporting.replayed_strata import strata_of_folder
 
 Results = dict[str, dict[str, Any]]
-"""A mapping from the key of each run to its results."""
+"""A mapping from the key of each run to the results of the run."""
 
 ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
-"""Keys of a run's metrics whose means over the rounds are stored in the results."""
+"""Metrics of a run whose means over the rounds are stored in the results."""
 
 
 class Stored(Protocol):
-    """A set of cells with results in one file, such as a table."""
+    """A set of cells, such as a table, whose results are stored in one file."""
 
     @property
     def paper(self) -> str:
-        """The name of the folder that contains the file."""
+        """The name of the folder that contains the file with the results."""
 
     @property
     def name(self) -> str:
-        """The name of the file without its suffix."""
+        """The name of the file with the results, without its suffix."""
 
 
 def results_file(out: Path, table: Stored) -> Path:
-    """Return the path of the file with the results of a table."""
+    """Return the path of the file that stores the results of a table."""
     return out / "cells" / table.paper / f"{table.name}.json"
 
 
 def read(path: Path) -> Results:
-    """Read the results of a table as a mapping from the key of each run.
+    """Read the results of a table from a file, as a mapping from the key of each run to its results.
 
-    The mapping is empty if the file does not exist.
+    If the file does not exist, the mapping is empty.
 
     Raises:
-        DataError: The file is damaged.
+        DataError: The file does not contain valid JSON.
     """
     try:
         results: Results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise DataError(f"{path} is not a result file: {error}. Remove it.") from None
+        raise DataError(f"{path} is not a result file: {error}. Delete this file.") from None
     return results
 
 
@@ -70,7 +70,7 @@ def keep(out: Path, table: Stored, results: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def known(out: Path) -> Results:
-    """Read the results of all tables as a mapping from ``Cell.hash``. Several tables may contain the same run."""
+    """Read the results of all tables, as a mapping from ``Cell.hash`` to results. Several tables may share a run."""
     paths = sorted((out / "cells").glob("*/*.json"))
     return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 
@@ -85,19 +85,21 @@ def run(
     device: str = "cpu",
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run all cells of some tables that do not have a result yet. A cell is a row, a column and a seed.
+    """Run all cells of the given tables that do not have results.
+
+    A cell is the run of one row and column with one seed.
 
     Args:
-        tables: The tables.
-        out: The folder of the results.
-        runs: The folder that contains the run folders.
-        quick: Whether to run small experiments.
-        seeds: The seeds to run; None for all seeds.
-        device: The value of ``training.device`` in all runs.
-        show: A function that is called with a line about every finished run.
+        tables: Tables whose cells are run.
+        out: Folder in which the results are stored.
+        runs: Folder that contains the run folders.
+        quick: Whether to run the small experiments of ``--quick``.
+        seeds: Seeds to run; None for all seeds.
+        device: Value of ``training.device`` in all runs.
+        show: Function that is called with one line of text about each finished run.
 
     Returns:
-        A mapping from the name of each run that failed to its error.
+        A mapping from the name of each failed run to the error message.
     """
     failed: dict[str, str] = {}
     wanted = None if seeds is None else set(seeds)
@@ -116,10 +118,10 @@ def run(
 
 
 def measured(history: History, folder: Path) -> dict[str, Any]:
-    """Return the results of a run for the table of a paper.
+    """Return the results of a finished run that a paper's table needs.
 
     Raises:
-        FedstrataError: The run broke down.
+        FedstrataError: The history of the run contains a warning, because the run broke down.
     """
     if history.warning:
         raise FedstrataError(history.warning)
@@ -135,16 +137,18 @@ def run_one(
     finished: Callable[[Path], Container[str]] = known,
     device: str = "cpu",
 ) -> dict[str, Any] | None:
-    """Run a cell (a row, a column and a seed of a table) if it is not finished and no other process runs it.
+    """Run a cell of a table, unless the cell is finished or another process is running it.
+
+    A cell is the run of one row and column with one seed.
 
     Args:
-        table: The table. The results are stored in this table's file.
-        cell: The cell.
-        out: The folder of the results.
-        runs: The folder that contains the run folders.
-        measure: A function that returns the results of a run from its history and its folder.
-        finished: A function that returns the hashes of all finished cells (``Cell.hash``) in the folder of the results.
-        device: The value of ``training.device``.
+        table: Table that contains the cell. The results are stored in the file of this table.
+        cell: Cell to run.
+        out: Folder in which the results are stored.
+        runs: Folder that contains the run folders.
+        measure: Function that computes the results of a run from the run's history and folder.
+        finished: Function that returns the hashes (``Cell.hash``) of all finished cells in the folder of the results.
+        device: Value of ``training.device`` in the run.
 
     Returns:
         The results of the cell; None if the cell was not run.
@@ -167,7 +171,7 @@ def run_one(
 
 
 def about(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Describe the origin of a result: software versions, and hashes of spec, data, model and partition."""
+    """Describe the origin of a run's results: software versions, and hashes of spec, data, model and partition."""
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     identity = made["identity"]
     return {
@@ -179,14 +183,14 @@ def about(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def figures(history: History) -> dict[str, Any]:
-    """Return the results of a run, with accuracies in percent.
+    """Compute the results of a run from its history, with accuracies in percent.
 
     Raises:
-        DataError: The run does not contain an evaluation.
+        DataError: The model was never evaluated in the run.
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
-        raise DataError("the run was never evaluated, so it has no accuracy.")
+        raise DataError("the model was never evaluated, so the run has no accuracy. Evaluate at least the last round.")
     seconds = round(sum(record["seconds"] for record in history), 2)
     result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
     result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}
@@ -199,12 +203,12 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def about_strata(history: History, folder: Path) -> dict[str, Any]:
-    """Return the recorded figures about the strata of a run; empty if the sampler has no strata.
+    """Return statistics of the strata of a run; an empty dict if the sampler does not form strata.
 
     Returns:
-        A dict of figures. The key ``strata`` is the number of strata in the first round. The key ``undrawn`` is the
-        percentage of strata from which no client was drawn, as a mean over the rounds. The key ``purity`` is the
-        percentage of samples with the most frequent label of their stratum, in the last checkpoint.
+        A dict of statistics. ``strata`` is the number of strata in the first round. ``undrawn`` is the mean percentage
+        of strata per round from which no client was drawn. ``purity`` is the percentage of samples that have the most
+        frequent label of their stratum, according to the last checkpoint.
     """
     if "strata_sizes" not in history[0]:
         return {}
@@ -218,7 +222,7 @@ def about_strata(history: History, folder: Path) -> dict[str, Any]:
 
 
 def of_curve(curve: list[float]) -> dict[str, float]:
-    """Compute the metrics of tables (``METRICS``) from the accuracy in each evaluated round, in percent.
+    """Compute the metrics of tables (see ``METRICS``) from the accuracies of all evaluated rounds, in percent.
 
     >>> of_curve([50.0, 80.0, 70.0])
     {'final': 70.0, 'last10': 66.67, 'best': 80.0, 'mean': 66.67}

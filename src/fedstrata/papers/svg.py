@@ -1,4 +1,4 @@
-"""Write figures for the pages about results as SVG that can be read on light and on dark backgrounds."""
+"""Draw figures as SVG that is readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, BLUE, ORANGE = style.MIDDLE, style.SERIES[1].colour.dark, style.SERIES[2].colour.dark
-"""Colours that can be read on light and on dark backgrounds; ``INK`` is the colour of text and axes."""
+"""Colours that are readable on light and dark backgrounds. ``INK`` is the colour of text and axes."""
 
 
 def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
-    """Return a figure as SVG without a background. Equal figures give equal texts.
+    """Return a figure as SVG with a transparent background. Equal figures yield equal SVG text.
 
     Args:
-        draw: A function that draws the figure.
-        size: The size of text in points.
+        draw: Function that draws and returns the figure.
+        size: Font size in points.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""The lines of a paper's page that show a table: the published numbers, our results, and the missing runs."""
+"""Format a paper's table as Markdown, with the published numbers, our results and the number of missing runs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, cut
 
 
 def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
-    """Return an HTML element that shows ``summary``.
+    """Return a collapsed HTML element that shows ``summary``. When a reader expands it, it also shows ``lines``.
 
-    When a reader unfolds the element, the element also shows ``lines``.
-
-    Blank lines around ``lines`` let a Markdown renderer read them as Markdown inside HTML.
+    Blank lines around ``lines`` let a Markdown renderer process these lines inside the HTML.
 
     Args:
-        summary: HTML.
-        lines: Markdown.
-        kind: The element's class in the style sheet.
+        summary: HTML text that is always visible.
+        lines: Lines of Markdown that are visible when the element is expanded.
+        kind: CSS class of the element.
     """
     start = f'<details class="{kind}">' if kind else "<details>"
     return [f"{start}<summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
 def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    """Return lines with the rows of a table that have enough seeds, and the number of missing runs."""
+    """Return Markdown lines with those rows of a table that have enough seeds, and the number of missing runs."""
     shown = rows_of(table, results, quick=quick)
     if not shown:
         return []
@@ -60,14 +58,14 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
         figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
         figures += [_mean(cells, row, column, key) for key in also]
         rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
-    origin = f"Source in the paper: {table.source}. Run this table with `fedstrata reproduce {name}`."
+    origin = f"Source in the paper: {table.source}. The command `fedstrata reproduce {name}` runs this table."
     lines = [origin, "", table.notes.strip(), "", *markdown(rows)]
     more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
     if more:
         lines += ["", *markdown([["setting", "also compared", "difference"], *more])]
-    for what, places in (("figure", outside), (f"difference from `{table.baseline}`", margins)):
+    for what, places in (("number", outside), (f"difference from `{table.baseline}`", margins)):
         if places:
-            text = f"The paper's {what} is outside our 95 % prediction interval for one more run in these rows"
+            text = f"In these rows, the paper's {what} is outside our 95 % prediction interval for one more run"
             lines += ["", f"{text}: {'; '.join(places)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     lines += _on_gpus(cells.values())
@@ -78,7 +76,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
 
 
 def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
-    """Return the rows of a table that have enough seeds; empty if at most half of the rows have enough seeds."""
+    """Return the rows of a table that have enough seeds; an empty list if at most half of the rows have enough."""
     cells = cells_of(table, results, quick=quick)
     places = [(column, row) for column in table.columns for row in table.rows_of(column)]
     ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}
@@ -89,20 +87,20 @@ def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]
 
 
 def missing_runs(table: Table, results: Results) -> str:
-    """Return the number of missing runs as text; empty if none is missing."""
+    """Return the number of missing runs as text, such as ``3 of 9``; an empty text if all runs are finished."""
     missing = [cell.hash not in results for cell in table.cells()]
     return f"{sum(missing)} of {len(missing)}" * any(missing)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table without its empty columns; the first row is the heading."""
+    """Return the lines of a Markdown table. The first row contains the headings. Empty columns are left out."""
     filled = [column for column in zip(*rows, strict=True) if any(column[1:])]
     lines = [f"| {' | '.join(row)} |" for row in zip(*filled, strict=True)]
     return [*lines[:1], *["|" + "---|" * len(filled)] * bool(filled), *lines[1:]]
 
 
 def _published(table: Table, row: str, column: str) -> tuple[str, str]:
-    """Return a paper's number for a row and column, and its difference from the paper's baseline, as texts."""
+    """Return a paper's number for a row and column, and its difference from the paper's baseline, as strings."""
     figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
     if figure is None:
         return "", ""
@@ -110,7 +108,7 @@ def _published(table: Table, row: str, column: str) -> tuple[str, str]:
 
 
 def _is_outside(published: float | None, estimate: Estimate) -> bool:
-    """Return True if a paper's number lies outside the 95 % prediction interval for one more run of ours.
+    """Return True if a paper's number lies outside the 95 % prediction interval for one more of our runs.
 
     The interval is mean ± t · sd · √(1 + 1/n), over our n runs.
     """
@@ -143,14 +141,13 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    earlier = f"an earlier version of fedstrata with the same spec ({sources})"
-    line = f"† The results of {len(results)} runs come from {earlier}."
+    line = f"† An earlier version of fedstrata computed {len(results)} runs from the same specs ({sources})."
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
-        line += f" We repeated the first {rounds} rounds of {len(repeated)} of these runs."
+        line += f" With the current version, we repeated the first {rounds} rounds of {len(repeated)} of these runs."
         line += (
-            f" The accuracies of the repeated rounds differ from the first accuracies by at most {points} points. We "
-            "left out runs with differences of more than one point."
+            f" The accuracies changed by at most {points} points. We left out runs whose accuracies changed by more "
+            "than one point."
         )
     return ["", line]
 
@@ -170,7 +167,7 @@ SHOWN = {
     "macro": "macro accuracy, %",
     "diversity": "Λ",
 }
-"""A mapping from result keys to headings of additional columns. A table shows the columns that its results have."""
+"""A mapping from result keys to headings of additional columns. A table shows a column only if it has such results."""
 
 
 def _mean(cells: Cells, row: str, column: str, key: str) -> str:

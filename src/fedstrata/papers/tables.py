@@ -23,7 +23,7 @@ PAPERS = {
     "fedssar": "FedSSAR (Lu et al. 2023)",
     "rebafl": "ReBaFL (Xu et al.)",
 }
-"""A mapping from the name of a folder of tables to the paper with these tables."""
+"""A mapping from the name of each folder of tables to the paper that contains these tables."""
 
 CLAIMS = "claims.toml"
 """The name of the file with a paper's claims, in the folder with the paper's tables."""
@@ -34,21 +34,21 @@ METRICS = {
     "best": "accuracy of the best round",
     "mean": "mean accuracy over the rounds",
 }
-"""A mapping from each metric that a table can use to its description; all are in percent."""
+"""A mapping from each metric that a table can use to the metric's description. All metrics are in percent."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a table.
+    """A cell of a table: the training run of one row and column with one seed.
 
     Args:
-        paper: The paper, a key of ``PAPERS``.
-        table: The name of the table.
-        row: The name of the row, which is a method.
-        column: The name of the column, which is a setting.
-        seed: The seed.
-        spec: The spec of the run, as nested tables.
-        version: The version of the table; see ``Table``.
+        paper: Name of the paper, which is a key of ``PAPERS``.
+        table: Name of the table.
+        row: Name of the row, which is a method.
+        column: Name of the column, which is a setting.
+        seed: Seed of the run.
+        spec: Spec of the run, as nested dicts.
+        version: Version of the table; see ``Table``.
     """
 
     paper: str
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The key of this run in the results of its table."""
+        """The key under which the results of the table store this run."""
         return f"{self.row}/{self.column}/seed-{self.seed}"
 
     @property
@@ -74,8 +74,8 @@ class Cell:
     def hash(self) -> str:
         """The SHA-256 hash of the spec and of the table's version.
 
-        If the hash changes, the cell is run again. Settings with default values are not hashed. The version must
-        therefore be raised if a default changes.
+        If the hash changes, the cell is run again. Settings that keep their default values do not affect the hash. If a
+        default changes, the version must therefore be raised.
         """
         training = {key: value for key, value in self.spec["training"].items() if key != "workers"}
         text = json.dumps([self.version, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
@@ -84,29 +84,29 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or a figure of a paper.
+    """A table or figure of a paper, with the experiments that repeat this table or figure.
 
     Args:
-        paper: The paper, a key of ``PAPERS``.
-        name: The name of the table, which is the name of its file without the suffix.
-        title: The title. If the paper's data are not available, the title names the data that replace the paper's data.
-        source: The place of the table in the paper.
-        metric: A key of ``METRICS``.
-        seeds: The seeds of the runs of every row and column.
-        baseline: The row with which the other rows are compared.
+        paper: Name of the paper, which is a key of ``PAPERS``.
+        name: Name of the table, which is the name of its file without the suffix.
+        title: Title of the table. If the paper's data are not available, the title names the data that we use instead.
+        source: Place of the table in the paper, such as ``Table 1``.
+        metric: Metric of the table, which is a key of ``METRICS``.
+        seeds: Seeds with which each row and column is run.
+        baseline: Row with which the other rows are compared.
         against: Additional comparisons, each as a pair (row, other row).
-        rows: A mapping from each row to the settings that it changes in the spec.
-        columns: A mapping from each column to the settings that it changes in the spec.
+        rows: A mapping from each row to the settings that the row changes in the spec.
+        columns: A mapping from each column to the settings that the column changes in the spec.
         only: A mapping from each column that lacks some rows to the rows that the column has.
-        spec: The spec that all cells share, as nested tables.
-        published: A mapping from each row to a mapping from columns to the paper's results, in percent.
+        spec: Spec that all cells share, as nested dicts.
+        published: The paper's results in percent, as a mapping from each row to a mapping from columns to results.
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other
             rows.
-        notes: Notes for the reader of the page.
-        order: Tables with a smaller number run first.
-        quick: The settings that ``--quick`` changes in every cell to make the experiments small.
-        version: The version of the results. If a code change affects the results of this table, we raise the version
-            and run all cells again.
+        notes: Notes about the table for readers of the page.
+        order: Rank of the table in the order of execution. Tables with smaller numbers run first.
+        quick: Settings that ``--quick`` changes in every cell to make the experiments small.
+        version: Version of the results. If a code change affects the results of this table, we raise the version and
+            run all cells again.
     """
 
     paper: str
@@ -129,9 +129,9 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Yield the runs of the table, column by column.
+        """Yield the cells of the table, column by column.
 
-        If ``quick`` is true, yield only small runs with the first seed.
+        If ``quick`` is true, yield only small experiments with the first seed.
         """
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
@@ -158,7 +158,7 @@ def tables() -> dict[str, Table]:
     """Return a mapping from ``PAPER/NAME`` to each table, in the order in which the tables run.
 
     Raises:
-        SpecError: A file has an unknown key, row or column.
+        SpecError: The file of a table contains an unknown key, row or column.
     """
     tables = [
         read(paper, file.name.removesuffix(".toml"), file.read_text(encoding="utf-8"))
@@ -170,14 +170,14 @@ def tables() -> dict[str, Table]:
 
 
 def read(paper: str, name: str, text: str) -> Table:
-    """Make a table from the TOML text of its file.
+    """Create a table from the TOML text of its file.
 
     Raises:
         SpecError: A key, row or column is unknown.
     """
     content = parse_toml(text)
     if unknown := [key for key in content if key not in Table.__dataclass_fields__ or key in ("paper", "name")]:
-        raise SpecError(f"{paper}/{name}", f"{unknown[0]!r} is not a key of a table. Remove it.")
+        raise SpecError(f"{paper}/{name}", f"{unknown[0]!r} is not a key of a table. Remove this key.")
     table = Table(paper, name, **content)
     if table.metric not in METRICS:
         raise SpecError(f"{paper}/{name}.metric", f"is not a metric. Use one of: {', '.join(METRICS)}", table.metric)
@@ -192,7 +192,7 @@ def read(paper: str, name: str, text: str) -> Table:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Table]:
-    """Return the tables with names ``PAPER`` or ``PAPER/TABLE``; all tables if ``names`` is empty.
+    """Return the tables that the names ``PAPER`` or ``PAPER/TABLE`` select; all tables if ``names`` is empty.
 
     Raises:
         SpecError: A name is unknown.
@@ -208,11 +208,11 @@ def experiment_of(cell: Cell, device: str = "cpu") -> Experiment:
     """Build the experiment of a cell (a row, a column and a seed of a table) from its spec.
 
     Args:
-        cell: The cell.
-        device: The value of ``training.device``. The hash of the cell does not depend on the device.
+        cell: Cell whose experiment is built.
+        device: Value of ``training.device``. The hash of the cell does not depend on the device.
 
     Raises:
-        SpecError: The spec is wrong. The error names the cell.
+        SpecError: The spec is invalid. The error message names the cell.
     """
     try:
         return Experiment.from_table(deep_merge(cell.spec, {"training": {"device": device}}))

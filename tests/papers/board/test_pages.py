@@ -123,7 +123,7 @@ def test_the_page_says_what_the_results_show(protocol, out):
         "- `fedper` is less accurate than FedAvg (paired t-test, Holm, 5 %).",
         "- Methods that do not differ significantly from FedAvg: 1.",
         "- The ranking uses only 5 seeds of one data set, so ranks that differ by less than 2.1 cannot",
-        "- At equal bytes, `fedau` has the best validation accuracy. On fresh seeds, its accuracy at equal bytes",
+        "- At equal bytes, `fedau` has the best validation accuracy. With new seeds, its accuracy at equal bytes",
         "1 method has not finished all seeds. All verdicts on this column are provisional",
         "| fedtan | dirichlet-label | needs BatchNorm |",
         "| fedper (personal) | 10.4 ± 1.1 |",

@@ -101,7 +101,7 @@ def test_results_of_an_alike_column_decide_what_comes_first(board):
     # There is a place for FedDyn, and a rule names it, but it is behind FedAvg.
     few = advise(advice.properties, advice.columns, dict.fromkeys(["stratify", "fedgs", "fedntd"], "no"))
     assert list(few.methods) == ["fedprox", "fedau", "rebafl"]
-    assert "the first 2 methods are shown to be ahead of FedAvg" in " ".join(advice.limits)
+    assert "the first 2 methods are significantly more accurate than FedAvg" in " ".join(advice.limits)
 
 
 def test_a_column_that_is_not_alike_does_not_decide(board):
@@ -128,7 +128,7 @@ def test_one_column_with_two_seeds(tmp_path):
     file = write(tmp_path / "board.json", ["two-classes-bernoulli"], methods)
     advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), file)
     assert advice.ahead == 0
-    assert "+10.0 (2 seeds) points. Too few seeds" in advice.methods["rebafl"][0].text
+    assert "+10.0 (2 seeds) points. There are too few seeds" in advice.methods["rebafl"][0].text
     assert advice.limits[0] == "The board has 1 column on 1 data set (digits), with 2 seeds per method."
 
 
@@ -137,7 +137,7 @@ def test_without_results(tmp_path):
     assert (advice.columns, advice.ahead) == ([], 0)
     assert 3 <= len(advice.methods) <= MOST
     assert all(reason.property for reasons in advice.methods.values() for reason in reasons)
-    assert advice.limits[0].startswith("No results of the board exist.")
+    assert advice.limits[0].startswith("Results of the board do not exist.")
     assert "The order of the methods is not a ranking." in advice.limits
 
 

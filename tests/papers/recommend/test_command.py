@@ -68,10 +68,11 @@ def test_columns_of_the_board(capsys, monkeypatch):
     text, facts = " ".join(shown(capsys, *changes).split()), json.loads(shown(capsys, *changes, "--json"))
     assert (facts["columns"][0]["column"], facts["columns"][0]["distance"]) == ("mine", 0)
     assert "Nearest columns of the board mine, distance 0.00: no property differs by more than 0.10 other, " in text
-    assert "online 100 % instead of 10 %" in text
+    assert "online 100 % (your spec: 10 %)" in text
     assert "online" in facts["columns"][1]["differs"]
     assert [each["method"] for each in facts["methods"] if each["ahead"]] == ["fedau"]
-    assert "Not recommended fedprox: Accuracy minus the accuracy of FedAvg in the nearest column: −10.1 [" in text
+    worse = "In the nearest column of the board, the accuracy differs from FedAvg's accuracy by −10.1 ["
+    assert f"Not recommended fedprox: {worse}" in text
     assert list(facts["behind"]) == ["fedprox"]
 
 

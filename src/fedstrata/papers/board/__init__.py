@@ -1,5 +1,6 @@
 """Rank all methods under a fixed, versioned protocol of partitions and availability models, with equal tuning budgets.
 
-The protocol is the file ``absent-v1.toml``. A column of the board is a partition with an availability model. An entry
-is a method, or a composition of a method's choices. A cell is the run of one entry and column with one seed.
+The file ``absent-v1.toml`` contains the protocol. A column of the board is a partition with an availability model. An
+entry is a method, or a composition of parts of several methods. A cell is the run of one entry and column with one
+seed.
 """

@@ -1,4 +1,4 @@
-"""The command ``fedstrata board``, which ranks methods under a fixed protocol."""
+"""Define the command ``fedstrata board``, which ranks methods under a fixed protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHOD = "method or composition of the board, module:Class or FILE.py:Class (def
 
 
 def add_board(commands: common.Commands) -> None:
-    """Add ``fedstrata board list``, ``board run`` and ``board show``."""
+    """Add the commands ``fedstrata board list``, ``board run`` and ``board show`` to the command line."""
     examples = """
         fedstrata board list
         fedstrata board run fedavg fedau --columns dirichlet-label
@@ -50,9 +50,10 @@ def _add_run(actions: common.Commands) -> None:
         fedstrata board run my_method:MyMethod --columns dirichlet-label
         fedstrata board run --quick
     """
-    help = "tune methods with equal budgets, and run them with all seeds"
+    help = "tune each method with the same number of trials, and run the method with all seeds"
     more = (
-        "Finished runs are not repeated. Several of these commands may run at the same time and share the missing runs."
+        "Finished runs are not repeated. If you start the command several times at once, the processes share the "
+        "missing runs."
     )
     parser = common.add_command(actions, "run", help, examples, more, imports=True, work=_run)
     parser.set_defaults(after_interrupt="To continue from the last checkpoint, repeat the command.")
@@ -67,10 +68,10 @@ def _add_show(actions: common.Commands) -> None:
         fedstrata board show
         fedstrata board show my_method:MyMethod --columns dirichlet-label
     """
-    help = "write a page, pictures and JSON from existing results"
+    help = "write the page, pictures and JSON file of the board from existing results"
     parser = common.add_command(actions, "show", help, examples, imports=True, work=_show)
-    _add_selection(parser, "module:Class or FILE.py:Class of a method of your own, to show beside all other methods")
-    parser.add_argument("--summary", type=Path, help="file to store the JSON in (default: OUT/board.json)")
+    _add_selection(parser, "module:Class or FILE.py:Class of your own method, to show it beside all other methods")
+    parser.add_argument("--summary", type=Path, help="file for the results as JSON (default: OUT/board.json)")
     common.add_output(parser, progress=False)
 
 
@@ -78,7 +79,7 @@ def _add_selection(parser: argparse.ArgumentParser, methods: str = METHOD) -> No
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=methods)
     help = "columns of the board, separated by commas (default: all except the columns fedau-…)"
     parser.add_argument("--columns", help=help)
-    help = "folder of the results (default: board, or quick-board with --quick)"
+    help = "folder for the results (default: board, or quick-board with --quick)"
     parser.add_argument("--out", type=Path, help=help)
     help = "use small data, few rounds and few methods, to test the software in less than a minute"
     parser.add_argument("--quick", action="store_true", help=help)
@@ -117,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
     for name, why in board.failed.items():
         say(f"fedstrata: {name}: {' '.join(why.split())}")
     if board.failed:
-        raise FedstrataError(f"{len(board.failed)} runs failed. The lines above say why.")
+        raise FedstrataError(f"{len(board.failed)} runs failed. The lines above give the reasons.")
     return 0
 
 

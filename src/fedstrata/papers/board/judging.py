@@ -1,4 +1,4 @@
-"""Compare the entries in a column of the board: values, ranks, differences, and the best at the baseline's cost."""
+"""Compare the entries in a column of the board by values, ranks and differences, in total and at equal cost."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ MEASURES = {
     "worst_class": "worst class",
     "worst_client": "worst clients",
 }
-"""A mapping from the measures of the board to their headings. All are accuracies in percent."""
+"""A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}
-"""A mapping from the measures at equal cost to the place of the cost in a point of a curve."""
+"""A mapping from each measure at equal cost to the index of this cost in a point of a curve; see ``running.curve``."""
 FEW_MORE = 1.05
-"""A run may exceed the cost of the baseline by this factor, because messages of methods differ by a few bytes."""
+"""A run may exceed the cost of the baseline by this factor, because the methods' messages differ by a few bytes."""
 RESOLUTION = 0.01
-"""The unit to which results are rounded, in percentage points."""
+"""The step to which results are rounded, in percentage points."""
 
 Curve = Sequence[Sequence[float]]
-"""The type of a curve; see ``running.curve``."""
+"""The type of a learning curve; see ``running.curve``."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Outcome:
     """The results of an entry in a column.
 
     Args:
-        entry: The entry.
-        settings: The chosen settings, as nested tables.
-        trials: The results of the entry's trials.
-        runs: A mapping from each finished seed to the results of its run.
+        entry: Entry of the board (a method or a composition).
+        settings: Settings that tuning has chosen, as nested dicts.
+        trials: Results of the entry's tuning trials.
+        runs: A mapping from each finished seed to the results of the run with this seed.
     """
 
     entry: Entry
@@ -52,21 +52,21 @@ class Outcome:
 
     @property
     def hours(self) -> float:
-        """The core hours of all trials and runs."""
+        """The core hours of all trials and runs of the entry."""
         seconds: float = sum(result["core_seconds"] for result in [*self.trials, *self.runs.values()])
         return seconds / 3600
 
     @property
     def chosen(self) -> Mapping[str, Any]:
-        """The trial with the chosen settings."""
+        """The results of the trial whose settings were chosen."""
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean of a number in the results over the seeds."""
+        """Return the mean over the seeds of the number that the results store under ``key``."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
-        """Return a measure's value for each seed; None if the budget was spent before the first evaluation."""
+        """Return the value of a measure for each seed; None if the first evaluation is already beyond the budget."""
         if (place := BUDGETS.get(measure)) is None:
             return {seed: run[measure] for seed, run in self.runs.items()}
         return {
@@ -77,15 +77,15 @@ class Outcome:
 
 
 def within(points: Curve, place: int, budget: float) -> float | None:
-    """Return a run's mean accuracy at the end of a budget; None if no evaluation is within the budget.
+    """Return a run's accuracy at the end of a budget; None if the first evaluation is already beyond the budget.
 
-    The mean is over the evaluations in the last fifth of the rounds within the budget. For a run that spends less than
-    the budget in total, the accuracy of its last rounds is used.
+    The mean is over the evaluations in the last fifth of those rounds that are within the budget. If the whole run
+    costs less than the budget, these are the last rounds of the run.
 
     Args:
-        points: The points of the run's curve; see ``running.curve``.
-        place: The index of the cost within each point of the curve.
-        budget: The largest cost. Runs may exceed this cost by the factor ``FEW_MORE``.
+        points: Points of the run's curve; see ``running.curve``.
+        place: Index of the cost within each point of the curve.
+        budget: Maximum cost. Runs may exceed this cost by the factor ``FEW_MORE``.
     """
     affordable = [point for point in points if point[place] <= budget * FEW_MORE]
     if not affordable:
@@ -96,14 +96,14 @@ def within(points: Curve, place: int, budget: float) -> float | None:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The judged results of a column.
+    """The results of a column of the board, with rankings and statistical tests.
 
     Args:
-        column: The column.
-        outcomes: The results of all entries with at least one finished seed.
-        seeds: The seeds of the protocol.
+        column: Column of the board (a partition with an availability model).
+        outcomes: Results of all entries with at least one finished seed.
+        seeds: Seeds of the protocol.
         refused: A mapping from each entry that cannot run in the column to the reason.
-        missing: The names of the entries that have not finished all seeds.
+        missing: Names of the entries that have not finished all seeds.
     """
 
     column: Column
@@ -125,25 +125,26 @@ class Verdicts:
 
     @cached_property
     def rankings(self) -> dict[str, Ranking]:
-        """A mapping from each measure to the ranking of the complete entries, with the seeds as blocks."""
+        """A mapping from each measure to the ranking of the entries in ``complete``, with the seeds as blocks."""
         every = {measure: ranking({name: self.values(name, measure) for name in self.complete}) for measure in MEASURES}
         return {measure: each for measure, each in every.items() if each is not None}
 
     def difference(self, name: str, measure: str = "accuracy") -> Difference:
-        """Return the paired difference of an entry from the baseline in percentage points."""
+        """Return an entry's difference from the baseline in percentage points, paired by seed."""
         own, base = (dict(zip(self.seeds, self.values(each, measure), strict=True)) for each in (name, BASELINE))
         return paired_difference(own, base, resolution=RESOLUTION)
 
     @cached_property
     def corrected(self) -> dict[str, float]:
-        """A mapping from each complete entry to the p-value of its difference of accuracies, with Holm's correction."""
+        """A mapping from each entry to the p-value of its accuracy difference from the baseline (Holm's correction)."""
         p = {name: self.difference(name).p for name in self.complete if name != BASELINE}
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the best entry by the validation accuracy of its chosen trial, at the cost of the baseline's trial.
+        """Return the entry with the best validation accuracy within the baseline's budget; None if none is known.
 
-        Entries with personal models are left out, because their trials are measured on other samples.
+        Each entry is represented by the trial whose settings were chosen. Entries with personal models are left out,
+        because their trials are evaluated on other samples.
         """
         place, base = BUDGETS[measure], self.complete[BASELINE].chosen["curve"][-1]
         values = {
@@ -156,7 +157,7 @@ class Verdicts:
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
-    """Judge the entries of a column by the stored results of their runs."""
+    """Judge the entries of a column by the stored results of the entries' runs."""
     results = results_of(out, column)
     outcomes, refused, missing = dict[str, Outcome](), dict[str, str](), list[str]()
     for entry in entries:
@@ -181,6 +182,6 @@ def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results)
 
 
 def overall(columns: Sequence[Verdicts]) -> Ranking | None:
-    """Rank the entries that are complete in all columns by their mean accuracies, with the columns as blocks."""
+    """Rank the entries that have finished all seeds in all columns by mean accuracy, with the columns as blocks."""
     shared = [name for name in columns[0].complete if all(name in each.complete for each in columns)] if columns else []
     return ranking({name: [each.complete[name].mean("accuracy") for each in columns] for name in shared})

@@ -1,4 +1,4 @@
-"""The model of the board: a small convolutional network for images that are reduced to half their height and width."""
+"""Define the board's model, a small convolutional network on images that are reduced to half their height and width."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fedstrata.models.zoo import CNN
 
 
 class HalvedCNN(CNN):
-    """The network ``cnn`` on images with averaged 2x2 pixels, which needs approximately a quarter of the operations."""
+    """The network ``cnn`` after 2x2 average pooling of the images, which needs about a quarter of the operations."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Create the module; see ``ModelSpec.build`` for the arguments."""
+        """Create the PyTorch module; see ``ModelSpec.build`` for the arguments."""
         channels, height, width = shape
         module = super().build((channels, height // 2, width // 2), classes)
         module.body.insert(0, nn.AvgPool2d(2))  # type: ignore[operator, union-attr]

@@ -1,4 +1,4 @@
-"""Write the results of the board: a page, a picture per column, and a summary as JSON for programs."""
+"""Write the results of the board: a page, one picture per column, and a JSON file for programs."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Estimate
 from fedstrata.reporting.tables import markdown_table
 
 PAGE, SUMMARY = "board.md", "board.json"
-"""The names of the page and of the summary."""
-QUICK = "\n**At small scale, to test the software: these results say nothing about the methods.**\n"
+"""The names of the page and of the JSON file."""
+QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "Only the p-values, which are corrected by Holm's method, decide which differences are significant. The intervals "
-    "are not corrected, so an interval can exclude 0 although p is at least 0.05."
+    "A difference is significant if its p-value, which is corrected by Holm's method, is below 0.05. The intervals are "
+    "not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
-"""An explanation of the intervals and the p-values on the page."""
+"""An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
-"""The measures that the summary contains as fractions. The stored results of cells are percentages."""
+"""Measures that the JSON file contains as fractions. The stored results of the cells contain percentages."""
 
 
 def write(
     protocol: Protocol, columns: Sequence[Column], entries: Sequence[Entry], out: Path, summary: Path | None = None
 ) -> list[str]:
-    """Write the page, the pictures and the summary of some columns, and return the names of the files.
+    """Write the page, the pictures and the JSON file for the given columns, and return the names of the files.
 
     Args:
-        protocol: The protocol.
-        columns: The columns to show.
-        entries: The entries to show.
-        out: The folder of the results and the page.
-        summary: The file of the summary. Default: ``SUMMARY`` in ``out``.
+        protocol: Protocol of the board.
+        columns: Columns to show.
+        entries: Entries to show.
+        out: Folder that contains the results, and in which the page is written.
+        summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     verdicts = [judged(protocol, column, entries, out) for column in columns]
@@ -63,19 +63,19 @@ def _overall(shown: Sequence[Verdicts]) -> Ranking | None:
 
 
 def _as_json(summary: Mapping[str, Any]) -> str:
-    """Return the summary as JSON with a line per column."""
+    """Return the results as JSON text with one line per column."""
     columns = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in summary["columns"].items())
     return f'{{"protocol": {json.dumps(summary["protocol"])}, "columns": {{\n{columns}\n}}}}\n'
 
 
 def summarised(protocol: Protocol, verdicts: Sequence[Verdicts]) -> dict[str, Any]:
-    """Return the summary for programs.
+    """Return the results of the board as a dict for the JSON file.
 
     Returns:
         A dict with the keys ``protocol`` (the protocol's name) and ``columns``. Each column has its sections
-        ``partition`` and ``availability``, and a mapping ``methods``. Each method has its ``seeds`` and its accuracies
-        as fractions, in the order of the seeds. Costs are means over the seeds, and ``hours`` are the core hours of all
-        the method's trials and runs.
+        ``partition`` and ``availability``, and a mapping ``methods``. Each method has its ``seeds`` and, in the order
+        of the seeds, its accuracies as fractions. Costs are means over the seeds. ``hours`` is the number of core hours
+        of all trials and runs of the method.
     """
     columns = {
         each.column.label: {
@@ -101,7 +101,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
-    """Return the page: the ranking over all columns, each column, and the protocol."""
+    """Return the page: the ranking over all columns, the results of each column, and the protocol."""
     shown = [each for each in verdicts if each.outcomes]
     lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", _first_sentence(protocol, shown), ""]
     if (ranking := _overall(shown)) is not None:
@@ -115,10 +115,11 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
 def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
     complete = sum(len(each.complete) for each in shown)
     if not complete:
-        return "This page will rank the methods. No method has finished all seeds yet."
+        return "This page will rank the methods when at least one method has finished all seeds."
     return (
         f"This page ranks {complete} tuned methods for training with dropouts, in {len(shown)} "
-        f"column{'s' * (len(shown) != 1)} with {len(protocol.seeds)} paired seeds per method.\n\n{INTERVALS}"
+        f"column{'s' * (len(shown) != 1)} (setting{'s' * (len(shown) != 1)}). All methods use the same "
+        f"{len(protocol.seeds)} seeds.\n\n{INTERVALS}"
     )
 
 
@@ -135,7 +136,7 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
 
 
 def _column(verdicts: Verdicts) -> list[str]:
-    """Return the lines about a column."""
+    """Return the lines of the page about a column."""
     label = verdicts.column.label
     lines = [f"## {label}", ""]
     if verdicts.complete:
@@ -182,7 +183,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"At equal {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure))
     return (
-        f"At equal {cost}, `{name}` has the best validation accuracy. On fresh seeds, its accuracy at equal {cost} "
+        f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at equal {cost} "
         f"differs from FedAvg's by {difference} points."
     )
 
@@ -198,7 +199,7 @@ def _table(verdicts: Verdicts) -> list[str]:
         "p (Holm)",
         "rank",
         "MB",
-        "sample-gradients",
+        "per-sample gradients",
         "hours",
         "settings",
     ]

@@ -1,4 +1,4 @@
-"""Draw the critical-difference picture of a ranking (Demšar 2006), with a row per method."""
+"""Draw the critical difference diagram of a ranking (Demšar 2006), with one row per method."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, FRAME = 0.17, 1.0
-"""The height of a row in inches, and the height of the title and the axis in inches."""
+"""Height of a row, and total height of the title and the axis, in inches."""
 WIDTH = 5.6
-"""The width of the picture in inches; its text can still be read on a phone."""
+"""Width of the picture in inches. At this width, the text is readable on a phone."""
 
 
 def critical_difference_picture(ranking: Ranking, blocks: str) -> str:
-    """Draw the average rank of each method, with a bar over the ranks that cannot be distinguished from this rank.
+    """Draw the average rank of each method, with a line of half the critical difference to both sides.
 
     Args:
-        ranking: The ranking.
-        blocks: The word for the blocks, such as ``seeds``.
+        ranking: Average ranks of the methods.
+        blocks: Name of the blocks in the axis label, such as ``seeds``.
 
     Returns:
         The picture as SVG.
@@ -42,7 +42,7 @@ def _figure(ranking: Ranking, blocks: str) -> Figure:
 
 
 def draw(axes: Axes, ranking: Ranking, blocks: str) -> None:
-    """Draw the ranking: a dot at each average rank, and a line of half the critical difference to both sides.
+    """Draw a ranking: a dot at each average rank, and a line of half the critical difference to both sides.
 
     The lines of two methods overlap if their ranks differ by less than the critical difference. The baseline is orange.
     """

@@ -1,4 +1,4 @@
-"""Report the progress of the board: finished and missing runs of each column and entry, and the expected hours."""
+"""Report the progress of the board: the finished runs of each column and entry, and the time for missing runs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fedstrata.papers.running import Results, read
 from fedstrata.reporting.tables import markdown_table
 
 HEADINGS = {"columns": "column", "entries": "entry"}
-"""A mapping from the parts of the progress to the heading of the first column of their tables."""
+"""A mapping from the two parts of the progress to the first heading of each part's table."""
 
 
 def progress(
     protocol: Protocol, columns: Sequence[Column], entries: Sequence[Entry], out: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return how many of the board's cells are finished.
+    """Count the finished cells of the board, and estimate the time for the missing cells.
 
     Returns:
-        A dict with the keys ``columns`` and ``entries``. The value of each key contains a dict per column or entry. The
-        dict has the ``name``, the numbers of ``cells`` and of ``done`` cells, and the expected ``hours`` for the
-        missing cells on one core. A cell is a trial or a seed. Entries that cannot run in a column have no cells in the
-        column; ``refused`` counts such entries.
+        A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. The
+        dicts have a ``name``, the number of ``cells``, the number of finished cells (``done``), and the expected
+        ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. An entry that cannot run in
+        a column does not have cells in this column; ``refused`` counts such cases.
     """
     seconds = measured(out, protocol)
     counts = [
@@ -61,7 +61,7 @@ def _total(counts: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[str
 
 
 def measured(out: Path, protocol: Protocol) -> dict[str, float]:
-    """Return the mean seconds per run of each method on the board that has at least one finished run."""
+    """Return the mean seconds per run for each method on the board with at least one finished run."""
     seconds: dict[str, list[float]] = {}
     for path in sorted((out / "cells" / BOARD / protocol.name).glob("*.json")):
         for key, result in read(path).items():
@@ -71,10 +71,10 @@ def measured(out: Path, protocol: Protocol) -> dict[str, float]:
 
 
 def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return the progress as Markdown tables, and the sum of the expected hours."""
+    """Format the progress as Markdown tables, with a last line about the total expected time."""
     texts: list[str] = []
     for kind, each in rows.items():
-        headings = [HEADINGS[kind], "runs", "done", "left, on one core"]
+        headings = [HEADINGS[kind], "runs", "done", "time left on one core"]
         texts += [*markdown_table(headings, map(_line, each)).splitlines(), ""]
     hours = sum(row["hours"] for row in rows["columns"])
     return [*texts, f"The missing runs need about {duration(hours)} on one core."]

@@ -1,4 +1,4 @@
-"""Define the protocol of the board: its columns, its entries with their grids, and its cells."""
+"""Define the protocol of the board: columns (settings), entries (methods) with tuning grids, and cells (runs)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from fedstrata.papers.tables import Cell
 from fedstrata.spec.experiment import deep_merge, parse_toml
 
 BOARD = "board"
-"""The name that stands in place of a paper's name in the cells of the board."""
+"""The value of ``Cell.paper`` for cells of the board, which do not belong to a paper."""
 CURRENT = "absent-v1"
 """The name of the protocol that ``fedstrata board`` uses."""
 BASELINE = "fedavg"
 """The entry with which all other entries are compared."""
 TUNED = "tuned"
-"""The word in the keys of cells that run with the chosen settings, in place of the number of a trial."""
+"""The value of ``Cell.column`` for runs with the chosen settings. For trials, this value is ``trial-0`` and so on."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
-"""Entries whose clients use personal models. The settings of these entries are chosen by the accuracy of the personal
-models."""
+"""Entries whose clients use personal models. For these entries, tuning chooses the settings with the most accurate
+personal models."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method, or a composition of choices, that the board ranks.
+    """A method, or a composition of parts of several methods, that the board ranks.
 
     Args:
-        name: The name on the board.
-        method: The section ``method`` of the entry's specs.
-        grid: A mapping from a setting of the method to the values that are tried; empty if only the learning rate is
-            tuned.
+        name: Name of the entry on the board.
+        method: Section ``method`` of the entry's specs.
+        grid: A mapping from the tuned setting of the method to the values that are tried; empty if only the learning
+            rate is tuned.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Column:
-    """A partition with an availability model.
+    """A column of the board: a partition with an availability model.
 
     Args:
-        paper: The folder of the results, ``BOARD``.
-        name: The protocol and the column, such as ``absent-v1/dirichlet-label``. This is also the name of the file of
-            results.
-        spec: The settings that all cells of the column share, as nested tables.
+        paper: Folder of the results, which is ``BOARD``.
+        name: Names of the protocol and the column, such as ``absent-v1/dirichlet-label``. The file with the results has
+            the same name.
+        spec: Settings that all cells of the column share, as nested dicts.
     """
 
     paper: str
@@ -68,34 +68,33 @@ class Column:
 
     @property
     def label(self) -> str:
-        """The name of the column without the protocol."""
+        """The name of the column without the name of the protocol."""
         return self.name.partition("/")[2]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A fixed protocol, which is read from a TOML file in this package.
+    """A fixed protocol for the comparison of methods, which is read from a TOML file in this package.
 
     Args:
-        name: The name with the version.
-        title: The title of the page.
-        seeds: The seeds of the runs that are ranked.
-        tuning_seed: The seed of the trials that choose settings.
-        rates: The learning rates that are tried for an entry if only the learning rate is tuned.
-        rates_with_setting: The learning rates that are tried for an entry if two values of a second setting are tuned,
-            too.
-        spec: The settings that all cells share.
-        tuning: The settings that change in trials.
+        name: Name of the protocol, which includes its version.
+        title: Title of the page with the results.
+        seeds: Seeds of the runs that are ranked.
+        tuning_seed: Seed of all tuning trials.
+        rates: Learning rates that are tried for entries without a tuned setting in ``grid``.
+        rates_with_setting: Learning rates that are tried for entries with a tuned setting in ``grid``.
+        spec: Settings that all cells share.
+        tuning: Settings that change in tuning trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of further columns to their settings. Further columns run only if the user names
-            these columns.
-        grid: A mapping from each method to the setting that is tuned and the values that are tried.
+        more: A mapping from the names of additional columns to the columns' settings. Additional columns run only if
+            the user names these columns.
+        grid: A mapping from each method to its tuned setting and the values that are tried.
         compositions: A mapping from the name of each composition to its section ``method``.
-        seconds: A mapping from each entry to the expected seconds of a run on one core. The key "" stands for all other
+        seconds: A mapping from each entry to the expected seconds per run on one core. The key "" stands for all other
             entries.
-        quick: The methods, columns, seeds and changed settings of ``--quick``.
-        is_quick: Whether the cells are the small cells of ``--quick``.
+        quick: Methods, columns, seeds and changed settings for ``--quick``.
+        is_quick: Whether the cells are the small experiments of ``--quick``.
     """
 
     name: str
@@ -116,11 +115,11 @@ class Protocol:
     is_quick: bool = False
 
     def small(self) -> Protocol:
-        """Return the protocol of ``--quick``, which tests the software in less than a minute."""
+        """Return the small version of the protocol for ``--quick``, which tests the software in less than a minute."""
         return replace(self, seeds=self.quick["seeds"], is_quick=True)
 
     def columns(self, names: Sequence[str] = ()) -> list[Column]:
-        """Return the columns with the given names. The default is all columns except ``more``.
+        """Return the columns with the given names. By default, return all columns except those in ``more``.
 
         Raises:
             SpecError: A name is unknown.
@@ -135,7 +134,7 @@ class Protocol:
         return [Column(BOARD, f"{self.name}/{name}", deep_merge(self.spec, every[name])) for name in names]
 
     def entries(self, names: Sequence[str] = ()) -> list[Entry]:
-        """Return the entries with the given names. The default is all methods and compositions.
+        """Return the entries with the given names. By default, return all methods and compositions.
 
         Args:
             names: Names of methods and compositions, classes ``module:Class``, and classes ``FILE.py:Class``.
@@ -161,7 +160,7 @@ class Protocol:
         return self.seconds.get(entry, self.seconds[""])
 
     def trials(self, column: Column, entry: Entry) -> list[tuple[Cell, dict[str, Any]]]:
-        """Return the trials of an entry, each with the settings that it tries, as nested tables."""
+        """Return the tuning trials of an entry, each with the settings that the trial tries, as nested dicts."""
         rates = self.rates_with_setting if entry.grid else self.rates
         own = [dict(zip(entry.grid, values, strict=True)) for values in itertools.product(*entry.grid.values())]
         tried = [{"training": {"lr": lr}} | ({"method": setting} if setting else {}) for lr in rates for setting in own]
@@ -171,7 +170,7 @@ class Protocol:
         ]
 
     def runs(self, column: Column, entry: Entry, settings: Mapping[str, Any]) -> list[Cell]:
-        """Return the cells of an entry with the chosen settings, one per seed."""
+        """Return one cell per seed of an entry, with the settings that tuning has chosen."""
         return [self._cell(column, entry, TUNED, seed, settings) for seed in self.seeds]
 
     def _cell(
@@ -198,7 +197,7 @@ def read(name: str = CURRENT) -> Protocol:
 
 
 def importable(name: str) -> str:
-    """Return ``module:Class`` for ``FILE.py:Class``, and let Python import modules from the folder of the file."""
+    """Convert ``FILE.py:Class`` to ``module:Class``, and let Python import modules from the folder of the file."""
     path, colon, cls = name.partition(":")
     if not colon or not path.endswith(".py"):
         return name

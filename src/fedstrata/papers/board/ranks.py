@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ALPHA = 0.05
-"""The significance level of both tests."""
+"""The significance level of Friedman's and Nemenyi's tests."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,12 @@ class Ranking:
     """The average ranks of methods over blocks, such as seeds. Rank 1 is the best.
 
     Args:
-        ranks: A mapping from each method to its average rank, from best to worst. Equal values share the mean of their
-            ranks.
-        blocks: The number of blocks.
-        p: The p-value of Friedman's test that all methods have the same distribution of ranks; None if all values are
-            equal.
-        critical: The critical difference of Nemenyi's test. Average ranks that differ by less cannot be distinguished.
+        ranks: A mapping from each method to its average rank, from best to worst. If methods have equal values in a
+            block, these methods share the mean of their ranks.
+        blocks: Number of blocks.
+        p: p-value of Friedman's test, whose null hypothesis is that all methods have the same distribution of ranks;
+            None if all values are equal.
+        critical: Critical difference of Nemenyi's test. Average ranks that differ by less cannot be distinguished.
     """
 
     ranks: Mapping[str, float]
@@ -39,7 +39,7 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
             value in a block has the last rank in this block.
 
     Returns:
-        The ranking; None for fewer than three methods or two blocks, for which Friedman's test is not defined.
+        The ranking; None for fewer than three methods or fewer than two blocks, because Friedman's test needs more.
     """
     from scipy.stats import friedmanchisquare, rankdata
 

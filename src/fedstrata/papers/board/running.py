@@ -1,4 +1,4 @@
-"""Run the cells of the board: first the trials of an entry, and then its seeds with the settings of the best trial.
+"""Run the cells of the board: first the tuning trials of an entry, and then all seeds with the best trial's settings.
 
 Several processes may run cells at the same time, and a killed run is resumed.
 """
@@ -23,15 +23,15 @@ from fedstrata.papers.tables import Cell, experiment_of
 from fedstrata.runs.preparation import prepare
 
 REFUSED = "refused"
-"""The key of a result that contains the reason why an entry cannot run in a column."""
+"""The key under which a result stores the reason why an entry cannot run in a column."""
 TRAFFIC = ("bytes_up", "bytes_down")
-"""Columns of a run's metrics that add up to its bytes."""
+"""Metrics whose sum is the number of bytes that a run sends."""
 LATE = 0.2
-"""The last fraction of a run's rounds. Accuracies are means over the evaluations in these rounds."""
+"""The last part of a run, as a fraction of the rounds. Accuracies are means over the evaluations in this part."""
 
 
 def results_of(out: Path, column: Column) -> Results:
-    """Return the results of a column, as a mapping from ``Cell.hash``."""
+    """Return the results of a column, as a mapping from ``Cell.hash`` to results."""
     return {result["spec_sha256"]: result for result in read(results_file(out, column)).values()}
 
 
@@ -54,14 +54,14 @@ def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> 
 
 
 class Board:
-    """A run of the board's cells by one process.
+    """A runner that executes the cells of the board in this process.
 
     Args:
-        protocol: The protocol.
-        out: The folder of the results.
-        runs: The folder that contains the run folders.
-        seeds: The seeds to run; None for all seeds of the protocol.
-        show: A function that is called with a line about every finished run.
+        protocol: Protocol of the board.
+        out: Folder in which the results are stored.
+        runs: Folder that contains the run folders.
+        seeds: Seeds to run; None for all seeds of the protocol.
+        show: Function that is called with one line of text about each finished run.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all cells without a result. Try again while cells wait for trials of other processes."""
+        """Run all cells without a result. Repeat this until this process does not find more cells that it can run."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -81,12 +81,12 @@ class Board:
             pass
 
     def _check(self, column: Column) -> None:
-        """Prepare a run of the baseline, so that an error afterwards is due to an entry, and not to missing data."""
+        """Prepare a run of the baseline. If this succeeds, later errors come from an entry, not from missing data."""
         (baseline,) = self.protocol.entries([BASELINE])
         prepare(experiment_of(self.protocol.trials(column, baseline)[0][0]))
 
     def _run_entry(self, column: Column, entry: Entry) -> int:
-        """Run the missing cells of an entry in a column, and return their number."""
+        """Run the missing cells of an entry in a column, and return the number of cells that were run."""
         trials = self.protocol.trials(column, entry)
         if not self._can_run(column, trials):
             return 0
@@ -137,12 +137,12 @@ class Board:
 
 
 def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
-    """Return the results of a trial: the accuracy in percent by which settings are chosen, and the accuracy's curve.
+    """Return the results of a tuning trial: the accuracy that decides the choice of settings, and its learning curve.
 
     Args:
-        history: The history of the trial.
-        personal: True to measure personal models on the clients' own test samples; False to measure the global model on
-            the validation samples.
+        history: History of the trial.
+        personal: True to evaluate personal models on the clients' own test samples; False to evaluate the global model
+            on the validation samples.
     """
     column = "personal.accuracy.mean" if personal else "validation.accuracy"
     values = [number_in(record, column) for record in late(history)]
@@ -151,13 +151,14 @@ def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, An
 
 
 def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of a run with the chosen settings. Accuracies are means over ``late``, in percent.
+    """Return the results of a run with the chosen settings.
+
+    Accuracies are in percent, and are means over the evaluations in the last rounds (see ``late``).
 
     Returns:
-        A dict of results. The values ``accuracy`` and ``worst_class`` are measured on the test set. The value
-        ``client_mean`` is the mean accuracy of all clients on their own test samples, and ``worst_client`` is the mean
-        of the worst tenth of the clients. For each evaluation, ``curve`` has the round, the accuracy, and the bytes and
-        sample-gradients until this round.
+        A dict of results. ``accuracy`` and ``worst_class`` are measured on the test set. ``client_mean`` is the mean
+        accuracy of all clients on their own test samples. ``worst_client`` is the mean accuracy of the 10 % of clients
+        with the lowest accuracies. ``curve`` is described in the function ``curve``.
     """
     records = late(history)
     by_class = np.array([record["per_class"] for record in records], dtype=np.float64)
@@ -176,7 +177,7 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
 
 
 def late(history: History) -> list[Mapping[str, Any]]:
-    """Return the records of the evaluations in the last fifth of the rounds.
+    """Return the records of all rounds with an evaluation in the last fifth of a run.
 
     Results are means over these evaluations, because the accuracy fluctuates from round to round.
     """
@@ -185,10 +186,11 @@ def late(history: History) -> list[Mapping[str, Any]]:
 
 
 def curve(history: History, column: str = "accuracy") -> list[tuple[int, float, int, int]]:
-    """Return the curve of an accuracy, against the bytes and the sample-gradients of all rounds so far.
+    """Return a learning curve: the accuracy at each evaluation, and the cost of the run until this evaluation.
 
     Returns:
-        A list with the round, the accuracy in percent, the bytes, and the sample-gradients of each evaluation.
+        A list with one entry per evaluation: the round, the accuracy in percent, the number of bytes, and the number of
+        per-sample gradients. The last two numbers are sums over all rounds until the evaluation.
     """
     points, spent, trained = [], 0, 0
     for record in history:

@@ -1,1 +1,1 @@
-"""Advise which methods to compare, from measured properties of a spec and from results of the board."""
+"""Recommend methods to compare, based on measured properties of a spec and on results of the board."""

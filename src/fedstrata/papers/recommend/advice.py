@@ -1,4 +1,4 @@
-"""Advise on methods: which methods to compare and why, which methods cannot run, and the limits of the advice."""
+"""Recommend methods for a spec: which methods to compare and why, which methods cannot run, and what is uncertain."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fedstrata.runs.preparation import Prepared, check_method, prepare
 from fedstrata.spec.experiment import Experiment
 
 MOST = 5
-"""The largest number of methods that are advised in addition to FedAvg."""
+"""Maximum number of recommended methods in addition to FedAvg."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason to compare a method.
+    """A reason to include a method in a comparison.
 
     Args:
-        text: The reason, as sentences.
+        text: One or more sentences that state the reason.
         source: The page, paper or column of the board that supports the reason.
-        property: The measured property; empty for a result of the board.
-        value: The value of the property, or the difference from FedAvg in percentage points.
-        interval: The 95 % interval of the difference; None if the interval is unknown.
-        n: The number of seeds; None for a property.
+        property: Name of the measured property; empty if the reason is a result of the board.
+        value: Value of the property, or difference from FedAvg in percentage points.
+        interval: 95 % interval of the difference; None if the interval is unknown.
+        n: Number of seeds; None if the reason is a property.
     """
 
     text: str
@@ -48,17 +48,18 @@ class Reason:
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice for a spec.
+    """The recommended methods for a spec, with reasons.
 
     Args:
-        properties: The measured properties of the spec.
-        columns: The columns of the board, beginning with the nearest column.
-        methods: The reasons for each advised method.
-        ahead: The number of methods that are ahead of FedAvg in a similar column. These methods come first in
-            ``methods``.
-        behind: The methods that are not advised because they are behind FedAvg in the nearest column, with reasons.
-        refused: A mapping from each method that cannot run with this spec to the error.
-        limits: Sentences about the limits of the advice.
+        properties: Measured properties of the spec.
+        columns: Columns of the board, ordered by their distance from the spec. The nearest column comes first.
+        methods: A mapping from each recommended method to the reasons to compare the method.
+        ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
+            in ``methods``.
+        behind: A mapping from each method that is significantly worse than FedAvg in a similar column to this result.
+            These methods are not recommended.
+        refused: A mapping from each method that cannot run with this spec to the error message.
+        limits: Sentences about the limits of the recommendation.
     """
 
     properties: Properties
@@ -71,11 +72,11 @@ class Advice:
 
     @property
     def compared(self) -> list[str]:
-        """The methods that a comparison should include, beginning with FedAvg."""
+        """All methods that a comparison should include, with FedAvg first."""
         return [*([] if BASELINE in self.refused else [BASELINE]), *self.methods]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all facts of the advice as JSON values for programs."""
+        """Return the recommendation as a dict of JSON values."""
         return {
             "properties": asdict(self.properties),
             "columns": [
@@ -98,11 +99,11 @@ class Advice:
 
 
 def recommend(spec: Experiment, file: Path = FILE) -> Advice:
-    """Measure a spec, and advise which methods to compare.
+    """Measure the properties of a spec, and recommend methods to compare.
 
     Args:
-        spec: The experiment. The spec's method determines only how clients are invited; see ``sampler_of``.
-        file: The results of the board.
+        spec: The experiment. Its method determines only how clients are invited; see ``sampler_of``.
+        file: Path of the results of the board.
 
     Raises:
         SpecError: A setting of the spec is wrong.
@@ -115,13 +116,13 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
         try:
             columns = by_distance(board, measured)
         except (DataError, SpecError) as error:
-            limits = [f"The columns of the board cannot be measured: {error}", *limits]
+            limits = [f"The properties of the board's columns cannot be measured: {error}", *limits]
     advice = advise(measured, columns, refused(prepared))
     return replace(advice, limits=[*known(board, columns, advice.ahead), *limits])
 
 
 def refused(prepared: Prepared) -> dict[str, str]:
-    """Return the methods that cannot run with a spec, each with the error."""
+    """Return a mapping from each method that cannot run with a spec to the error message."""
     problems: dict[str, str] = {}
     for name in METHODS:
         try:
@@ -135,14 +136,14 @@ def refused(prepared: Prepared) -> dict[str, str]:
 def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str, str]) -> Advice:
     """Choose the methods to compare, with reasons.
 
-    If the nearest column is similar (``Column.alike``), its methods ahead of FedAvg come first, and its methods behind
-    FedAvg are left out. Methods that the rules name come next. Each rule adds its first method before any rule adds its
-    second method.
+    If the nearest column is similar to the spec (see ``Column.alike``), methods that are significantly better than
+    FedAvg in this column come first, and significantly worse methods are left out. The methods of the rules come next:
+    first the first method of each rule, then the second method of each rule, and so on.
 
     Args:
-        measured: The measured properties of the spec.
-        columns: The columns of the board, beginning with the nearest column.
-        refused: The methods that cannot run with the spec, with the errors.
+        measured: Measured properties of the spec.
+        columns: Columns of the board, with the nearest column first.
+        refused: A mapping from each method that cannot run with the spec to the error message.
     """
     results = {
         name: each
@@ -168,7 +169,7 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
     reasons: dict[str, list[Reason]] = {name: [] for name in order}
     for rule in holding:
         value, (label, _, unit) = float(getattr(measured, rule.key)), SHOWN[rule.key]
-        text = f"The property {label!r} is {shown(value, unit)}, at least {shown(rule.least, unit)}."
+        text = f"The property {label!r} is {shown(value, unit)}, which reaches the limit {shown(rule.least, unit)}."
         for name, claim in rule.methods.items():
             reasons[name].append(Reason(f"{text} {claim.text}", claim.source, rule.key, value))
     return reasons
@@ -179,26 +180,27 @@ def _result(difference: Difference, column: Column) -> Reason:
     n, order = difference.n, difference.order()
     verdicts = {
         "not significant": " The difference is not significant.",
-        "too few seeds": " Too few seeds to show an order.",
+        "too few seeds": " There are too few seeds to judge this difference.",
     }
-    seeds = "" if difference.interval is None else f", {n} seeds"
-    text = f"Accuracy minus the accuracy of FedAvg in the nearest column: {difference_text(difference)} points{seeds}."
+    seeds = "" if difference.interval is None else f", with {n} seeds"
+    change = f"{difference_text(difference)} points{seeds}."
+    text = f"In the nearest column of the board, the accuracy differs from FedAvg's accuracy by {change}"
     text += verdicts.get(order, "")
     return Reason(text, f"board, {column.name}", "", difference.mean, difference.interval, n)
 
 
 def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
-    """Return sentences about the small number of results on which the advice is based.
+    """Return sentences about how few results the recommendation is based on.
 
     Args:
-        board: The results of the board; None if the board has no results.
-        columns: The measured columns, beginning with the nearest column.
-        ahead: The number of methods that are ahead of FedAvg in the nearest column.
+        board: Results of the board; None if there are no results.
+        columns: Measured columns of the board, with the nearest column first.
+        ahead: Number of methods that are significantly better than FedAvg in the nearest column.
     """
     ranking = "The order of the methods is not a ranking."
-    convention = "The limits from which a property counts as a reason are conventions, not results."
+    convention = "The limits at which a property becomes a reason are conventions, not results of experiments."
     if board is None:
-        source = "No results of the board exist. All reasons come from measured properties and the cited sources."
+        source = "Results of the board do not exist. All reasons come from measured properties and cited sources."
         return [source, ranking, convention]
     cells = [cell for column in board.columns.values() for cell in column["methods"].values()]
     seeds = sorted({len(cell["seeds"]) for cell in cells})
@@ -207,32 +209,39 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
     size = f"{counted(len(board.columns), 'column')} on {counted(len(sets), 'data set')} ({', '.join(sets)})"
     sentences = [f"The board has {size}, with {span} seeds per method."]
     if columns and columns[0].alike:
-        first = "no method" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"
+        first = (
+            "none of the methods" if not ahead else "the first method" if ahead == 1 else f"the first {ahead} methods"
+        )
         verb = "are" if ahead > 1 else "is"
-        sentences.append(f"In the column {columns[0].name}, {first} {verb} shown to be ahead of FedAvg.")
+        sentences.append(f"In the column {columns[0].name}, {first} {verb} significantly more accurate than FedAvg.")
     elif columns:
-        differs = f"differs by more than {CLEAR:.2f} in {counted(len(columns[0].clear), 'property', 'properties')}"
-        unused = "Its results therefore do not decide which methods come first."
+        number = counted(len(columns[0].clear), "property", "properties")
+        differs = f"differs from your spec by more than {CLEAR:.2f} in {number}"
+        unused = "The results of this column therefore do not decide which methods come first."
         sentences.append(f"The nearest column, {columns[0].name}, {differs}. {unused}")
     return [*sentences, ranking, convention]
 
 
 def simplifications(prepared: Prepared) -> list[str]:
-    """Return sentences about everything that the measurement leaves out."""
+    """Return sentences about everything that the measurement of properties leaves out."""
     spec, sampler = prepared.spec, sampler_of(prepared)
     sentences = []
     if spec.availability.deadline is not None:
-        sentences.append("The simulation ignores availability.deadline, so more clients can be absent.")
+        sentences.append(
+            "The simulation ignores availability.deadline. In a run, more clients may therefore be absent."
+        )
     own = spec.method.client_sampler if isinstance(spec.method, Recipe) else None
     if own is not sampler:
-        sentences.append(f"Invitations of {spec.method.name} depend on training. The simulation invites at random.")
+        method = spec.method.name
+        sentences.append(f"Which clients {method} invites depends on training. The simulation invites random clients.")
     if not prepared.data.task.has_classes:
-        sentences.append(f"The task {prepared.data.task.name!r} has no classes, so properties of classes are unknown.")
+        task = prepared.data.task.name
+        sentences.append(f"The task {task!r} does not have classes, so properties of classes are unknown.")
     return sentences
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun.
+    """Format a number with its noun in the singular or plural.
 
     >>> counted(1, "column"), counted(2, "column"), counted(2, "property", "properties")
     ('1 column', '2 columns', '2 properties')

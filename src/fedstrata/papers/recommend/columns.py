@@ -1,4 +1,4 @@
-"""Compare the columns of the board with a spec by their measured properties."""
+"""Compare a spec with the columns of the board by measured properties."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.spec.experiment import Experiment, deep_merge, read_toml
 
 FILE = Path(__file__).parents[1] / "board" / "absent-v1.json"
-"""The file with the results of the board. The TOML file in the same folder is the protocol, with the settings of all
-columns."""
+"""The file with the results of the board. The TOML file with the same name contains the protocol, with the settings of
+all columns."""
 
 SECTIONS = ("data", "task", "partition", "availability", "training", "evaluation")
-"""The sections of a column's spec on which measured properties depend."""
+"""The sections of a column's spec that affect measured properties."""
 
 BASELINE = "fedavg"
-"""The method from which the differences of all other methods are computed."""
+"""The method with which all other methods are compared."""
 
 CLEAR = 0.1
-"""A property differs clearly between two specs if the distance of its values is above this number; see ``apart``.
+"""Two specs differ clearly in a property if the distance of the two values exceeds this number; see ``apart``.
 
-Two seeds of one column of the board did not differ clearly in any property."""
+Two specs of one column that differ only in the seed were not clearly different in any property."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the board: a setting in which methods were compared.
+    """A column of the board (a setting in which methods were compared), and a spec with which it is compared.
 
     Args:
-        name: The name of the column.
-        properties: The measured properties of the column's spec.
+        name: Name of the column.
+        properties: Measured properties of the column's spec.
         methods: A mapping from each method to its results, which are two lists of equal length: ``seeds`` and
             ``accuracy``.
-        own: The properties of the spec with which the column is compared.
+        own: Measured properties of the spec with which the column is compared.
     """
 
     name: str
@@ -51,30 +51,30 @@ class Column:
 
     @cached_property
     def differs(self) -> dict[str, float]:
-        """A mapping from each property to the distance between the spec and the column, from 0 to 1; see ``apart``."""
+        """The distance between spec and column in each property, from 0 to 1, as a mapping; see ``apart``."""
         values = {key: apart(key, self.own, self.properties) for key in SHOWN}
         return {key: value for key, value in values.items() if value is not None}
 
     @property
     def distance(self) -> float:
-        """The mean of ``differs``: 0 if all properties are equal, and at most 1."""
+        """The mean distance over all properties: 0 if all properties are equal, and at most 1."""
         return fmean(self.differs.values())
 
     @cached_property
     def clear(self) -> list[str]:
-        """The properties that differ by more than ``CLEAR``, beginning with the largest difference."""
+        """The properties in which spec and column differ by more than ``CLEAR``, with the largest difference first."""
         return sorted((key for key, value in self.differs.items() if value > CLEAR), key=lambda key: -self.differs[key])
 
     @property
     def alike(self) -> bool:
-        """Whether all properties are similar, because no property differs by more than ``CLEAR``."""
+        """Whether spec and column are similar: they do not differ by more than ``CLEAR`` in any property."""
         return not self.clear
 
     @cached_property
     def differences(self) -> dict[str, Difference]:
         """The difference of each method's accuracy from the baseline's accuracy in percentage points, paired by seed.
 
-        The intervals hold at the same time for all methods with 95 % confidence (Bonferroni).
+        With 95 % confidence, the intervals of all methods hold simultaneously (Bonferroni).
         """
         values = {
             name: dict(zip(cell["seeds"], (100 * each for each in cell["accuracy"]), strict=True))
@@ -86,11 +86,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Board:
-    """The results of the board.
+    """The results and the settings of the board.
 
     Args:
         columns: A mapping from the name of each column to its ``partition``, ``availability`` and ``methods``.
-        protocol: The settings of the protocol, which are ``spec`` for all columns and ``more`` for some columns.
+        protocol: Settings of the protocol: ``spec`` applies to all columns, and ``more`` applies to some columns.
     """
 
     columns: Mapping[str, Mapping[str, Any]]
@@ -98,7 +98,7 @@ class Board:
 
     @classmethod
     def read(cls, file: Path = FILE) -> Board | None:
-        """Read the results and the protocol. Return None if there are no results."""
+        """Read the results and the protocol of the board. Return None if the file with the results does not exist."""
         if not file.is_file():
             return None
         results = json.loads(file.read_text(encoding="utf-8"))
@@ -115,11 +115,11 @@ class Board:
 
 
 def by_distance(board: Board, own: Properties) -> list[Column]:
-    """Measure the columns of the board, and return them with the nearest column first.
+    """Measure the properties of all columns of the board, and return the columns with the nearest column first.
 
     Args:
-        board: The results of the board.
-        own: The properties of the spec with which the columns are compared.
+        board: Results and settings of the board.
+        own: Measured properties of the spec with which the columns are compared.
 
     Raises:
         DataError: The data set of a column is missing.

@@ -1,4 +1,4 @@
-"""The command ``fedstrata recommend``."""
+"""Define the command ``fedstrata recommend``, which names methods that are worth comparing for a spec."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from fedstrata.papers.recommend.advice import Advice
 
 SEEDS = "0,1,2,3,4"
-"""The seeds of the suggested comparison."""
+"""Seeds in the command that the output suggests."""
 NEAREST = 3
-"""The largest number of columns of the board that are shown."""
+"""Maximum number of columns of the board that are shown."""
 
 
 def add_recommend(commands: common.Commands) -> None:
-    """Add the command ``fedstrata recommend``."""
+    """Add the command ``fedstrata recommend`` to the command line."""
     examples = """
         fedstrata recommend spec.toml
         fedstrata recommend spec.toml --set availability=label-correlated
@@ -52,13 +52,13 @@ def _recommend(options: argparse.Namespace) -> None:
         return
     common.show(_properties(advice))
     common.show_paragraphs(*_paragraphs(advice))
-    print_lines("", "To know more:", f"  {command}")
+    print_lines("", "To compare these methods, run:", f"  {command}")
 
 
 def _command(options: argparse.Namespace, advice: Advice) -> str:
-    """Return the command that compares the advised methods, without overrides of the method.
+    """Return the command that compares the recommended methods. The command leaves out overrides of the method.
 
-    If the advice is only FedAvg, the command compares FedAvg with training at each client and with all data.
+    If only FedAvg is recommended, the command compares FedAvg with local training and with centralised training.
     """
     words = ["fedstrata", "compare", *([options.spec] if options.spec else [])]
     words += ["--methods", ",".join(advice.compared)]
@@ -83,7 +83,7 @@ def _properties(advice: Advice) -> ScreenTable:
 
 
 def _paragraphs(advice: Advice) -> Iterator[Text]:
-    """Yield the paragraphs about columns, methods and limits."""
+    """Yield the paragraphs of the output about columns, methods and limits."""
     yield from _section("Nearest columns of the board", _columns(advice))
     advised = [
         line
@@ -98,7 +98,7 @@ def _paragraphs(advice: Advice) -> Iterator[Text]:
     for name, why in advice.refused.items():
         together.setdefault(why, []).append(name)
     yield from _section("Cannot run with this spec", [f"{', '.join(each)}: {why}" for why, each in together.items()])
-    yield from _section("How little is known", advice.limits)
+    yield from _section("Limits of this recommendation", advice.limits)
 
 
 def _columns(advice: Advice) -> Iterator[str]:
@@ -110,8 +110,8 @@ def _columns(advice: Advice) -> Iterator[str]:
     none = f"no property differs by more than {CLEAR:.2f}"
     for column in advice.columns[:NEAREST]:
         pairs = [
-            f"{SHOWN[key].label} {shown(getattr(column.properties, key), SHOWN[key].unit)} instead of "
-            f"{shown(getattr(advice.properties, key), SHOWN[key].unit)}"
+            f"{SHOWN[key].label} {shown(getattr(column.properties, key), SHOWN[key].unit)} (your spec: "
+            f"{shown(getattr(advice.properties, key), SHOWN[key].unit)})"
             for key in column.clear
         ]
         yield f"{column.name}, distance {column.distance:.2f}: " + ("; ".join(pairs) or none)

@@ -15,42 +15,42 @@ from fedstrata.papers.recommend.rounds import Simulated, simulate
 from fedstrata.runs.preparation import Prepared
 
 SEEDS = 5
-"""The number of seeds of the simulation: the spec's seed and the seeds that follow it."""
+"""Number of simulations. They use the spec's seed and the integers that follow this seed."""
 
 
 @dataclass(frozen=True)
 class Properties:
-    """The measured properties of a spec, as numbers. A property of classes is None if the task has no classes.
+    """The measured properties of a spec, as numbers. Properties of classes are None if the task does not have classes.
 
-    Properties of a partition are exact. Other properties are means over ``SEEDS`` simulations of all rounds, without
+    Properties of the partition are exact. Other properties are means over ``SEEDS`` simulations of all rounds, without
     training, deadlines and failures.
 
     Args:
-        clients: Number N of clients.
-        invited: Number of clients that are invited in a round, divided by N.
+        clients: Number of clients N.
+        invited: Mean number of clients that are invited in a round, divided by N.
         size_imbalance: Gini coefficient of the clients' numbers of samples, which is 0 if all clients have equally many
             samples.
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
-        online: Share of the clients that are online in a round.
-        offline_rounds: Mean number of successive rounds in which a client is offline, or 0 if all clients are always
-            online. Absences are cut at the first and last round.
+        online: Mean share of the clients that are online in a round.
+        offline_rounds: Mean number of consecutive rounds in which a client is offline, or 0 if all clients are always
+            online. Absences are cut off at the first and the last round.
         size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
-            value is 0 if one of these numbers is the same for all clients.
+            value is 0 if all clients have equally many samples, or if all clients are online equally often.
         classes: Number C of classes with samples at clients.
         classes_per_client: Mean number of classes of a client, divided by C.
         label_skew: Mean over clients of the total variation distance between the client's class shares and the class
             shares of all samples.
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
-        online_skew: Total variation distance between the class shares of all samples and of online clients' samples,
-            which are added up over all rounds.
+        online_skew: Total variation distance between the class shares of all samples and the class shares of online
+            clients' samples. Samples of online clients are added up over all rounds.
         absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
             classes.
-        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of them is
-            invited, averaged over classes.
+        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of these clients
+            is invited, averaged over classes.
         absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
             averaged over classes.
-        longest_absence: Largest number of successive rounds, over all classes, in which none of the clients with
-            samples of the class is both invited and online.
+        longest_absence: Maximum number of consecutive rounds, over all classes, in which none of the clients with
+            samples of a class is both invited and online.
     """
 
     clients: float
@@ -75,10 +75,10 @@ def measure(prepared: Prepared) -> Properties:
     """Measure the properties of a spec without training.
 
     Args:
-        prepared: The experiment.
+        prepared: The prepared experiment.
 
     Raises:
-        SpecError: For one of the seeds, the availability does not fit the federation.
+        SpecError: With one of the simulation's seeds, the availability model does not fit the federation.
     """
     seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
@@ -90,7 +90,7 @@ def measure(prepared: Prepared) -> Properties:
 
 
 def mean(several: Sequence[Properties]) -> Properties:
-    """Return the mean of each property."""
+    """Return the mean of each property over several measurements; None if a measurement lacks the property."""
     values = zip(*map(astuple, several), strict=True)
     means: list[Any] = [None if None in each else fmean(each) for each in values]
     return Properties(*means)
@@ -102,8 +102,8 @@ def properties(sizes: Ints, steps: Floats, counts: Ints | None, run: Simulated) 
     Args:
         sizes: Number of samples of each client, shape (N,).
         steps: Number of local steps of each client per round, shape (N,).
-        counts: Number of samples of each class at each client, shape (N, C); None if the task has no classes.
-        run: The simulated rounds.
+        counts: Number of samples of each class at each client, shape (N, C); None if the task does not have classes.
+        run: Simulated rounds with one seed.
     """
     rates = run.online.mean(axis=0)
     general = Properties(
@@ -169,7 +169,7 @@ def correlation(values: Ints, rates: Floats) -> float:
 
 
 def spell(online: Bools) -> float:
-    """Return the mean number of successive rounds in which a client is offline; 0 if no client is ever offline.
+    """Return the mean number of consecutive rounds in which a client is offline; 0 if all clients are always online.
 
     Args:
         online: Whether each client is online in each round, shape (rounds, N).
@@ -183,20 +183,20 @@ def spell(online: Bools) -> float:
 
 
 def without_holder(holds: Bools, takes_part: Bools) -> Bools:
-    """Return True for each round and class if none of the clients that take part has samples of the class.
+    """Return, for each round and class, whether none of the clients that take part has samples of the class.
 
     Args:
         holds: Whether each client has samples of each class, shape (N, C).
         takes_part: Whether each client takes part in each round, shape (rounds, N).
 
     Returns:
-        The values, shape (rounds, C).
+        Boolean values, shape (rounds, C).
     """
     return np.array([~holds[row].any(axis=0) for row in takes_part])
 
 
 def longest(absent: Bools) -> int:
-    """Return the largest number of successive rounds in which a class is absent, over all classes.
+    """Return the maximum number of consecutive rounds in which a class is absent, over all classes.
 
     Args:
         absent: Whether each class is absent in each round, shape (rounds, C).
@@ -212,12 +212,12 @@ def longest(absent: Bools) -> int:
 
 
 class Shown(NamedTuple):
-    """The presentation of a property.
+    """How a property is shown to users.
 
     Args:
-        label: A short name.
-        about: A noun phrase that defines the property.
-        unit: The unit: ``share`` (shown in percent), ``number``, or ``index`` (with a range from 0 or -1 to 1).
+        label: Short name of the property.
+        about: Noun phrase that defines the property.
+        unit: Unit of the property: ``share`` (shown in percent), ``number``, or ``index`` (from 0 or -1 to 1).
     """
 
     label: str
@@ -227,9 +227,9 @@ class Shown(NamedTuple):
 
 SHOWN = {
     "clients": Shown("clients", "number of clients", "number"),
-    "invited": Shown("invited", "share of the clients that a round invites", "share"),
+    "invited": Shown("invited", "share of the clients that are invited in a round", "share"),
     "classes": Shown("classes", "number of classes", "number"),
-    "classes_per_client": Shown("classes per client", "share of the classes that a client has, on average", "share"),
+    "classes_per_client": Shown("classes per client", "mean share of the classes that a client has", "share"),
     "label_skew": Shown("label skew", "distance of a client's class shares from the shares of all samples", "index"),
     "class_imbalance": Shown(
         "class imbalance", "distance of the class shares of all samples from equal shares", "index"
@@ -237,39 +237,41 @@ SHOWN = {
     "size_imbalance": Shown("size imbalance", "Gini coefficient of the clients' numbers of samples", "index"),
     "step_imbalance": Shown("step imbalance", "Gini coefficient of the clients' numbers of local steps", "index"),
     "online": Shown("online", "share of the clients that are online in a round", "share"),
-    "offline_rounds": Shown("rounds offline", "number of successive rounds that a client is offline", "number"),
+    "offline_rounds": Shown("rounds offline", "number of consecutive rounds that a client is offline", "number"),
     "online_skew": Shown(
         "online and labels", "distance of the class shares of online clients from the shares of all samples", "index"
     ),
-    "size_correlation": Shown("online and sizes", "correlation of the time online with the number of samples", "index"),
-    "absent_online": Shown("absent online", "share of rounds in which a class has no client online", "share"),
+    "size_correlation": Shown(
+        "online and sizes", "correlation of a client's rounds online with its number of samples", "index"
+    ),
+    "absent_online": Shown("absent online", "share of rounds in which no client with a class is online", "share"),
     "absent_uninvited": Shown(
         "absent uninvited", "share of rounds in which clients with a class are online, but none is invited", "share"
     ),
     "absent_replies": Shown(
-        "absent in replies", "share of rounds in which a class has no invited client online", "share"
+        "absent in replies", "share of rounds in which no invited client with a class is online", "share"
     ),
     "longest_absence": Shown(
-        "longest absence", "number of successive rounds in which a class has no invited client online", "number"
+        "longest absence", "most consecutive rounds in which no invited client with a class is online", "number"
     ),
 }
-"""The presentation of each property, in the order in which properties are shown."""
+"""A mapping from each property to its presentation, in the order in which properties are shown."""
 
 FACTOR = 1000.0
-"""Two numbers with this ratio have the distance 1, the largest distance of two shares."""
+"""Two numbers with this ratio have the maximum distance, which is 1."""
 
 
 def apart(key: str, mine: Properties, other: Properties) -> float | None:
     """Return the distance of two specs in a property, from 0 (equal) to 1; None if neither spec has the property.
 
-    Shares and indices are compared by their difference, and correlations are compared by half their difference. Numbers
-    are compared by the logarithm of their ratio, relative to the logarithm of ``FACTOR``. If only one spec has the
-    property, the result is 1.
+    For shares and indices, the distance is the absolute difference. For correlations, it is half the absolute
+    difference. For numbers, it is the logarithm of the ratio, divided by the logarithm of ``FACTOR``. If only one spec
+    has the property, the distance is 1.
 
     Args:
-        key: The name of the property.
-        mine: The properties of a spec.
-        other: The properties of another spec.
+        key: Name of the property.
+        mine: Properties of one spec.
+        other: Properties of the other spec.
     """
     a, b = getattr(mine, key), getattr(other, key)
     if a is None or b is None:

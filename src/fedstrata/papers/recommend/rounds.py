@@ -21,7 +21,7 @@ from fedstrata.sampling.base import ClientSampler, Uniform
 
 
 class Simulated(NamedTuple):
-    """The result of a simulation with one seed: which clients are online, and which clients are invited.
+    """The result of simulating all rounds with one seed: which clients are online, and which clients are invited.
 
     Args:
         online: Whether each client is online in each round, shape (rounds, N).
@@ -35,11 +35,11 @@ class Simulated(NamedTuple):
 def simulate(prepared: Prepared, seed: int) -> Simulated:
     """Simulate which clients are online and which clients are invited in all rounds.
 
-    Clients are invited by the spec's client sampler or, if this sampler needs results of training, by ``Uniform``.
+    The spec's client sampler invites the clients. If this sampler needs results of training, ``Uniform`` replaces it.
 
     Args:
-        prepared: The experiment.
-        seed: The seed. This seed replaces the spec's seed after the partition.
+        prepared: The prepared experiment.
+        seed: Seed of the simulation. The partition still depends on the spec's seed.
     """
     spec, config = prepared.spec, replace(prepared.config, seed=seed)
     clients, weights = np.arange(config.clients), Weights(config.model.params(), config.model.buffers())
@@ -63,7 +63,7 @@ def simulate(prepared: Prepared, seed: int) -> Simulated:
 
 
 def sampler_of(prepared: Prepared) -> ClientSampler:
-    """Return the client sampler of a spec, or ``Uniform`` if the spec's sampler needs clients' replies."""
+    """Return the client sampler of a spec, or ``Uniform`` if the spec's sampler needs replies of clients."""
     method, config = prepared.spec.method, prepared.config
     if not isinstance(method, Recipe) or method.client_sampler.learns(config):
         return Uniform()

@@ -1,4 +1,4 @@
-"""Define rules that give a reason to compare a method: a measured property, a limit, and a source."""
+"""Define rules that recommend methods: if a measured property reaches a limit, this is a reason to compare a method."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fedstrata.papers.recommend.properties import Properties
 
 
 class Claim(NamedTuple):
-    """A claim about a method.
+    """A claim about a method, with its source.
 
     Args:
-        text: The claim, as sentences.
-        source: A paper, or a page of this documentation with one of our own results.
+        text: One or more sentences that state the claim.
+        source: A paper, or a page of this documentation with our own result.
     """
 
     text: str
@@ -21,13 +21,13 @@ class Claim(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that recommends methods: a property of at least ``least`` is a reason to compare the methods.
+    """A rule that recommends methods: if a property is at least ``least``, this is a reason to compare the methods.
 
     Args:
-        key: The name of the property in ``Properties``.
-        least: The limit. The limits are conventions, because we have not measured the values above which a method
-            helps. However, if a rule cites one of our own results, the rule holds in the setting of this result.
-        methods: A mapping from each method to the claim about the method.
+        key: Name of the property in ``Properties``.
+        least: Limit of the property. The limits are conventions, because we have not measured from which value a method
+            helps. However, if a rule cites our own result, this rule applies in the setting of the result.
+        methods: A mapping from each method to a claim about the method.
     """
 
     key: str
@@ -46,9 +46,9 @@ RULES = (
         0.03,
         {
             "rebafl": Claim(
-                "Computed features replace missing classes. On Fashion-MNIST with dropouts, ReBaFL is 2.3 points "
-                "[1.4, 3.2] more accurate than FedAvg (5 seeds). With absences of 20 rounds, ReBaFL is 2.0 points less "
-                "accurate (1 seed).",
+                "ReBaFL generates features of classes that a client does not have. On Fashion-MNIST with dropouts, "
+                "ReBaFL is 2.3 points [1.4, 3.2] more accurate than FedAvg (5 seeds). With absences of 20 rounds, "
+                "ReBaFL is 2.0 points less accurate than FedAvg (1 seed).",
                 "docs/methods/class-imbalance.md",
             ),
             "feddyn": Claim(
@@ -62,8 +62,9 @@ RULES = (
         0.05,
         {
             "fedgs": Claim(
-                "FedGS invites clients with different labels. On the digits without dropouts, FedGS is 3.2 points "
-                "[0.2, 6.1] more accurate than FedAvg (5 seeds). With dropouts, the difference is not significant.",
+                "FedGS invites clients with different labels. On the data set digits without dropouts, FedGS is 3.2 "
+                "points [0.2, 6.1] more accurate than FedAvg (5 seeds). With dropouts, the difference is not "
+                "significant.",
                 "docs/methods/samplers-labels.md",
             ),
         },
@@ -73,7 +74,9 @@ RULES = (
         0.1,
         {
             "fedau": Claim("FedAU weights an update by the client's mean time between replies.", "arXiv:2306.03401"),
-            "fedawe": Claim("FedAWE counts an update once for each round of the client's absence.", "arXiv:2409.17446"),
+            "fedawe": Claim(
+                "FedAWE multiplies an update by the number of rounds since the client's last reply.", "arXiv:2409.17446"
+            ),
         },
     ),
     Rule(
@@ -81,7 +84,7 @@ RULES = (
         10,
         {
             "mifa": Claim(
-                "MIFA uses the latest update of an absent client. The server stores an update of each client.",
+                "MIFA replaces an absent client's update by the client's latest update, which the server stores.",
                 "arXiv:2106.04159",
             ),
         },
@@ -101,7 +104,7 @@ RULES = (
                 "docs/methods/index.md",
             ),
             "fedntd": Claim(
-                "Distillation keeps what the global model knows about classes that a client does not have.",
+                "With distillation, clients keep the global model's knowledge of classes that they do not have.",
                 "arXiv:2106.03097",
             ),
         },
