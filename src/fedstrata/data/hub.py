@@ -67,8 +67,8 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
         DataError: The split ``train`` is missing, or the columns with the inputs and the labels cannot be identified.
     """
     if "train" not in splits:
-        named = ", ".join(splits)
-        raise DataError(f"the data set has no split 'train', only: {named}. Use a data set with a split 'train'.")
+        names = ", ".join(splits)
+        raise DataError(f"the data set has no split 'train', only: {names}. Use a data set with a split 'train'.")
     train = splits["train"]
     if client is not None:
         _check_client(client, train.features)
@@ -125,8 +125,8 @@ def input_columns(features: Any) -> list[str]:
             )
     numbers = [name for name, feature in features.items() if name != label and _is_number(feature)]
     if not numbers:
-        named = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise DataError(f"the data set has no column of images, arrays or numbers. Its columns are: {named}.")
+        columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        raise DataError(f"the data set has no column of images, arrays or numbers. Its columns are: {columns}.")
     return numbers
 
 
