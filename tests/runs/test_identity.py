@@ -228,7 +228,7 @@ def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key:
     with pytest.raises(
         SpecError,
         match=(
-            r"contains a run, but its run\.json, which describes the run, cannot be read\. "
+            r"contains a run whose file run\.json, which describes the run, cannot be read\. "
             r"Give"
         ),
     ):
@@ -253,7 +253,7 @@ def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     (folder / "events.jsonl").write_bytes(bytes(len(whole)))
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
     assert (folder / "events.jsonl.damaged").read_bytes() == bytes(len(whole))
-    assert "events.jsonl, line 1 is not a JSON object. The damaged file was kept" in " ".join(
+    assert "events.jsonl, line 1 is not a JSON object. The damaged file was renamed" in " ".join(
         e["reason"] for e in read_jsonl(folder / "events.jsonl")
     )
 

@@ -114,7 +114,7 @@ class Stratify(Method):
         check_masking(self.masking, config.strata)
         check_secure_batches(config, self.mode)
         if config.training.batch_norm == "local" and config.model.has_batchnorm:
-            problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
+            problem = "Stratify computes BatchNorm statistics over batches of all clients. Use batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "single":
             problem = (
@@ -136,7 +136,7 @@ class Stratify(Method):
         """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose hidden values."""
         problems = {
             "requires batches. Use method.mode = 'batch'.": self.mode != "batch",
-            "is the gradient of the mean loss only for one local step. Use method.local_steps = 1.": (
+            "gives the gradient of the mean loss only with one local step. Use method.local_steps = 1.": (
                 self.local_steps > 1
             ),
             "tells clients how frequent each label is, which masking hides. Use method.masking = 'none'.": (

@@ -95,7 +95,7 @@ def test_what_was_encrypted_with_another_key_is_never_rounded(counting: Pair) ->
     stranger = pair(COUNTING)[1].seal(np.ones(COUNTING.slots)).serialize()
     opener, sealer = counting
     mixed = sealer.seal(np.ones(COUNTING.slots)) + sealer.load(stranger, length=COUNTING.slots)
-    with pytest.raises(FedstrataError, match="made with another key"):
+    with pytest.raises(FedstrataError, match="encrypted with another key"):
         opened(opener, mixed, tolerance=0.1)
 
 
