@@ -166,7 +166,7 @@ def test_a_spec_without_a_minimum_says_nothing_of_it():
     assert fs.Experiment.from_table(spec.to_spec()) == spec
 
 
-SEES = r"privacy\.min_samples = 5: .*\.local_steps × training\.batch_size = {} × {} = {} sample.* Set privacy\.min_samples to at most {}\."
+SEES = r"privacy\.min_samples = 5: .*\.local_steps × training\.batch_size = {} × {} = {} sample.* to at most {}\."
 
 
 @pytest.mark.parametrize("method", ["fedavg", "sfl", "fedssar", "scaffold"])

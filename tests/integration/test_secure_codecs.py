@@ -336,7 +336,7 @@ def test_compressed_sums_are_equal_on_ray(on_ray: Callable[..., fs.History]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another codec": ({"communication": {"up": "top-k"}}, r"communication.up = 'top-k': is not possible with secure sums, because"),
+    "another codec": ({"communication": {"up": "top-k"}}, r"communication.up = 'top-k': is not possible with secure"),
     "an encoded model": (
         {"communication": POWERSGD | {"down": "bf16"}},
         "communication.down = 'bf16': clients have different versions of the model",

@@ -268,8 +268,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Measure how similar a reconstruction is to the feature's images, to the mean of these images, and to strangers.
-    """
+    """Compare a reconstruction with the feature's images, with the mean of these images, and with strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

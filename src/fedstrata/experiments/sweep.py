@@ -1,5 +1,4 @@
-"""Run a sweep over all combinations (cells) of several settings' values, and find the best cell on validation samples.
-"""
+"""Run all combinations (cells) of several settings' values, and find the best cell on validation samples."""
 
 from __future__ import annotations
 

@@ -85,7 +85,5 @@ def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> No
         with model.loaded(params, model.buffers(), train=True) as loaded:
             gradient(loaded, names, batch)
     except Exception as error:  # PyTorch raises many kinds of exceptions
-        problem = (
-            f"PyTorch cannot compute per-sample gradients for the model ({error}). Use another model."
-        )
+        problem = f"PyTorch cannot compute per-sample gradients for the model ({error}). Use another model."
         raise SpecError("privacy.dp", problem, dp.noise) from error

@@ -325,9 +325,7 @@ def _check_task(method: Method, config: FederationConfig) -> None:
         if is_plain(objective, "loss") or objective.tasks is None:
             continue
         if task not in objective.tasks:
-            problem = (
-                f"has its own loss for the tasks {', '.join(sorted(objective.tasks))}, but the task is {task!r}."
-            )
+            problem = f"has its own loss for the tasks {', '.join(sorted(objective.tasks))}, but the task is {task!r}."
             raise SpecError("method", f"{problem} Use another method, such as fedavg or fedprox.", method.name)
         if config.task.has_classes and not config.task.plain:
             changed = ", ".join(key for key in config.task.to_spec() if key != "name")
