@@ -432,7 +432,7 @@ class OwnRounds(fs.FedAvg):
 
 @pytest.mark.parametrize("method", [fs.FedAvg(aggregator=Favourite()), OwnRounds()])
 def test_classes_that_do_not_declare_what_they_need_are_refused(method: fs.Method) -> None:
-    with pytest.raises(SpecError, match=r"does not declare that sums over clients are enough \(needs_replies\)"):
+    with pytest.raises(SpecError, match=r"does not declare that the server needs only sums of replies"):
         fs.prepare(spec(method=method))
 
 

@@ -198,7 +198,7 @@ def train(
 
 
 def unexpected(prepared: Prepared, round: UpdateRound, update: Params) -> Params:
-    """Return an update without its component along the gradient of the test set, which the attacker knows.
+    """Remove from an update the component that the attacker can predict from the gradient of the test loss.
 
     Args:
         prepared: The experiment.
@@ -272,7 +272,7 @@ def verdict(audit: CanaryAudit) -> str:
 
 
 def caption(audit: CanaryAudit) -> str:
-    """Describe the run and the settings of the audit in words."""
+    """Return a caption with the run and the settings of the audit."""
     control = "" if audit.divided == 1 else f", noise divided by {audit.divided:g} (control)"
     return (
         f"{audit.method} on {audit.data}, privacy.sums = {audit.sums!r}{control}: client {audit.client} with "

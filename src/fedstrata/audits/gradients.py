@@ -520,7 +520,7 @@ def cells(finding: Finding) -> list[str]:
 
 
 def caption(audit: GradientAudit) -> str:
-    """Describe the run, the replayed rounds and the settings of the audit in words."""
+    """Return a caption with the run, the replayed rounds and the settings of the audit."""
     total, (first, last) = sum(audit.counts.values()), audit.rounds
     below = sum(count for size, count in audit.counts.items() if size < 5)
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"

@@ -87,7 +87,7 @@ def epsilon_bound(canaries: int, guesses: int, right: int, delta: float, confide
 
     Args:
         canaries: The number of canaries.
-        guesses: The number of canaries about which the attacker guesses. It must not depend on the guesses.
+        guesses: The number of canaries about which the attacker guesses. This number must be fixed before the guesses.
         right: The number of correct guesses.
         delta: δ.
         confidence: The confidence level. If training is (ε, δ)-differentially private, the probability that the bound

@@ -93,7 +93,7 @@ def cells(row: Row) -> list[str]:
 
 
 def caption(audit: Audit) -> str:
-    """Describe the run, the attacked clients and the attacker's images in words."""
+    """Return a caption with the run, the attacked clients and the attacker's images."""
     clients = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
     source = "the test set" if audit.held_out == "test" else "training samples that no client has"
     return (

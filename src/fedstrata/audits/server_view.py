@@ -104,8 +104,8 @@ class UpdateTap(LocalEngine):
 def mean_update(method: Recipe, config: FederationConfig, round: UpdateRound) -> Params:
     """Return the weighted mean of a round's updates, which the server computes from the sum of the updates.
 
-    With secure sums, the mean is computed and rounded exactly as by the server. In other runs, clients are weighted by
-    their numbers of samples.
+    With secure sums, the mean is computed and rounded exactly as on the server. Without secure sums, clients are
+    weighted by their numbers of samples.
 
     Args:
         method: The method of the run.
@@ -151,7 +151,7 @@ def require_updates(prepared: Prepared) -> Recipe:
     if prepared.config.model.has_batchnorm:
         refuse("model", "has BatchNorm layers, which mix samples. Audit a run of a model without BatchNorm.")
     if not isinstance(method, Recipe) or type(method).run_round is not Recipe.run_round:
-        refuse("method", "sends more than updates. Audit a run of a method such as fedavg.", method.name)
+        refuse("method", "lets clients send more than updates. Audit a run of a method such as fedavg.", method.name)
     assert isinstance(method, Recipe)
     if method.aggregator.own_starts:
         problem = "lets clients start from different models. Audit a run with method.aggregator = 'size'."

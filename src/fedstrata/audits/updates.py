@@ -52,7 +52,7 @@ class View:
         name: ``SINGLE`` or ``SUM``.
         seen: Whether the server of this run sees these values.
         sent: The number of updates or sums in the replayed rounds.
-        samples: The mean number of training samples behind an attacked update or sum; None if none was attacked.
+        samples: The mean number of training samples behind an attacked update or sum; None without attacks.
         inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
             out.
         control: The mean results of the same attacks on random numbers, which do not reveal anything.
@@ -183,7 +183,7 @@ class SeenUpdate:
     Args:
         round: All updates of the round.
         update: The update or the mean, as a mapping from names of parameters.
-        clients: The clients from whose samples the update was computed.
+        clients: The clients whose samples contributed to the update.
     """
 
     round: UpdateRound
@@ -290,7 +290,7 @@ def cells(view: View) -> list[str]:
 
 
 def caption(audit: UpdateAudit) -> str:
-    """Describe the run, the replayed rounds and the settings of the audit in words."""
+    """Return a caption with the run, the replayed rounds and the settings of the audit."""
     first, last = audit.rounds
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
     noise = "without noise" if audit.epsilon is None else f"ε = {audit.epsilon:.3g}"

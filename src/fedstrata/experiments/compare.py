@@ -80,7 +80,7 @@ def compare(
     """Run every experiment with every seed, and write a report.
 
     Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. If the process
-    is killed, the same call finishes the work.
+    is killed, repeat the call to finish the comparison.
 
     Args:
         experiments: A mapping from labels, which are names of your choice, to experiments.
@@ -214,7 +214,7 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
-    """Return the latest value of a run's primary metric as text. The text is empty before the first evaluation.
+    """Return the latest value of a run's primary metric as a string, which is empty before the first evaluation.
 
     Args:
         out: The folder of the comparison.
@@ -319,7 +319,7 @@ def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **
 
 
 def run_text(spec: str, folder: Path, engine: str = "local") -> None:
-    """Run an experiment to its end in a new process, which receives the spec as text."""
+    """Run an experiment to its end in a new process, which receives the spec as a string."""
     run_to_end(Experiment.from_table(tomllib.loads(spec)), folder, engine=engine)
 
 

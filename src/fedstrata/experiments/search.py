@@ -80,7 +80,7 @@ class Range:
         """Parse a range: ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
 
         Raises:
-            SpecError: The text does not have one of these forms.
+            SpecError: ``text`` is not a valid range.
 
         >>> Range.parse("training.lr", "log:0.001..0.5")
         Range(kind='log', low=0.001, high=0.5, choices=())
@@ -160,8 +160,8 @@ def search(
     A trial runs one combination of proposed settings with every seed. The result of a trial is the mean of the metric
     ``evaluation.primary`` over the seeds. The metric is measured on the validation samples, with the model that each
     run saves. A trial is pruned (stopped early) if its first run is worse in a round than the median of earlier trials.
-    If the process is killed, the same call continues the search. Finished trials are not repeated, and an interrupted
-    trial continues from its last checkpoint. With ``jobs=1``, a search that was killed and continued has the same
+    If the process is killed, repeat the call to continue the search. Finished trials are not repeated, and interrupted
+    trials continue from their last checkpoints. With ``jobs=1``, a search that was killed and continued has the same
     result as an uninterrupted search. With more jobs, the proposals depend on the order in which trials end.
 
     Args:

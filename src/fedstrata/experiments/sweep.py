@@ -274,7 +274,7 @@ def _keys(result: Sweep) -> list[str]:
 
 
 def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the table's headings, and a mapping from each label to its row. Notes, if any, are in the last column."""
+    """Return the table's headings, and a mapping from each label to its row. The last column contains notes."""
     how = tables.measure(f"final_{result.primary}")
     headings = [*_keys(result), how.heading.replace("final", "validation", 1)]
     lines = {

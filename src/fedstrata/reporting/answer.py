@@ -40,8 +40,8 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
     Args:
         row: The comparison of the method with the baseline.
-        direction: 1 if higher values are better, -1 if lower values are better, and 0 if neither are better. With 0,
-            the verdict is always "no order shown".
+        direction: 1 if higher values are better, -1 if lower values are better, and 0 in all other cases. With 0, the
+            verdict is always "no order shown".
     """
     order = row.difference.order() if row.difference is not None else "not run"
     sign = direction * {"above": 1, "below": -1}.get(order, 0)
@@ -52,13 +52,13 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     """Describe the result for the comparison's first measure, which is usually the final primary metric.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         comparison: The comparison of the runs.
     """
     key = next(iter(comparison.measures), "")
     rows = {row.label: row for row in comparison.groups.get(key, []) if row.value.mean is not None}
     if not rows:
-        return Answer("No run has a result.", "")
+        return Answer("None of the runs has a result.", "")
     sign = comparison.directions[key] or 1
     ranked = sorted(rows.values(), key=lambda row: -sign * (row.value.mean or 0.0))
     how, baseline, best = comparison.measures[key], comparison.baseline, ranked[0]
@@ -75,7 +75,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     if ahead:
         sentences.append(f"{names(ahead)} {verb[len(ahead) > 1]} ahead of {baseline}.")
     elif (fewest := min(row.value.n for row in ranked)) < MIN_SEEDS:
-        sentences.append(f"{fewest} seed{'s' if fewest > 1 else ''} cannot show an order.")
+        sentences.append(f"{fewest} seed{'s are' if fewest > 1 else ' is'} too few to rank the methods.")
     else:
         sentences.append(f"No method is shown to be ahead of {baseline}.")
     if behind:
@@ -128,7 +128,7 @@ def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) ->
 
 
 def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> str:
-    """Compare a method's total bytes with the baseline's in words. The text is empty if bytes were not recorded."""
+    """Describe how many bytes a method sent, compared with the baseline; empty if bytes were not recorded."""
     sent, baseline_sent = (
         fmean(sum(history.total(column) for column in TRAFFIC) for history in runs[each]) for each in (label, baseline)
     )

@@ -150,5 +150,5 @@ def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs, because Matplotlib reads a text between dollar signs as mathematics."""
+    """Escape dollar signs, because Matplotlib interprets text between dollar signs as mathematics."""
     return text.replace("$", r"\$")

@@ -24,7 +24,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
     """Estimate each client's result (such as its test accuracy) with each method, as a mean over seeds.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         column: A column of results in the runs' tables of clients (``clients.csv``).
 
     Returns:

@@ -133,7 +133,7 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over rounds: first the primary metric, then the other metrics.
 
-    Columns that only some methods record come last, and only if the values of these columns change.
+    Columns that only some methods record come last, and are left out if their values never change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column that only some methods record to True if its values change in any run."""
@@ -255,10 +255,10 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
         classes: The number of classes.
 
     Returns:
-        A dict for JSON. The keys ``run``, ``rounds`` and ``each`` are the same as in ``fates``. The key ``some``
-        contains the number of rounds in which at least one class was absent. The key ``rows`` contains a string for
-        each class, with one digit per bar. The digit is 0 if the class was present in all rounds of the bar, and 4 if
-        the class was absent in all rounds.
+        A dict for JSON. The keys ``run``, ``rounds`` and ``each`` have the same meaning as in ``fates``. The key
+        ``some`` contains the number of rounds in which at least one class was absent. The key ``rows`` contains a
+        string for each class, with one digit per bar. The digit is 0 if the class was present in all rounds of the bar,
+        and 4 if the class was absent in all rounds.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)

@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount that the round used.
+        columns: The columns of a round's record whose sum is the amount of the resource that the round used.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.
@@ -133,15 +133,15 @@ def contrast(
     within the budget. A run that spent less than the budget in total has no value.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
             or ``rounds_to_T`` for a target T. Columns of the records are also measures, with their values in the round
             of the saved model. Default: the primary metric at the end, at equal bytes and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
             the largest amount that all runs reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.
-        test: The test of paired differences. All differences of a measure are judged together. Intervals then hold at
-            the same time, and p-values are corrected for the number of differences (Bonferroni).
+        test: The test of paired differences. All differences of a measure are judged together: intervals hold
+            simultaneously, and p-values are corrected for the number of differences (Bonferroni).
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -388,7 +388,7 @@ def to_markdown(table: Contrasts) -> str:
 
 
 def to_latex(table: Contrasts) -> str:
-    """Return a LaTeX table with one row per method and one column per measure. It needs the package booktabs.
+    """Return a LaTeX table (with the package booktabs) that has one row per method and one column per measure.
 
     The best mean of each measure is bold. Intervals, differences and tests are in a comment above the table.
     """

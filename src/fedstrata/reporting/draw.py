@@ -68,7 +68,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display settings of a column. They are derived from the name if ``QUANTITIES`` lacks the column.
+    """Return a column's display settings from ``QUANTITIES``, or derive the settings from the column's name.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -142,7 +142,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
     """Return the curves of a chart, in the units that the chart shows.
 
     Args:
-        curves: The histories of each method.
+        curves: A mapping from each method to the histories of its runs, one per seed.
         column: The column.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start.
 
@@ -170,7 +170,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of the curves with bands. Only curves over several seeds can have bands.
+    """Choose the curves that get bands, and return their labels. Only curves over several seeds can have bands.
 
     If the chart has more than ``BANDS`` curves, only the first curve and the best curve can have bands.
     """
@@ -186,7 +186,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
 
     Args:
         axes: The axes to draw into.
-        curves: The histories of each method.
+        curves: A mapping from each method to the histories of its runs, one per seed.
         column: The column.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start, on a logarithmic
             scale.

@@ -43,9 +43,9 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
     """Return the last part of a comparison's output, which shows the result.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         is_comparable: Whether all runs use the same data. Otherwise, the methods are not compared.
-        every: Whether the table shows all columns instead of only the most important columns.
+        every: Whether the table shows all columns. Otherwise, the table shows only the most important columns.
     """
     comparison = contrasts.contrast(runs)
     said = answer(runs, comparison) if is_comparable else None
@@ -105,7 +105,7 @@ def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrast
 def _with_best(
     cells: Sequence[Estimate], rows: Sequence[tables.Row], how: tables.Measure, spread: bool = True, sign: int = 0
 ) -> list[str | Text]:
-    """Format the cells of a column. The best cell is bold. If neither direction is better, the first cell is bold."""
+    """Format the cells of a column, with the best cell in bold. If a best cell is not defined, the first is bold."""
     from rich.text import Text
 
     texts: list[str | Text] = [

@@ -82,7 +82,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
     """Return the values for the template's cards and first table.
 
     Args:
-        runs: The runs of each method.
+        runs: A mapping from each method to its runs, one per seed.
         comparison: The comparison of the runs, whose first measure is the final value of the primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
@@ -120,7 +120,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    If there is no such target, return the hardest target that any run reached. If there is none, return None.
+    If there is no such target, return the hardest target that any run reached; None if runs did not reach any target.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]
@@ -287,7 +287,7 @@ def _spread(history: History, column: str) -> float | None:
 
 
 def _drawn(rows: Sequence[Contrast], factor: float) -> dict[str, Any]:
-    """Return the positions of differences, intervals and seeds in the plot, in pixels. All rows have the same scale."""
+    """Return the positions (in pixels) of differences, intervals and seeds in the plot, with one scale for all rows."""
     reaches = {}
     for row in rows:
         if (difference := row.difference) is not None and difference.mean is not None:

@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def _remaining(task: Task, now: float) -> str:
-    """Estimate a task's remaining time as text. The text is empty before the first and after the last finished step."""
+    """Estimate a task's remaining time, formatted as text; empty before the first step and after the last step."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:

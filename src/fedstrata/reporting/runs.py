@@ -94,7 +94,7 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
         folders: One folder, or several.
 
     Raises:
-        DataError: A folder is neither a run folder nor a compare folder, or no folder is given.
+        DataError: A folder is neither a run folder nor a compare folder, or the list of folders is empty.
     """
     folders = [folders] if isinstance(folders, (Path, str)) else folders
     if not folders:

@@ -57,7 +57,7 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 
 def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Return the number of finished runs and of all runs in words, such as ``17 of 18 runs finished``."""
+    """Describe the number of finished runs and of all runs, such as ``17 of 18 runs finished``."""
     members = [run for each in runs.values() for run in each]
     planned = max(len(members), len(runs) * len({run.history.seed for run in members}))
     return f"{sum(run.finished for run in members)} of {planned} run{'' if planned == 1 else 's'} finished"

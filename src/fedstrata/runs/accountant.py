@@ -92,7 +92,7 @@ class Accountant(RunAccountant):
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
         sizes: Number of samples of each client, shape (N,). We assume that the numbers of samples are public.
-        known: Whether the numbers of samples are known before the run. Otherwise, replies contain these numbers.
+        known: Whether the numbers of samples are known before the run. If not, replies contain the numbers of samples.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

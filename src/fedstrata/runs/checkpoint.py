@@ -51,7 +51,7 @@ class Checkpoint:
     Args:
         round: The last finished round when the checkpoint was saved.
         state: The method's state.
-        clients: A mapping from each client with a state to the file of this state.
+        clients: A mapping from each client to the file with the client's state. Clients without a state are left out.
         remote: Whether the clients' states are stored at the sites (the clients' own machines), not in the checkpoint.
         identity: The run's identity; None if the checkpoint has no identity.
         logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
@@ -98,7 +98,7 @@ def save(
         store: The clients' states. A state is written only if it changed since the last checkpoint.
         remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has no states.
         identity: The run's identity; see ``fedstrata.runs.identity``.
-        logs: A mapping from the name of each log of the run to the checksum of its last line.
+        logs: A mapping from the name of each of the run's logs to the checksum of its last line.
         loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS

@@ -48,7 +48,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     buffers = "has buffers or integer parameters, to which noise is not added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
-        (privacy.dp is not None, "privacy.dp", ..., "cannot be used together with privacy.clients. Remove one."),
+        (privacy.dp is not None, "privacy.dp", ..., "cannot be used with privacy.clients. Remove one of the sections."),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (

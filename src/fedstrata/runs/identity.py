@@ -241,7 +241,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the name and the SHA-256 of each Python module of the user that implements a setting of the spec."""
+    """Yield the name and the SHA-256 of each user-written Python module that implements a setting of the spec."""
     for code in (value.implementation for value in _settings(spec)):
         if code.__module__.partition(".")[0] == "fedstrata":
             continue
@@ -278,7 +278,7 @@ def _digest(*parts: bytes | Inputs | None) -> str:
 
 
 def _add(digest: hashlib._Hash, *pieces: Any) -> None:
-    """Add the length of a part to a digest, and then the bytes of all pieces of the part."""
+    """Update a digest with the length of a part, and then with the bytes of the part's pieces."""
     digest.update(sum(map(len, pieces)).to_bytes(8, "little"))
     for piece in pieces:
         digest.update(piece)

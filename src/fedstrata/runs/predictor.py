@@ -49,7 +49,7 @@ OF_ROWS = ("label", "columns", "missing", "delimiter")
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: all information that inference needs, except the parameters.
 
-    Each float is written as the shortest text that is read as the same float64.
+    Each float is written with the fewest digits that still represent the same float64.
 
     Args:
         prepared: The experiment.
@@ -139,7 +139,7 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
+    Only ``model.json`` and ``model.safetensors`` are read, and pickle is not used. If the run's spec names your own
     function that creates the model, the Python module of this function is imported, except if you pass ``model``.
 
     Args:

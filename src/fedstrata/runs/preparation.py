@@ -314,7 +314,7 @@ def _check_start(model: Model, spec: Experiment) -> None:
             raise SpecError("model", problem + "register constants with persistent=False.")
     local = spec.training.batch_norm == "local" and model.has_batchnorm
     if local and spec.evaluation.batch_size == 1:
-        problem = "with training.batch_norm = 'local', statistics are computed per batch. Use at least 2 samples."
+        problem = "with training.batch_norm = 'local', statistics are computed per batch. Set batch_size to at least 2."
         raise SpecError("evaluation.batch_size", problem, 1)
 
 

@@ -395,7 +395,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
 
 def prepare_again(folder: Path, key: str) -> Prepared:
-    """Prepare the experiment of a run again, for example to show its strata.
+    """Prepare the experiment of an existing run, for example to show the run's strata.
 
     Args:
         folder: The run folder.

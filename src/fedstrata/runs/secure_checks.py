@@ -18,7 +18,7 @@ from fedstrata.methods.base import READING, Method
 from fedstrata.methods.recipe import CHOICES, Recipe
 from fedstrata.spec.experiment import Experiment
 
-UNDECLARED = "does not declare that sums over clients are enough (needs_replies)"
+UNDECLARED = "does not declare that the server needs only sums of replies (needs_replies)"
 
 
 def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut) -> None:

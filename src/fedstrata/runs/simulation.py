@@ -319,7 +319,7 @@ class Simulation:
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Choose the model that is saved at the end of the run, instead of the model of the last round.
+        """Choose a model that is saved at the end of the run. By default, the model of the last round is saved.
 
         Args:
             weights: The parameters and buffers to save.
@@ -502,7 +502,7 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
     Args:
         was: Whether the clients' states are stored at the sites (the clients' own machines). Otherwise, the states are
             in the checkpoint.
-        will: Whether clients' states stay at the sites with the engine that resumes the run.
+        will: Whether the engine that resumes the run leaves the clients' states at the sites.
         engine: The name of the engine.
 
     Raises:

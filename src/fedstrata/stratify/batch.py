@@ -1,4 +1,4 @@
-"""Stratify's batch mode: each batch of an epoch consists of samples of many clients (Algorithms 2 and 4)."""
+"""Run Stratify's batch mode on the server: each batch consists of samples of many clients (Algorithms 2 and 4)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BatchMode:
         """Raise ``SpecError`` if BatchNorm would get batches with only one sample."""
         if config.model.has_batchnorm and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
-            raise SpecError(key, "BatchNorm requires at least two samples per batch. Set it to at least 2.", 1)
+            raise SpecError(key, "BatchNorm requires at least two samples per batch. Set batch_size to at least 2.", 1)
 
     def rate(self, training: Training, round: int) -> float:
         """Return the learning rate of a round's batches, which is the product of three factors.
@@ -327,9 +327,9 @@ class BatchPlan:
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
         """Decide which positions are *given up* (trained by no client), because a client held back its samples.
 
-        A client holds back a sample if it has too few samples for a batch. A position is given up if clients hold back
-        all unused samples of its label. Without this rule, a client would train a sample a second time. All other
-        positions are given to other clients.
+        A client holds back a sample if the client has too few samples for a batch. A position is given up if clients
+        hold back all unused samples of the position's label. Without this rule, a client would train on a sample a
+        second time. All other positions are given to other clients.
 
         Args:
             client: The client.
@@ -351,7 +351,7 @@ class BatchPlan:
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
             self.held_back += count
-            reason = f"{count} positions: the client has too few samples in the batch"
+            reason = f"{count} positions are not trained: the client has too few samples in the batch"
             self.roster.federation.note("held back", [client], reason)
         return given_up
 

@@ -58,7 +58,7 @@ class Pool:
     Args:
         order: Shuffled indices into the client's samples.
         used: The number of used samples, which are the first entries of ``order``.
-        refills: The number of times that all samples were shuffled and made available again in this epoch.
+        refills: How often all samples were shuffled and made unused again in this epoch.
     """
 
     order: Ints
@@ -112,14 +112,14 @@ def opened(
     Args:
         client: The client.
         pools: A mapping from each placeholder to its pool, before the request.
-        request: The request, which says which pools to refill, and which range (``window``) of the samples may be used.
+        request: The request. It lists the pools to refill, and the range (``window``) of samples that may be used.
         placeholders: The placeholders from which the request draws samples.
 
     Raises:
         FedstrataError: The request refills more pools than there are classes, which could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
-        raise FedstrataError("the request refills more pools than there are classes")
+        raise FedstrataError("the request refills the samples of more labels than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
     labels: Ints | None = None
@@ -154,7 +154,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = sorted(set(wanted.tolist()))
     if len(asked) > client.context.config.strata:
-        raise FedstrataError("the request names more placeholders than there are classes")
+        raise FedstrataError("the request contains more different placeholders than there are classes")
     pools = opened(client, before.pools, request, asked)
     for p in asked:
         served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True
@@ -182,7 +182,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Move a client's new samples between batches, so that no batch has too few samples of the client.
+    """Move a client's new samples to other batches, so that the client has enough samples in each of its batches.
 
     The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
     parts or, at the end, with the previous part. Samples that were reserved earlier stay in their batches. No sample is

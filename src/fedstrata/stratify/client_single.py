@@ -98,8 +98,8 @@ class FusedSteps:
     """Trains a model that travels from client to client (a *relay*), if all clients share one process.
 
     At first, each task only draws its samples. The SGD steps for many tasks (a *block*) are taken later, all at once.
-    The resulting model is bit for bit the same as if each client took its own steps. If the model is not finite after a
-    block, the block is repeated task by task. Each task after which the model is not finite is then undone.
+    The result is bit for bit the same as with separate steps at each client. If the model is not finite after a block,
+    the block is repeated task by task. Each task after which the model is not finite is then undone.
 
     Args:
         context: The context that the clients share.

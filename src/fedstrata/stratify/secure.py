@@ -79,7 +79,7 @@ def ask_gradients(
 
 
 def check_secure_batches(config: FederationConfig, mode: str) -> None:
-    """Check that secure sums are possible for batches.
+    """Check that Stratify's mode and the model support secure sums (``privacy.sums``).
 
     Raises:
         SpecError: The model has buffers, or training does not use batches.

@@ -49,7 +49,7 @@ class SingleMode:
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
         if self.chunk_size * config.clients > MOST_CELLS:
             most = MOST_CELLS // config.clients
-            problem = f"needs too much memory with {config.clients:,} clients. Set it to at most {most}."
+            problem = f"needs too much memory with {config.clients:,} clients. Set chunk_size to at most {most}."
             raise SpecError("method.chunk_size", problem, self.chunk_size)
         if config.model.has_batchnorm:
             problem = "BatchNorm cannot normalise batches of one sample. Use method.mode = 'batch'."
@@ -63,8 +63,8 @@ class SingleMode:
     ) -> tuple[Weights, Tree, dict[str, Any]]:
         """Train the model at one client after another until the schedule is complete; see ``BatchMode.run_epoch``.
 
-        This mode does not use a server optimiser. The argument ``optimizer`` is ignored, and the returned state is
-        None.
+        Single-sample mode does not use a server optimiser. The argument ``optimizer`` is ignored, and the returned
+        state is None.
         """
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
@@ -154,8 +154,8 @@ class Route:
 
         Args:
             position: The index of the task among the tasks that were sent.
-            reply: The client's reply; None if the task failed. If a failure is noticed later, this method is called
-                again with None.
+            reply: The client's reply; None if the task failed. If a failure is noticed later, the method is called a
+                second time with None.
         """
         task, roster = self._sent[position], self.roster
         if reply is None:

@@ -173,7 +173,7 @@ class Opener(Sealer):
         self.parameters = parameters
         self.context = self._load_context(secret)
         if not self.context.is_private():
-            raise FedstrataError("this context has no secret key")
+            raise FedstrataError("the CKKS context does not contain a secret key, which is needed to decrypt")
 
     def open_whole(self, cipher: Cipher, *, tolerance: float) -> Ints:
         """Decrypt a ciphertext of integers.

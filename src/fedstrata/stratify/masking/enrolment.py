@@ -1,10 +1,10 @@
 """Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
-a label. The server numbers placeholders in the order in which it discovers their labels. This order is the same in
-every mode of masking, so that the training is also the same. Clients know the placeholders only by random numbers
-(*names*), because the server's own numbers would reveal which client added a label. Neither this module nor its imports
-can access a secret key.
+a label. The server numbers placeholders in the order in which it discovers their labels. The order is the same in
+every mode of masking, so that masking does not change the training. Clients know the placeholders only by random
+numbers (*names*), because the server's own numbers would reveal which client added a label. Neither this module nor its
+imports can access a secret key.
 
 The page ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking (Stratify §IV-A).
 """

@@ -110,17 +110,17 @@ class Keys:
             data = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"there are no keys at {path} ({error.strerror}). Create keys with 'fedstrata keys --out DIR', and "
-                f"copy them to the site of every client. Set {VARIABLE}=DIR at the sites, but never on the server."
+                f"the key file {path} cannot be read ({error.strerror}). Create keys with 'fedstrata keys --out DIR', "
+                f"and copy them to the site of every client. Set {VARIABLE}=DIR at the sites, but never on the server."
             ) from None
         if os.name == "posix" and mode & 0o077:
-            raise DataError(f"{path} can be read by other users (mode {mode:o}). Change its mode to 600.")
+            raise DataError(f"{path} can be read by other users (mode {mode:o}). Change the file's mode to 600.")
         try:
             parts = records.decode(data)
         except WireError as error:
             raise DataError(f"{path} is damaged: {error}. Restore the file.") from None
         if not isinstance(parts, dict) or parts.pop("format", None) != _FORMAT:
-            raise DataError(f"{path} is not a key file. Create one with 'fedstrata keys'.")
+            raise DataError(f"{path} is not a key file. Create a key file with 'fedstrata keys'.")
         return cls(parts)
 
 
@@ -129,14 +129,14 @@ class KeyRing:
 
     The keys come from one of three places:
 
-    - Without a folder, the keys are in memory, and the first client that is asked makes the keys. This case is for
-      simulations in one process.
+    - In simulations in one process, the keys are in memory. The first client that is asked makes the keys, and
+      ``folder`` is None.
 
-    - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
-      several processes.
+    - In simulations in several processes, the first client that is asked writes the key file. In this case, ``folder``
+      is set and ``create`` is True.
 
-    - With a folder and without ``create``, the folder must already contain the key file, which an operator has put
-      there. This case is for the sites of a deployment.
+    - In deployments, an operator puts the key file into the folder before the run. In this case, ``folder`` is set and
+      ``create`` is False.
 
     Args:
         folder: The folder of the key file; None to keep the keys in memory.
@@ -172,7 +172,7 @@ class KeyRing:
         if self._keys is None:
             if self.folder is None:
                 raise FedstrataError(
-                    "this client has no keys, because they were created in another process. Create key files with "
+                    "the client does not have the keys, because another process created them. Create key files with "
                     f"'fedstrata keys', and set {VARIABLE}."
                 )
             self._keys = Keys.read(self.folder)

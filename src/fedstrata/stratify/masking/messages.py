@@ -156,8 +156,8 @@ class CompareReply(Reply):
 
     Args:
         places: For each label of the client, the position of a zero difference, int64, shape (L,). Column c of the
-            request's ciphertext i has the position i · width + c. A label with a zero difference is on the list. All
-            other labels have the position −1. ``SlotLayout`` defines columns and width.
+            request's ciphertext i has the position i · width + c. A label with a zero difference is on the server's
+            list. All other labels have the position −1. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -248,7 +248,7 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """A request for a client's encrypted sample counts. It also tells the client the placeholders of its labels.
+    """A request for encrypted sample counts. The request also tells a client the placeholders of the client's labels.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
@@ -287,7 +287,7 @@ class Totals(Reply):
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "according to the totals, a label has fewer samples than clients, or has samples but not a client"
+                "the totals are impossible: a label has fewer samples than clients, or has samples but not a client"
             )
 
 
@@ -325,7 +325,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request for a client's fraction of all samples of each label.
+    """A request for the fraction of all clients' samples that a client has, for each of its labels.
 
     The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
     this fraction.

@@ -184,7 +184,7 @@ class UniqueList:
         new = len(placeholders) - len(known)
         defect = ""
         if new > room:
-            defect = f"{new} labels are not on the list, which has room for only {room} of {self.classes} labels"
+            defect = f"{new} labels are not on the list, but only {room} of {self.classes} labels are missing there"
         elif len(np.unique(known)) != len(known):
             defect = "two of the client's labels match the same entry of the list"
         if defect:
