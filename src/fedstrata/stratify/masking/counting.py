@@ -26,7 +26,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted sample counts.
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
         held: A mapping from each client to its placeholders, in the server's numbering.
         names: The random number that each placeholder has for clients, shape (P,).
@@ -56,7 +56,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     """Return the number of samples of each placeholder over all clients. The first client that replies decrypts it.
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts of the totals, which are sorted by name.
         held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
         names: The random number that each placeholder has for clients, shape (P,).
@@ -83,7 +83,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     """Ask clients for their fractions of the totals. Compute each client's sample counts per label.
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         held: A mapping from each client to its placeholders (numbers that stand for its labels).
         totals: The number of samples of each placeholder over all clients, shape (P,).
 

@@ -137,7 +137,7 @@ def enrol(
     """Ask clients for their labels, and give each label a placeholder (a number that stands for the label).
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares labels under encryption.
         weighted: Whether clients also report which fraction of all samples of a label they have.
