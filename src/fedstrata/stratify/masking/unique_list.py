@@ -54,7 +54,7 @@ class UniqueList:
     placeholder 0, the second label has the placeholder 1, and so on.
 
     Args:
-        federation: The federation, through which the server sends requests to clients. The list is complete when it has as many
+        federation: The federation, through which the server sends requests. The list is complete when it has as many
             labels as the federation has classes.
         public: The clients' public keys.
         register: The list of an earlier enrolment; None for a new list.
