@@ -264,7 +264,7 @@ def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]
 
 
 def noise_instead(part: SentPart, generator: np.random.Generator) -> SentPart:
-    """Return normally distributed random numbers instead of a gradient, as a control. Each tensor keeps its norm."""
+    """Replace each tensor of a gradient with normally distributed random numbers of the same norm, as a control."""
     drawn = {}
     for name, g in part.gradient.items():
         noise = torch.from_numpy(generator.standard_normal(tuple(g.shape), dtype=np.float32))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 EVENTS = 10
 """The maximum number of events per method that are shown in full."""
 NAMED = 12
-"""The maximum number of entries that are shown of a list, such as the clients of an event."""
+"""The maximum number of entries to show from a list, such as the clients of an event."""
 PICTURES = 1_000_000
 """The maximum total size of all pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"

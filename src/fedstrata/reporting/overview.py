@@ -25,7 +25,7 @@ WIDE = 250
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""The factor above which rows of the plot are cut, as a multiple of the upper quartile of all rows' lengths."""
+"""Rows of the plot are cut if they are longer than ``CUT`` times the upper quartile of all rows' lengths."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
 """The units of amounts of data and their factors, beginning with the largest unit."""
 

@@ -25,7 +25,7 @@ class Run:
     """The content of a run folder.
 
     Args:
-        label: The name in reports. Runs that differ only by their seeds have the same label.
+        label: The name of the run in reports. Runs that differ only by their seeds have the same label.
         history: The records of all rounds.
         folder: The path of the run folder.
         events: The events; empty if the run did not record events.

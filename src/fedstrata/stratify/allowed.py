@@ -31,7 +31,7 @@ def allowed_in_batches(
     rounds: range | None,
     label_weights: bool = False,
 ) -> list[Allowed]:
-    """Return the requests of batch mode: to reserve samples, and to compute gradients.
+    """Return the requests that the server sends in batch mode: to reserve samples, and to compute gradients.
 
     Args:
         size: The number of samples in a batch, over all clients.
@@ -58,7 +58,7 @@ def allowed_in_batches(
 
 
 def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) -> list[Allowed]:
-    """Return the request of single-sample mode.
+    """Return the request that the server sends in single-sample mode.
 
     Args:
         window: The accepted values of ``Steps.window``, the range (from, to) of a client's samples that may be used.

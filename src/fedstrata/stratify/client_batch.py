@@ -46,8 +46,9 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Two keys of a client's state: for its used, unused and reserved samples, and for the labels of placeholders (numbers
-that stand for labels).
+"""The keys in a client's state for its samples (used, unused and reserved), and for the labels of placeholders.
+
+A placeholder is a number that stands for a label.
 """
 
 

@@ -55,7 +55,7 @@ class Roster:
         """For each pair (placeholder, holder): whether the client is present and has samples of the label that are not
         used yet, shape (R,)."""
         self.answered: set[int] = set()
-        """The clients that answered a request of this epoch."""
+        """The clients that replied to a request in this epoch."""
         self.refills: dict[int, set[int]] = {}
         """A mapping from each client to the labels of which the client may use all samples again from its next request
         on.
