@@ -208,7 +208,7 @@ def test_digits_are_learned_with_a_moderate_epsilon():
         ({"method": {"name": "fedsts", "strata": 2}}, "to which noise is not added"),
         ({"method": "power-of-choice"}, "replies to SizeReport, LossReport"),
         ({"model": {"name": "resnet20"}}, "with BatchNorm, a sample affects"),
-        ({"training": {"clip": 1.0}}, r"training\.clip = 1\.0: privacy\.dp clips"),
+        ({"training": {"clip": 1.0}}, r"training\.clip = 1\.0: cannot be used with privacy\.dp"),
         ({"training": {"accumulate": 2}}, r"training\.accumulate = 2"),
         ({"privacy": {"dp": {"clip": 1.0, "noise": 0}}}, r"privacy\.dp\.noise = 0"),
         (
