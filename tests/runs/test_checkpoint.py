@@ -211,7 +211,7 @@ def test_when_all_checkpoints_are_damaged_that_is_said(tmp_path, undisturbed, ca
     for state in folder.glob("checkpoint/round-*/state.bin"):
         flip(state)
     before = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"round-00000005: the file state.bin is damaged.*round-00000004: the file state.bin"):
+    with pytest.raises(CheckpointError, match=r"05: the file state.bin is damaged.*04: the file state.bin is damaged"):
         fs.run(experiment("scaffold"), out=folder, resume=True)
     assert main(["run", "--resume", str(folder), "--quiet"]) == 1
     error = capsys.readouterr().err
