@@ -360,7 +360,7 @@ def test_methods_with_their_own_steps_refuse_accumulation_and_kept_states(case):
     sections, reason = NEEDS[case]
     with pytest.raises(SpecError, match=rf"^training\.accumulate = 2: {reason}.* Use 1"):
         fs.prepare(spec_of(**sections, training={"accumulate": 2}))
-    with pytest.raises(SpecError, match=rf"^training\.optimizer_state = 'keep': {reason}.* Use 'reset'"):
+    with pytest.raises(SpecError, match=rf"^training\.optimizer_state = 'keep': {reason}.* Use optimizer_state = 'reset'"):
         fs.prepare(spec_of(**sections, training={"momentum": 0.9, "optimizer_state": "keep"}))
 
 

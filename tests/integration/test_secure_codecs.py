@@ -343,11 +343,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rounded factors": (
         {"communication": {"up": {"name": "powersgd", "factors": "int8"}}},
-        r"communication.up.factors = 'int8': is not supported with privacy.sums = 'secure'. Use 'float32'.",
+        r"communication.up.factors = 'int8': is not supported with privacy.sums = 'secure'. Use factors = 'float32'.",
     ),
     "a later start": (
         {"communication": {"up": {"name": "powersgd", "start": 2}}},
-        r"communication.up.start = 2: is not supported with privacy.sums = 'secure'. Use 1.",
+        r"communication.up.start = 2: is not supported with privacy.sums = 'secure'. Use start = 1.",
     ),
     "control variates": ({"method": "scaffold"}, "communication.up = 'powersgd': secure sums with a codec need a"),
     "squared norms": ({"method": "fedexp"}, "communication.up = 'powersgd': secure sums with a codec need a method"),

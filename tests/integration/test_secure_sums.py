@@ -354,7 +354,7 @@ def test_sums_are_equal_on_ray(on_ray: Callable[..., fs.History]) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an attack": ({"attack": {"name": "sign-flip", "clients": [1]}}, "attack = 'sign-flip': the server does not see"),
     "diversity": ({"evaluation": {"weight_diversity": True}}, "evaluation.weight_diversity = True: the server does"),
-    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of individual clients are not sums"),
+    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: metrics of individual clients are not sums"),
     "two clients": ({"training": {"clients_per_round": 2}}, "training.clients_per_round = 2: a secure sum needs 3 to"),
     "many clients": (
         {"training": {"clients_per_round": 65}, "partition": {"clients": 70}},
