@@ -332,7 +332,7 @@ def _check_task(method: Method, config: FederationConfig) -> None:
             problem = f"has its own loss, which would ignore the task's settings ({changed}). Remove them, or use "
             raise SpecError("method", f"{problem}another method, such as fedavg or fedprox.", method.name)
     if method.needs_strata and not config.strata:
-        problem = f"needs classes, but the task {task!r} does not have classes. {config.task.stratum_hint}".rstrip()
+        problem = f"needs classes, and the task {task!r} has none. {config.task.stratum_hint}".rstrip()
         raise SpecError("method", problem, method.name)
 
 
