@@ -156,8 +156,8 @@ def test_the_bound_is_below_epsilon_and_above_it_with_a_tenth_of_the_noise(seed:
     assert right.epsilon == wrong.epsilon == pytest.approx(epsilon)
     assert 0 <= right.bound <= right.epsilon < wrong.bound <= wrong.most
     assert (right.noise, wrong.noise, right.rounds) == (4.0, 0.4, 2)
-    assert verdict(right).startswith("The bound is below")
-    assert verdict(wrong).startswith("The bound is above")
+    assert verdict(right).startswith("The lower bound is not above")
+    assert verdict(wrong).startswith("The lower bound is above")
 
 
 def no_noise(original: Any) -> Any:
@@ -201,7 +201,7 @@ def test_without_noise_secure_sums_give_no_epsilon(sums: str) -> None:
     audit = attack(prepare(spec({"sums": sums})), canaries=300)
     assert (audit.noise, audit.epsilon, audit.sums) == (None, None, sums)
     assert audit.bound > (2 if sums == "plain" else 1)
-    assert verdict(audit) == "Updates do not have noise (privacy.dp), so ε does not limit what they reveal."
+    assert verdict(audit) == "The run does not use privacy.dp, so ε does not limit what updates reveal."
 
 
 @pytest.mark.slow
@@ -230,8 +230,8 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["audit", "canaries", str(folder), "--out", str(tmp_path), "--quiet", "--canaries", "200"]
     assert main([*arguments, "--client", "3"]) == 0
     out = capsys.readouterr().out
-    assert "client 3 with 6 samples and 200 canaries trained in 2 rounds; δ = 1e-05, confidence 0.95" in out
-    assert "The bound is below the accountant's ε, so the audit does not contradict this ε." in out
+    assert "client 3 with 6 samples and 200 canaries trained in 2 rounds. The bound has δ = 1e-05" in out
+    assert "The lower bound is not above the accountant's ε, so the audit does not contradict this ε." in out
     assert {path.name for path in tmp_path.iterdir()} == {"canaries.md", "canaries.json"}
     assert (tmp_path / "canaries.md").read_text(encoding="utf-8") in out
     assert main([*arguments, "--divide-noise", "20", "--json"]) == 0
@@ -247,7 +247,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ({"canaries": 0}, r"canaries = 0: must be from 1 to 1210, because each canary needs its own parameter"),
         ({"canaries": 1211}, r"canaries = 1211: must be from 1 to 1210"),
-        ({"client": 4}, r"client = 4: is not a client with samples\. Use a number from 0 to 3\."),
+        ({"client": 4}, r"client = 4: is not the id of a client with samples\. Use an id from 0 to 3\."),
         ({"confidence": 1.0}, r"confidence = 1\.0: must be between 0 and 1\."),
         ({"divide_noise": 0.5}, r"divide-noise = 0\.5: must be at least 1\."),
     ],

@@ -99,7 +99,7 @@ def test_which_layers_are_read() -> None:
     assert Layers.of(Model(chain()), 6) == Layers("2.bias", ("0.weight", "0.bias"))
     assert Layers.of(Model(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))), 16).first is None
     with pytest.raises(
-        SpecError, match=r"the audit reads labels from the bias of the last layer, but this layer does not have a"
+        SpecError, match=r"the audit recovers labels from the last layer's bias, but this layer does not have a"
     ):
         Layers.of(Model(nn.Sequential(nn.Linear(6, 3, bias=False))), 6)
 

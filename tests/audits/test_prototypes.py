@@ -131,7 +131,7 @@ def test_a_run_without_an_earlier_checkpoint_is_played_from_the_start(make_run, 
     told = []
     audit = audit_prototypes(run, clients=1, steps=1, watch=lambda *now: told.append(now))
     assert audit.sent[0].difference == 0
-    assert told[:3] == [(0, 3, "round 1 again"), (1, 3, "round 2 again"), (2, 3, "round 3 again")]
+    assert told[:3] == [(0, 3, "replaying round 1"), (1, 3, "replaying round 2"), (2, 3, "replaying round 3")]
 
 
 def test_other_prototypes_than_the_stored_ones_are_told(run, few, monkeypatch):
@@ -168,7 +168,7 @@ def test_samples_that_nobody_holds(make_run, run, few):
         (
             {"method": {"name": "rebafl", "keep_prototypes": False}},
             SpecError,
-            "method.keep_prototypes: no client stored prototypes that it sent after round 2",
+            "method.keep_prototypes: no client stored the prototypes that it sent after round 2",
         ),
         ({"evaluation": {"checkpoint_every": 0}}, CheckpointError, "does not have a checkpoint"),
     ],
@@ -197,7 +197,7 @@ def test_the_command(run, few, tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.err == ""  # no bar where there is no terminal
     said = " ".join(captured.out.split())
-    assert "the attacker has 360 images from the test set; 2 steps per attack, seed 3." in said
+    assert "The attacker has 360 images from the test set. Each attack took 2 steps, with seed 3." in said
     assert captured.out.count("  feature matching ") == 4
     *told, written = captured.out.splitlines()
     assert max(map(len, told)) <= 80
@@ -220,8 +220,8 @@ def test_the_command(run, few, tmp_path, capsys):
                 "a run."
             ),
         ),
-        (["RUN", "--steps", "0"], "steps = 0: must be a whole number of at least 1."),
-        (["RUN", "--clients", "0"], "clients = 0: must be a whole number of at least 1."),
+        (["RUN", "--steps", "0"], "steps = 0: must be an integer of at least 1."),
+        (["RUN", "--clients", "0"], "clients = 0: must be an integer of at least 1."),
     ],
     ids=" ".join,
 )
@@ -264,7 +264,7 @@ def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
     shutil.copytree(run, folder)
     last = checkpoint.load(folder / "checkpoint")
     checkpoint.save(folder / "checkpoint", last.round, last.state, StateStore(), remote=True)
-    with pytest.raises(CheckpointError, match="is a run over real sites, and does not contain"):
+    with pytest.raises(CheckpointError, match="is the run of a deployment, and does not contain"):
         audit_prototypes(folder, steps=1)
 
 

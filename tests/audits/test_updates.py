@@ -198,7 +198,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["audit", "updates", str(folder), "--out", str(tmp_path), "--quiet", "--steps", "3", "--parts", "2"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "fedavg on digits, round 2, privacy.sums = 'secure', without noise; 3 steps per inversion, seed 0." in out
+    assert "privacy.sums = 'secure', without noise. Each inversion took 3 steps, with seed 0." in out
     assert "| one client | no | 6 | 4 |" in out
     assert "| sum | yes | 1 | 24 |" in out
     assert {path.name for path in tmp_path.iterdir()} == {"updates.md", "updates.json"}
@@ -240,7 +240,7 @@ def test_what_it_cannot_attack_it_says(changes: dict[str, Any], key: str) -> Non
 @pytest.mark.slow
 def test_wrong_settings_and_runs_without_checkpoint_are_refused(folder: Path, tmp_path: Path) -> None:
     for setting in ("parts", "steps"):
-        with pytest.raises(SpecError, match=f"{setting} = 0: must be a whole number of at least 1"):
+        with pytest.raises(SpecError, match=f"{setting} = 0: must be an integer of at least 1"):
             audit_updates(folder, **{setting: 0})
     with pytest.raises(SpecError, match="is not a run folder"):
         audit_updates(tmp_path)

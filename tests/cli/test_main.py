@@ -282,7 +282,7 @@ def test_a_nul_character_is_an_error_in_one_line(capsys):
         assert "an argument contains a NUL character" in capsys.readouterr().err
     assert main(["compare", "s.toml", "--quiet", "--jobs", "1"]) == 2
     assert (
-        "--methods = 'a\\x00b': is not a valid label, because it becomes the name of a folder. Use"
+        "--methods = 'a\\x00b': is not a valid label, because labels are names of folders. Use"
         in capsys.readouterr().err
     )
 

@@ -110,7 +110,7 @@ def test_a_sweep_is_refused_before_anything_is_written(capsys):
         (["training.lr=0.1"], "--set: a sweep needs a setting with several values"),
         (["training.lr=0.1,-1"], "training.lr = -1: must be greater than 0"),
         (["training.lr.x=0.1,1"], "training.lr"),
-        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': two values to try are equal. Remove one of them."),
+        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value is listed twice. Remove one of the equal values."),
     ]:
         assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
         assert message in capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
     shown = capsys.readouterr().out
     assert re.search(r"^0\.1  +\d+\.\d\d$", shown, flags=re.MULTILINE)
     assert "| 0.1 | **" in Path("out/sweep.md").read_text()
-    assert "Best: lr=0.1; its test accuracy is " in shown
+    assert "Best settings: lr=0.1. Test accuracy: " in shown
     best = Experiment.from_toml("out/best.toml")
     assert (best.training.lr, best.training.batch_size, best.model.hidden) == (0.1, 20, (8, 8))
 

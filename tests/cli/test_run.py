@@ -138,7 +138,7 @@ def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
     assert main(["sweep", "s.toml", "--set", "training.lr=1e9,0.1", "--out", "swp", "--jobs", "1", "--quiet"]) == 3
     said = capsys.readouterr().out
     assert "no reply could be used" in said
-    assert "Best: lr=0.1" in said
+    assert "Best settings: lr=0.1" in said
 
 
 @pytest.mark.long

@@ -358,9 +358,9 @@ def test_methods_whose_formulas_need_sgd_refuse_others(case):
 @pytest.mark.parametrize("case", ["fedtan", "stratify"])
 def test_methods_with_their_own_steps_refuse_accumulation_and_kept_states(case):
     sections, reason = NEEDS[case]
-    with pytest.raises(SpecError, match=rf"^training\.accumulate = 2: {reason}.* Use 1"):
+    with pytest.raises(SpecError, match=rf"^training\.accumulate = 2: {reason}.* Use accumulate = 1"):
         fs.prepare(spec_of(**sections, training={"accumulate": 2}))
-    with pytest.raises(SpecError, match=rf"^training\.optimizer_state = 'keep': {reason}.* Use 'reset'"):
+    with pytest.raises(SpecError, match=rf"^training\.optimizer_state = 'keep': {reason}.* Use .* = 'reset'"):
         fs.prepare(spec_of(**sections, training={"momentum": 0.9, "optimizer_state": "keep"}))
 
 

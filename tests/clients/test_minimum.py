@@ -166,7 +166,7 @@ def test_a_spec_without_a_minimum_says_nothing_of_it():
     assert fs.Experiment.from_table(spec.to_spec()) == spec
 
 
-SEES = r"privacy\.min_samples = 5: .*\.local_steps × training\.batch_size = {} × {} = {} sample.* Use at most {}\."
+SEES = r"privacy\.min_samples = 5: .*\.local_steps × training\.batch_size = {} × {} = {} sample.* to at most {}\."
 
 
 @pytest.mark.parametrize("method", ["fedavg", "sfl", "fedssar", "scaffold"])
@@ -230,7 +230,7 @@ def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
     federation = with_minimum(tiny(2, sizes=[9, 9], batch_size=5), 6)
     assert federation.ask(range(2), FitTogether(1, federation.weights)) == {}
     assert len(federation.reasons("refused")) == 2
-    accepted = r"training\.batch_size = 5 samples, .* Use at most 5\."
+    accepted = r"training\.batch_size = 5 samples, .* Set privacy\.min_samples to at most 5\."
     with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: the reply to FitTogether .*{accepted}"):
         fs.prepare(together(6, 5))
     assert fs.prepare(together(5, 5)).spec.privacy.min_samples == 5

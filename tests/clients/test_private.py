@@ -204,11 +204,11 @@ def test_digits_are_learned_with_a_moderate_epsilon():
         ({"method": "bsm-fedavg"}, "is not a sum of losses of individual samples"),
         ({"method": "rebafl"}, "is not a sum of losses of individual samples"),
         ({"method": "moon"}, "is not a sum of losses of individual samples"),
-        ({"method": "stratify"}, "which have no noise"),
-        ({"method": {"name": "fedsts", "strata": 2}}, "which have no noise"),
+        ({"method": "stratify"}, "to which noise is not added"),
+        ({"method": {"name": "fedsts", "strata": 2}}, "to which noise is not added"),
         ({"method": "power-of-choice"}, "replies to SizeReport, LossReport"),
-        ({"model": {"name": "resnet20"}}, "BatchNorm lets a sample"),
-        ({"training": {"clip": 1.0}}, r"training\.clip = 1\.0: privacy\.dp clips"),
+        ({"model": {"name": "resnet20"}}, "with BatchNorm, a sample affects"),
+        ({"training": {"clip": 1.0}}, r"training\.clip = 1\.0: cannot be used with privacy\.dp"),
         ({"training": {"accumulate": 2}}, r"training\.accumulate = 2"),
         ({"privacy": {"dp": {"clip": 1.0, "noise": 0}}}, r"privacy\.dp\.noise = 0"),
         (
@@ -234,7 +234,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_model_without_gradients_of_single_samples_is_refused():
-    with pytest.raises(SpecError, match="cannot compute the gradients of individual samples"):
+    with pytest.raises(SpecError, match="cannot compute per-sample gradients"):
         fs.prepare(spec(), model=Recurrent)
 
 

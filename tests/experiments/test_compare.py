@@ -406,7 +406,7 @@ def test_a_notebook_compares_what_it_defines(tmp_path):
 def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
     monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
-    with pytest.warns(UserWarning, match="one after another, because they use objects of this process and this proc"):
+    with pytest.warns(UserWarning, match="one after another, because they use this process's objects, and this proc"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
     there = models(in_turn[0])  # with the same data, handed over; another test may have added a seed
     assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}

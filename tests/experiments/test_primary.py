@@ -99,7 +99,7 @@ def test_a_sweep_picks_by_the_validation_auroc_of_the_kept_models(
     kept = {label: history.column("validation.auroc")[1].max() for label, [history] in found.histories.items()}
     assert {label: value.mean for label, value in found.values.items()} == kept
     assert found.best == max(kept, key=kept.__getitem__)
-    assert "Models that the runs saved" in (tmp_path / "sweep.md").read_text()
+    assert "with the models that the runs saved" in (tmp_path / "sweep.md").read_text()
 
 
 @pytest.mark.slow

@@ -201,10 +201,10 @@ def test_a_model_that_does_not_fit_the_data_is_said_before_anything_is_written(t
 def test_a_run_is_never_written_over(tmp_path):
     fs.run(spec(), out=tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(SpecError, match=r"already contains a run. Give another folder, or resume this run"):
+    with pytest.raises(SpecError, match=r"already contains a run. Give another folder, or resume the run"):
         fs.run(spec(), out=tmp_path / "run")
     with pytest.raises(
-        SpecError, match=r"seed = 1: the run in this folder has 0\. Use the old value, or use another folder than"
+        SpecError, match=r"seed = 1: the run in this folder has 0\. Use the run's value, or use another folder than"
     ):
         fs.run(spec(seed=1), out=tmp_path / "run", resume=True)
     with pytest.raises(SpecError, match=r"resume: requires the folder of a run\. Pass this folder as out\."):

@@ -61,8 +61,8 @@ def rounds_run(out: Path) -> dict[str, list[int]]:
         ("uniform:1", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH"),
         ("uniform:0..nan", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH"),
         ("uniform:0..inf", r"is not a range for training\.lr\. Use uniform:LOW\.\.HIGH"),
-        ("int:0.5..2", "of whole numbers"),
-        ("int:1.." + "9" * 400, "of whole numbers"),
+        ("int:0.5..2", r"HIGH \(integers\)"),
+        ("int:1.." + "9" * 400, r"HIGH \(integers\)"),
         ("choice:8", r"training\.lr must have at least two values, all different\."),
         ("choice:8, 8", r"training\.lr must have at least two values, all different\."),
     ],
@@ -95,7 +95,7 @@ def test_ranges_say_what_specs_can_hold():
 @pytest.mark.parametrize(
     ("space", "changes", "message"),
     [
-        ({}, {}, r"--search: is required for a search\. Give a key and its range, such as"),
+        ({}, {}, r"--search: is required for a search\. Give a setting and its range, such as"),
         ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: is required for a sweep"),
         ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: must be greater than 0"),
         ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: is not a known key"),
@@ -147,7 +147,7 @@ def test_what_is_best_by_the_validation_samples(whole):
         assert value == found.histories[label][0].column("validation.accuracy")[1][-1]
     assert Experiment.from_toml(out / BEST) == found.cells[found.best].spec
     table = (out / TABLE).read_text()
-    assert f"Best: {found.best}; its test accuracy is " in table
+    assert f"Best settings: {found.best}. Test accuracy: " in table
     assert len([line for line in table.splitlines() if line.startswith("| 0.")]) == 10
     assert json.loads((out / FIGURES).read_text())["best"] == found.best
     assert list(fs.load_runs(out)) == list(found.cells)
@@ -320,7 +320,7 @@ def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
         ),
         (
             ["--search", "training.lr=log:0.1..1", "--trials", "0"],
-            "--trials = 0: must be a whole number of at least 1.",
+            "--trials = 0: must be an integer of at least 1.",
         ),
         (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "a key with several values cannot be combined"),
     ]:

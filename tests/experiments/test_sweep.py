@@ -56,7 +56,8 @@ def test_the_best_cell_by_hand() -> None:
     assert found.best == "b"  # 0.6, 0.7 and 0.7: the first of those that are alike
     assert [each.mean for each in found.values.values()] == pytest.approx([0.6, 0.7, 0.7])
     assert "| b | **70.00 ± 14.14** |" in to_markdown(found)
-    assert "Best: b; its test accuracy is 50.00 %. Models of the last evaluation; 2 seeds" in to_markdown(found)
+    assert "Best settings: b. Test accuracy: 50.00 % (2 seeds" in to_markdown(found)
+    assert "with the models of the last evaluation." in to_markdown(found)
     told = figures(found)
     assert told["best"] == "b"
     assert told["cells"][0]["settings"] == {"training.lr": "a"}
@@ -79,7 +80,7 @@ def test_the_primary_metric_picks_the_best_cell_in_its_direction(primary: str, b
     assert f"| training.lr | validation {primary}{', %' if unit else ''} |" in text
     assert f"**{value * 100:.2f}**" in text if unit else f"**{value:.4f}**" in text
     on_test = {"accuracy": "50.00 %", "auroc": "0.6000", "loss": "2.0000", "ece": "0.4000"}
-    assert f"Best: {best}; its test {primary} is {on_test[primary]}. Models of the last" in text
+    assert f"Best settings: {best}. Test {primary}: {on_test[primary]} (" in text
     assert figures(found)["cells"][0][f"validation.{primary}"]["n"] == 1
 
 
@@ -102,7 +103,7 @@ def test_each_method_has_its_own_best_settings() -> None:
     assert figures(found)["best_of_methods"] == found.best_of_methods
     rows = "| fedavg | b | **80.00** |\n| my_module:Mine | a | 50.00 |\n"
     heading = "| method | lr | validation accuracy, % |\n| --- | --- | ---: |\n"
-    assert f"\nThe best settings of each method:\n\n{heading}{rows}\nBest: fedavg,b" in to_markdown(found)
+    assert f"\nThe best settings of each method:\n\n{heading}{rows}\nBest settings: fedavg,b" in to_markdown(found)
     assert "each method" not in to_markdown(judge(planned("a", "b"), {"a": seeds(0.5), "b": seeds(0.6)}))
 
 
@@ -178,7 +179,7 @@ def test_cells_are_every_combination_and_called_by_it() -> None:
     assert list(alike) == ["model.name=mlp,method.name=fedavg"]
     steps = cells(TABLES, {"training.local_steps": [3]})["local_steps=3"].spec.training
     assert (steps.local_steps, steps.local_epochs) == (3, None)  # it replaces the spec's epochs
-    with pytest.raises(SpecError, match=r"two values to try are equal\. Remove one of them\."):
+    with pytest.raises(SpecError, match=r"a value is listed twice\. Remove one of the equal values\."):
         cells(TABLES, {"data.name": ["a/b", "a_b"]})
 
 

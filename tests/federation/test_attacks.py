@@ -169,7 +169,7 @@ def test_methods_and_tasks_that_an_attack_does_not_fit_are_refused():
 def test_real_sites_refuse_attacks():
     honest = prepare(digits("size"))
     for attack in ATTACKS:
-        with pytest.raises(SpecError, match="attacks can be simulated, but not run at real sites"):
+        with pytest.raises(SpecError, match="attacks are possible only in simulations, not in deployments"):
             assemble(digits("size", attack), honest.data, honest.assignment, sizes_known=False)
 
 

@@ -336,18 +336,18 @@ def test_compressed_sums_are_equal_on_ray(on_ray: Callable[..., fs.History]) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another codec": ({"communication": {"up": "top-k"}}, r"communication.up = 'top-k': has no secure sum, because"),
+    "another codec": ({"communication": {"up": "top-k"}}, r"communication.up = 'top-k': is not possible with secure"),
     "an encoded model": (
         {"communication": POWERSGD | {"down": "bf16"}},
         "communication.down = 'bf16': clients have different versions of the model",
     ),
     "rounded factors": (
         {"communication": {"up": {"name": "powersgd", "factors": "int8"}}},
-        r"communication.up.factors = 'int8': is not supported with privacy.sums = 'secure'. Use 'float32'.",
+        r"communication.up.factors = 'int8': is not supported with privacy.sums = 'secure'. Use factors = 'float32'.",
     ),
     "a later start": (
         {"communication": {"up": {"name": "powersgd", "start": 2}}},
-        r"communication.up.start = 2: is not supported with privacy.sums = 'secure'. Use 1.",
+        r"communication.up.start = 2: is not supported with privacy.sums = 'secure'. Use start = 1.",
     ),
     "control variates": ({"method": "scaffold"}, "communication.up = 'powersgd': secure sums with a codec need a"),
     "squared norms": ({"method": "fedexp"}, "communication.up = 'powersgd': secure sums with a codec need a method"),

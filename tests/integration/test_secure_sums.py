@@ -242,7 +242,7 @@ def test_stratify_skips_batches_of_too_few_clients() -> None:
         assert records.encode(simulation.state.weights) == before
         assert record["samples"] == 0
         reasons = {event["reason"] for event in simulation.events}
-    assert "it has samples of 2 clients, but a secure sum needs 3" in reasons
+    assert "the batch has samples of 2 clients, but a secure sum needs at least 3" in reasons
 
 
 def test_batches_with_batchnorm_are_refused() -> None:
@@ -354,7 +354,7 @@ def test_sums_are_equal_on_ray(on_ray: Callable[..., fs.History]) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an attack": ({"attack": {"name": "sign-flip", "clients": [1]}}, "attack = 'sign-flip': the server does not see"),
     "diversity": ({"evaluation": {"weight_diversity": True}}, "evaluation.weight_diversity = True: the server does"),
-    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: the metrics of individual clients are not sums"),
+    "own tests": ({"evaluation": {"client_test": 0.2}}, "evaluation: metrics of individual clients are not sums"),
     "two clients": ({"training": {"clients_per_round": 2}}, "training.clients_per_round = 2: a secure sum needs 3 to"),
     "many clients": (
         {"training": {"clients_per_round": 65}, "partition": {"clients": 70}},
@@ -389,7 +389,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "single samples": (
         {"method": {"name": "stratify", "mode": "single"}},
-        "method.mode = 'single': sends the model from sample to sample",
+        "method.mode = 'single': trains on single samples",
     ),
     "all of many clients": (
         {"method": {"name": "fedavg", "client_sampler": "all"}, "partition": {"clients": 70}},
@@ -432,7 +432,7 @@ class OwnRounds(fs.FedAvg):
 
 @pytest.mark.parametrize("method", [fs.FedAvg(aggregator=Favourite()), OwnRounds()])
 def test_classes_that_do_not_declare_what_they_need_are_refused(method: fs.Method) -> None:
-    with pytest.raises(SpecError, match=r"does not declare that sums over clients are enough \(needs_replies\)"):
+    with pytest.raises(SpecError, match=r"does not declare that the server needs only sums of replies"):
         fs.prepare(spec(method=method))
 
 

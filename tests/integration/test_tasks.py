@@ -27,7 +27,7 @@ ONLY_CLASSIFICATION = ("rebafl", "moon", "fedrs", "fedlc", "bsm-fedavg", "fedntd
 
 REFUSED: dict[tuple[str, str], tuple[str, str]] = {
     **{
-        (method, case): ("has a loss of its own for the tasks classification", "Use another method, such as fedavg")
+        (method, case): ("has its own loss for the tasks classification", "Use another method, such as fedavg")
         for method in ONLY_CLASSIFICATION
         for case in NOT_CLASSES
     },
@@ -126,7 +126,7 @@ def test_an_objective_that_uses_the_loss_of_the_task_accepts_any_task(case: str)
     if CASES[case] == {"name": "classification"}:
         prepared_of(case, undeclared)
         return
-    with pytest.raises(SpecError, match=r"^method = 'fedavg': has a loss of its own"):
+    with pytest.raises(SpecError, match=r"^method = 'fedavg': has its own loss"):
         prepared_of(case, undeclared)
 
 

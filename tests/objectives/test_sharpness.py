@@ -268,7 +268,7 @@ def test_two_objectives_that_keep_a_state_keep_both(start):
 def test_differential_privacy_of_samples_is_refused(objective):
     spec = fs.Experiment(method={"name": "fedavg", "objective": objective}, privacy={"dp": {"clip": 1.0, "noise": 1.0}})
     with pytest.raises(
-        fs.SpecError, match=r"^privacy\.dp = .*: the objective of 'fedavg' (is not a sum|computes gradients at moved)"
+        fs.SpecError, match=r"^privacy\.dp = .*: the objective of 'fedavg' (is not a|computes gradients at perturbed)"
     ):
         fs.prepare(spec)
 

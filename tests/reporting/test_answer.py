@@ -67,12 +67,12 @@ def test_where_lower_is_better_the_lowest_is_best() -> None:
 
 def test_few_seeds_one_label_and_no_result() -> None:
     assert said(runs_of(a=[0.5], b=[0.75], megabytes=0)) == (
-        "1 seed cannot show an order.", "Highest final accuracy: b, 75.0 % (+25.0 points).", None,
+        "1 seed is too few to rank the methods.", "Highest final accuracy: b, 75.0 % (+25.0 points).", None,
     )  # fmt: skip
     two = said(runs_of(a=[0.5, 0.6], b=[0.75, 0.95], megabytes=0))
-    assert (two[0], two[2]) == ("2 seeds cannot show an order.", 3)
+    assert (two[0], two[2]) == ("2 seeds are too few to rank the methods.", 3)
     assert said(runs_of(a=[0.5, 0.7])) == ("a: final accuracy 60.0 %, mean of 2 seeds.", "", None)
-    assert said({"a": [History([], seed=0)]})[0] == "No run has a result."
+    assert said({"a": [History([], seed=0)]})[0] == "None of the runs has a result."
 
 
 def test_equal_results_have_no_order() -> None:

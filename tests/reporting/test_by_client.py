@@ -55,12 +55,12 @@ def test_three_seeds_have_an_interval_that_ends_at_what_is_possible():
 def test_clients_that_are_others_in_each_seed_are_refused():
     unnamed = {"client": 0, "accuracy": 0.5}
     assert by_client({"a": [history(unnamed)]})["0"]["a"].mean == 0.5
-    with pytest.raises(SpecError, match="client 0 of one seed is not client 0 of another"):
+    with pytest.raises(SpecError, match="results of a client cannot be averaged over seeds"):
         by_client({"a": [history(unnamed), history(unnamed)]})
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(SpecError, match=r"these runs have no results of individual clients\. Set"):
+    with pytest.raises(SpecError, match=r"these runs do not contain results of individual clients\. Set"):
         by_client({"a": [History([])]})
     with pytest.raises(
         SpecError,

@@ -142,7 +142,7 @@ def test_the_primary_metric_is_compared() -> None:
             r"at = 'byte': is not a budget\. Use one of: bytes, samples, seconds, simulated_seconds,",
         ),
         ({"at": {"bytes": None}}, r"at = 'bytes': at least one run did not record bytes\. Use another budget\."),
-        ({"at": {"bytes": -1.0}}, r"at = 'bytes=-1': must be an amount above 0\."),
+        ({"at": {"bytes": -1.0}}, r"at = 'bytes=-1': the amount of a budget must be above 0\."),
         ({"test": "z"}, r"test = 'z': is not a test\. Use one of: t, wilcoxon\."),
     ],
 )
@@ -171,7 +171,7 @@ def test_any_column_can_be_compared() -> None:
 
 def test_few_seeds_are_said() -> None:
     one = caption(contrast(runs_of(a=[0.5], b=[0.6])))
-    assert one == "With one seed, there are no intervals and no tests."
+    assert one == "With one seed, intervals and tests are not possible."
     assert to_markdown(contrast(runs_of(a=[0.5], b=[0.6]))).splitlines()[0] == "|  |  | mean ± sd | minus a |"
     two = caption(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     assert "over 2 seeds" in two
@@ -179,12 +179,12 @@ def test_few_seeds_are_said() -> None:
     assert "Intervals need at least three seeds" in two
     assert "interval |" not in to_markdown(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
     three = caption(contrast(THREE))
-    assert "their 95 % intervals hold for all 2 differences of a measure at the same time" in three
+    assert "Their 95 % intervals hold simultaneously for all 2 differences of a measure" in three
     assert "paired t-test, multiplied by 2 (Bonferroni)" in three
     six = [0.1, 0.2, 0.4, 0.3, 0.6, 0.5]
     many = runs_of(a=six, b=[value + 0.01 * (1 + i) for i, value in enumerate(six)])
     assert "too" not in caption(contrast(many))
-    assert "their 95 % intervals are Student's t" in caption(contrast(many))
+    assert "Their 95 % intervals are Student's t" in caption(contrast(many))
     assert "Bonferroni" not in caption(contrast(many))
     ranks = contrast(many, test="wilcoxon")
     assert ranks.rows[1].difference is not None

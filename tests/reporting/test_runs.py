@@ -37,7 +37,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         load_runs([tmp_path])
     with pytest.raises(DataError, match="nowhere': is not a folder"):
         load_runs([tmp_path / "nowhere"])
-    with pytest.raises(DataError, match="no folder was given"):
+    with pytest.raises(DataError, match="a folder is required"):
         load_runs([])
 
 

@@ -58,7 +58,7 @@ TABLE: dict[str, Any] = {
         ({"availability": {"name": "bernoulli", "announced": True}}, r"availability\.announced = True"),
         ({"evaluation": {"weight_diversity": True}}, r"evaluation\.weight_diversity = True"),
         ({"attack": {"name": "ipm"}}, r"attack = 'ipm': attackers may use the updates of other clients"),
-        ({"privacy": {**TABLE["privacy"], "dp": {"clip": 1.0, "noise": 1.0}}}, r"privacy\.dp: cannot be used together"),
+        ({"privacy": {**TABLE["privacy"], "dp": {"clip": 1.0, "noise": 1.0}}}, r"privacy\.dp: cannot be used with"),
         ({"privacy": {"clients": {"clip": 1.0, "noise": 0}}}, r"privacy\.clients\.noise = 0"),
         ({"privacy": {"clients": {"clip": 1.0, "noise": 1.0, "participations": 0}}}, "participations = 0"),
     ],

@@ -71,7 +71,7 @@ def test_what_decides_a_result_may_not_differ(folder: Path, message: str) -> Non
         fs.run(spec(**OTHERS[message]), out=folder, resume=True)
     # Several keys may differ where a section has another name; the first is named.
     assert str(caught.value).split(". Use")[0] == message or caught.value.key.startswith(message.split(".")[0])
-    assert "Use the old value, or use another folder than" in str(caught.value)
+    assert "Use the run's value, or use another folder than" in str(caught.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
@@ -80,7 +80,7 @@ def test_an_edited_spec_file_is_not_what_the_run_was(folder: Path, edited: str, 
     """An empty one finished as the experiment of all defaults."""
     (folder / "spec.toml").write_text(edited)
     assert main(["run", "--resume", str(folder), "--quiet"]) == 2
-    assert "Use the old value, or use another folder than" in capsys.readouterr().err
+    assert "Use the run's value, or use another folder than" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_code_of_a_model_in_a_list_is_part_of_the_identity(tmp_path: Path, monke
 def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
     with pytest.raises(
-        SpecError, match=("the run in this folder was made by a version of fedstrata that computes different")
+        SpecError, match=("the run in this folder was started with a version of fedstrata that computes different")
     ):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
 
@@ -228,7 +228,7 @@ def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key:
     with pytest.raises(
         SpecError,
         match=(
-            r"contains a run, but its run\.json, which describes the run, cannot be read\. "
+            r"contains a run whose file run\.json, which describes the run, cannot be read\. "
             r"Give"
         ),
     ):
@@ -240,7 +240,7 @@ def test_the_checkpoint_says_it_where_run_json_was_edited(folder: Path) -> None:
     (folder / "run.json").write_text(text.replace('"training.lr": 0.1', '"training.lr": 0.2'))
     with pytest.raises(
         SpecError,
-        match=r"training\.lr = 0\.2: the run in this folder has 0\.1\. Use the old value, or use another folder than",
+        match=r"training\.lr = 0\.2: the run in this folder has 0\.1\. Use the run's value, or use another folder than",
     ):
         fs.run(spec(training={"lr": 0.2}), out=folder, resume=True)
 
@@ -253,7 +253,7 @@ def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
     (folder / "events.jsonl").write_bytes(bytes(len(whole)))
     fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
     assert (folder / "events.jsonl.damaged").read_bytes() == bytes(len(whole))
-    assert "events.jsonl, line 1 is not a JSON object. The damaged file was kept" in " ".join(
+    assert "events.jsonl, line 1 is not a JSON object. The damaged file was renamed" in " ".join(
         e["reason"] for e in read_jsonl(folder / "events.jsonl")
     )
 

@@ -328,7 +328,7 @@ def test_no_run_and_damaged_files(trained, tmp_path: Path) -> None:
         fs.load(out)
     (out / "model.json").unlink()
     with pytest.raises(
-        SpecError, match=r"the folder has no model\.json, which says how to use model\.safetensors\. If the run"
+        SpecError, match=r"the folder does not contain model\.json, which describes how to use model\.safetensors"
     ):
         fs.load(out)
     write_json(out / "model.json", whole)

@@ -271,7 +271,7 @@ DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "imputed": ({"imputed": {"dose": 300.0}}, "table.imputed must name exactly the columns of table.schema"),
     "number": ({"imputed": {"dose": "many"}}, "could not convert string to float"),
     "schema": ({"schema": {"label": 5}}, "label = 5: "),
-    "open": ({"schema": {"label": "ill", "columns": {"kind": "category"}}}, "lacks the categories of a column"),
+    "open": ({"schema": {"label": "ill", "columns": {"kind": "category"}}}, "does not list the categories of a column"),
 }
 
 

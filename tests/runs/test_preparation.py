@@ -55,14 +55,14 @@ def test_statistics_of_a_batch_of_one_are_refused_before_training():
     table = {"training": {"batch_norm": "local"}, "evaluation": {"batch_size": 1}}
     with pytest.raises(
         SpecError,
-        match=r"^evaluation\.batch_size = 1: with training\.batch_norm = 'local', statistics are computed from each",
+        match=r"^evaluation\.batch_size = 1: with training\.batch_norm = 'local', statistics are computed per batch",
     ):
         fs.prepare(fs.Experiment.from_table(table), model=norm)
     with pytest.raises(SpecError, match=r"^training\.batch_norm = 'local': Stratify computes BatchNorm statistics"):
         fs.prepare(fs.Experiment.from_table({**table, "method": "stratify", "evaluation": {}}), model=norm)
     with pytest.raises(
         SpecError,
-        match=r"^training\.batch_size = 1: BatchNorm requires at least two samples in a batch\. Use at least 2\.",
+        match=r"^training\.batch_size = 1: BatchNorm requires at least two samples per batch\. Set batch_size to at",
     ):
         fs.prepare(fs.Experiment.from_table({"method": "stratify", "training": {"batch_size": 1}}), model=norm)
 

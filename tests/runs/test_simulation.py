@@ -157,7 +157,7 @@ def test_states_that_are_elsewhere_are_missed_before_the_first_round(tmp_path):
     prepared, before = fs.prepare(spec()), checkpoint.load(tmp_path / "checkpoint")
     engine = AtSites(make_context(prepared), StateStore())
     with pytest.raises(
-        SpecError, match=r"engine = 'AtSites': the clients' states of this run are in its checkpoint, not at sites\."
+        SpecError, match=r"engine = 'AtSites': the clients' states of this run are in the checkpoint, not at the"
     ):
         fs.Simulation(prepared, engine, before)
     assert engine.closed == 1

@@ -170,7 +170,7 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
 def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
     pytest.importorskip("nvflare")
     spec = fs.Experiment.from_table({"attack": attack})
-    with pytest.raises(SpecError, match=rf"attack = '{attack}': attacks can be simulated, but not run at real sites"):
+    with pytest.raises(SpecError, match=rf"attack = '{attack}': attacks are possible only in simulations, not in"):
         provision(spec, Sites.read(EXAMPLE), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

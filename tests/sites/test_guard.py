@@ -799,6 +799,6 @@ def test_a_site_with_another_base_is_refused_before_the_first_round(site: Make) 
     made = site(begin=False)
     frozen = {"base.weight": "0123456789abcdef"}
     refused = made.call(BeginOnBase("run", made.spec.to_toml(), None, [0, 1], CLIENTS, 0, frozen))
-    assert "the frozen tensor base.weight is missing here, but 0123456789ab… in the server's model" in refused.reason
+    assert "weight differs: its checksum is missing here, but 0123456789ab… in the server's model" in refused.reason
     begun = made.call(BeginOnBase("run", made.spec.to_toml(), None, [0, 1], CLIENTS, 0, {}))
     assert isinstance(begun, Begun)

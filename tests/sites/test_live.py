@@ -158,7 +158,7 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
             "round 3 of 9runningreport",
         ]
         assert page.value("document.querySelectorAll('canvas').length") == 2
-        assert page.value(TEXTS.format(".chart-head")) == ["accuracy, %", "clients that returned"]
+        assert page.value(TEXTS.format(".chart-head")) == ["accuracy, %", "clients that replied"]
         label = page.value("document.querySelector('.plot').getAttribute('aria-label')")
         assert label == "accuracy, % over rounds, 25 in round 3"
         facts = facts_of(page)
@@ -167,7 +167,7 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
             "accuracy": "25.0 %",
             "best so far": "30.0 % in round 2",
             "targets reached": "20 % in round 2",
-            "clients of the last round": "2 returned",
+            "clients in the last round": "2 returned",
             "sent up": "7.5 MB",
             "sent down": "0.0 kB",
         }
@@ -179,7 +179,7 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
         page.wait("document.querySelectorAll('.fate3').length === 1")
         progress.end("complete")
         look()
-        page.wait("document.getElementById('state').textContent === 'over: complete'")
+        page.wait("document.getElementById('state').textContent === 'ended: complete'")
         assert page.value("document.getElementById('round').textContent") == "round 4 of 9"
         assert page.value("document.getElementById('facts-head').textContent") == "Result"
         assert facts_of(page)["best"] == "50.0 % in round 4"
@@ -238,7 +238,7 @@ def test_a_browser_shows_a_sites_own_part_a_server_that_is_away_and_a_run_that_w
     with serving(source) as (address, look), browser(tmp_path / "profile") as page:
         look()
         page.visit(address, 500)
-        assert page.value("document.getElementById('title').textContent") == "This site's part"
+        assert page.value("document.getElementById('title').textContent") == "Status of this site"
         assert "column 'age'" in page.value("document.getElementById('facts').textContent")
         monkeypatch.setattr(source, "table", lambda: {"away": "ConnectionError: refused"})
         look()

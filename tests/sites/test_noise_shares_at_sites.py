@@ -352,7 +352,7 @@ def test_real_sites_refuse_noise_of_the_server(tmp_path: Path) -> None:
     data = own_data(tmp_path)
     (tmp_path / "sites.toml").write_text(f"own_data = true\nserver.data = 'test.npz'\n{sections('abcd')}")
     made = noisy(data=data, partition="natural", **from_server)
-    with pytest.raises(fs.SpecError, match=r"noise_from = 'server': is only for simulations.* Use 'sites'"):
+    with pytest.raises(fs.SpecError, match=r"noise_from = 'server': is only for .* Use noise_from = 'sites'"):
         rehearse_file(made, tmp_path / "sites.toml", tmp_path / "run")
 
 

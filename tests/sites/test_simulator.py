@@ -139,7 +139,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
 
 @needs_nvflare
 def test_arrays_and_modules_of_ones_own_cannot_travel() -> None:
-    with pytest.raises(SpecError, match="loads data and model at each site, so it cannot use objects of this"):
+    with pytest.raises(SpecError, match="loads the data and the model at each site, so it cannot use objects of this"):
         fs.run(fs.Experiment(), engine="nvflare", data=fs.Data("digits").load())
 
 

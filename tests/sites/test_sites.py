@@ -524,11 +524,11 @@ def test_a_run_does_not_go_on_where_its_clients_states_are_not(
     spec = _spec(method, evaluation={"every": 0, "checkpoint_every": 1})
     sites(spec).run(tmp_path / "there")
     before = (tmp_path / "there" / "metrics.jsonl").read_bytes()
-    with pytest.raises(SpecError, match=r"engine = 'local': .* at its sites, .*'nvflare'"):
+    with pytest.raises(SpecError, match=r"engine = 'local': .* at the sites, .*'nvflare'"):
         fs.run(spec, out=tmp_path / "there", resume=True)
     assert (tmp_path / "there" / "metrics.jsonl").read_bytes() == before
     fs.run(spec, out=tmp_path / "here")
-    with pytest.raises(SpecError, match=r"engine = 'NVFlareEngine': .* in its checkpoint, .*'local' or 'ray'"):
+    with pytest.raises(SpecError, match=r"engine = 'NVFlareEngine': .* in the checkpoint, .*'local' or 'ray'"):
         sites(spec).run(tmp_path / "here", resume=True)
 
 

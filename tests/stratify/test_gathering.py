@@ -255,8 +255,8 @@ def test_models_that_travel_sample_by_sample_are_refused_before_the_first_round(
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
-        ({"batches": -1}, "a batch that is over"),
-        ({"batches": 400}, "a batch that is over or does not exist"),
+        ({"batches": -1}, "a batch that is finished"),
+        ({"batches": 400}, "a batch that is finished or does not exist"),
         ({"held": 1}, "both as held back and as used"),
         ({"batches": None}, "GatheredReply.batches: input should be an instance of tensor"),
     ],
@@ -290,7 +290,7 @@ def test_the_first_batch_that_there_is_not_is_refused(start, balanced):
     none, batches = torch.zeros(2, dtype=torch.bool), torch.tensor([0, 3])
     plan._check(GatheredReply(none, NONE, batches - 1, none))
     plan._check(GatheredReply(torch.tensor([False, True]), NONE, batches, none))
-    with pytest.raises(ReplyRefusedError, match="a batch that is over or does not exist"):
+    with pytest.raises(ReplyRefusedError, match="a batch that is finished or does not exist"):
         plan._check(GatheredReply(none, NONE, batches, none))
 
 

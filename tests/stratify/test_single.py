@@ -386,8 +386,8 @@ def test_what_does_not_fit_is_refused(balanced, change, key):
 @pytest.mark.parametrize(
     ("rounds", "remedy"),
     [
-        (1, "mode. Set training.rounds to at least 2."),
-        (3, "mode. Use at most 2, or set training.rounds to at least 4."),
+        (1, "mode 'single'. Set training.rounds to at least 2."),
+        (3, "mode 'single'. Set pretraining to at most 2, or set training.rounds to at least 4."),
     ],
 )
 def test_the_remedy_for_too_few_rounds_is_possible(balanced, rounds, remedy):
@@ -429,7 +429,7 @@ class Lying(Listening):
             {"exhausted": torch.zeros(1)},
             "exhausted has shape (1,) and type torch.float32, but must have shape (-1,) and type torch.int64",
         ),
-        ({"loss": torch.zeros(1)}, "the loss must be one number"),
+        ({"loss": torch.zeros(1)}, "the loss must be a scalar"),
         ({"loss": torch.tensor(torch.nan)}, "NaN or infinity"),
     ],
 )
@@ -477,6 +477,6 @@ def test_a_chunk_is_no_larger_than_memory():
     spec = spec_of("iid", clients=30_000, chunk_size=100_000)
     data = fs.from_arrays(np.zeros((30_000, 1)), np.arange(30_000) % 2, [[0.0]], [0])
     with pytest.raises(
-        SpecError, match=r"method.chunk_size = 100000: is too large for this number of clients\. Use at most 71582\."
+        SpecError, match=r"chunk_size = 100000: needs too much memory with 30,000 clients\. Set .* to at most 71582"
     ):
         fs.prepare(spec, data=data)

@@ -1,8 +1,8 @@
 """Reconstruct an image from a feature vector, as an honest but curious server could (ReBaFL §5.6).
 
-The attacker knows the client's model, the feature (such as a prototype, which is the mean feature of a class), and the
-class. The attacker also has similar images that no client has ("held-out images"), but does not have images of a
-client.
+The attacker knows the client's model, the feature vector and the class. The feature vector is, for example, a
+prototype, which is the mean feature vector of a class. The attacker also has similar images that no client has
+("held-out images"), but does not have any client's images.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 
 TUNING = 16
-"""The number of held-out images with which feature matching chooses from ``PRIORS``. Decoders do not train on these
-images."""
+"""The number of held-out images with which feature matching chooses a weight from ``PRIORS``. Decoders do not train on
+these images."""
 PRIORS = (0.003, 0.01, 0.03)
-"""The weights that feature matching tries for the total variation in its loss."""
+"""The weights of the total variation in the loss that feature matching tries."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class View:
     Args:
         model: The model with the client's parameters, in evaluation mode.
         params: The parameters, from ``Model.loaded``.
-        pixels: The map from images to the model's inputs.
+        pixels: The conversion from images to the model's inputs.
         images: The attacker's n held-out images, with values in [0, 1] and shape (n, C, H, W).
         labels: The classes of the held-out images, shape (n,).
         features: The features that the client's model computes for the held-out images, shape (n, d).
-        class_means: The mean of the held-out images of every class, shape (classes, C, H, W). For a class without
+        class_means: For every class, the mean of its held-out images, shape (classes, C, H, W). For a class without
             held-out images, the mean of all held-out images is used.
     """
 
@@ -52,7 +52,7 @@ class View:
 
     @classmethod
     def of(cls, model: Model, params: Params, pixels: Pixels, images: Tensor, labels: Tensor) -> View:
-        """Make a ``View``. The features and the class means are computed from the attacker's images."""
+        """Create a ``View``, and compute the features and the class means from the attacker's images."""
         features = features_of(model, params, pixels, images)
         means = [images[labels == c] for c in range(pixels.data.outputs)]
         class_means = torch.stack([(of if len(of) else images).mean(dim=0) for of in means])
@@ -65,7 +65,7 @@ class View:
 
     @property
     def for_training(self) -> tuple[Tensor, Tensor]:
-        """The held-out features and images for training decoders: all except the last ``TUNING``."""
+        """The held-out features and images on which decoders train: all except the last ``TUNING``."""
         return self.features[:-TUNING], self.images[:-TUNING]
 
 
@@ -77,11 +77,11 @@ def features_of(model: Model, params: Params, pixels: Pixels, images: Tensor) ->
 
 
 Invert = Callable[[Tensor, Tensor], Tensor]
-"""A function that takes features (B, d) and their classes (B,), and returns reconstructed images (B, C, H, W)."""
+"""A function that takes features (B, d) and classes (B,), and returns reconstructed images (B, C, H, W)."""
 
 
 def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, seed: int, client: int) -> Invert:
-    """Train a decoder to reconstruct held-out images from their features, and return a function that uses the decoder.
+    """Train a decoder to reconstruct held-out images from their features. Return a function that applies the decoder.
 
     Args:
         kind: The class of the decoder.
@@ -110,16 +110,16 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 
 
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
-    """Return a function that optimises an image x so that its feature f(x) is near a given feature h.
+    """Return a function that optimises an image x, so that the feature f(x) is near a given feature h.
 
     The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015). The
-    function uses Adam over the logits of the pixels. The optimisation starts from the mean held-out image of the class.
+    optimiser is Adam, over the logits of the pixels. The optimisation starts from the mean held-out image of the class.
     The weight α is the value in ``PRIORS`` that reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.
         steps: The number of steps of Adam.
-        seed: Not used, because this attack does not draw random numbers.
+        seed: Not used, because the attack does not draw random numbers.
         client: Not used.
     """
     images, labels, features = view.images[-TUNING:], view.labels[-TUNING:], view.features[-TUNING:]
@@ -136,7 +136,7 @@ def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
 
 
 def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: float, lr: float = 0.1) -> Tensor:
-    """Find images with features near the given features; see ``feature_matching``.
+    """Find images whose features are near the given features; see ``feature_matching``.
 
     Args:
         view: The attacker's knowledge.
@@ -178,5 +178,5 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("variational", partial(decode, Variational)),
     ("feature matching", feature_matching),
 )
-"""Pairs of a name and an attack. An attack is a function of a view, steps, a seed and a client, and returns an
-``Invert``."""
+"""The names of the attacks and their functions. A function takes a ``View``, a number of steps, a seed and a client,
+and returns an ``Invert``."""

@@ -1,11 +1,11 @@
-"""An audit of differential privacy: a lower bound of ε from one run with canaries (Steinke, Nasr & Jagielski 2023).
+"""Audit differential privacy: compute a lower bound on ε with canaries in one run (Steinke, Nasr & Jagielski 2023).
 
-Each canary is in the data of a client with probability 1/2; see ``fedstrata.audits.planting``. Training uses the run's
-own code for sampling, clipping, noise and updates. The attacker sees what the server sees: the client's updates or,
-with ``privacy.sums = "secure"``, the sums of all updates. The attacker subtracts the part of each update that test
-samples predict. If a canary was in the data, its parameter falls. The attacker sorts the
-canaries by the changes of their parameters. The attacker guesses "in the data" for the largest falls, and "not in the
-data" for the largest rises.
+Canaries are artificial samples. Each canary is in the data of a client with probability 1/2; see
+``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
+sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. The
+attacker subtracts the part of each update that test samples predict. Each canary belongs to one parameter, which
+decreases if the canary was in the data. The attacker sorts the canaries by the changes of their parameters. The guess
+is "in the data" for the largest decreases, and "not in the data" for the largest increases.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ NAME = "canaries"
 CANARIES = 1000
 """The default number of canaries."""
 TESTS = 1000
-"""The largest number of test samples from which the attacker predicts the updates of all other samples."""
+"""The maximum number of test samples from which the attacker predicts the part of an update due to other samples."""
 DELTA = 1e-5
-"""The δ of the bound for runs without ``privacy.dp``."""
+"""The δ to which the bound refers in runs without ``privacy.dp``."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,21 @@ class CanaryAudit:
     Args:
         method: The name of the run's method.
         data: The name of the run's data set.
-        sums: ``privacy.sums`` of the run.
+        sums: The value of ``privacy.sums`` in the run's spec.
         client: The id of the client that has the canaries.
-        samples: The number of this client's own samples.
+        samples: The number of the client's samples without the canaries.
         canaries: The number of canaries.
         rounds: The number of rounds in which the client trained.
-        noise: The noise of training as a multiple of ``clip``, after division by ``divided``; None without noise.
-        divided: The number by which the noise was divided, for a control; 1 for an audit.
+        noise: The noise in training as a multiple of ``clip``, after division by ``divided``; None without noise.
+        divided: The number by which the noise was divided, as a control; 1 for an audit.
         epsilon: The ε that the accountant computes for the run's noise; None without noise.
-        delta: The δ of both values of ε.
-        guesses: The number of guesses of the best bound.
-        right: The number of these guesses that are right.
-        bound: The lower bound of ε.
+        delta: The δ to which ``epsilon`` and ``bound`` refer.
+        guesses: The number of guesses from which the best bound was computed.
+        right: The number of correct guesses among ``guesses``.
+        bound: The lower bound on ε.
         most: The largest bound that an audit with this number of canaries can give.
-        confidence: The confidence of the bound.
-        seed: The seed of the canaries.
+        confidence: The confidence level of the bound.
+        seed: The seed with which the canaries were drawn.
     """
 
     method: str
@@ -100,18 +100,18 @@ def audit_canaries(
     prepared: Prepared | None = None,
     watch: Watch | None = None,
 ) -> CanaryAudit:
-    """Train again from the first round with canaries, and compute a lower bound of ε.
+    """Train again from the first round with canaries (artificial samples), and compute a lower bound on ε.
 
     Args:
         run: The run folder.
         canaries: The number of canaries.
         client: The client that has the canaries. Default: the client with the most samples.
-        confidence: The confidence of the bound.
-        divide_noise: A number by which the noise is divided, as a control. The accountant's ε still refers to the noise
-            of the run. With too little noise, the bound should be above ε.
-        seed: The seed of the canaries. Two audits with the same seed have the same result.
+        confidence: The confidence level of the bound.
+        divide_noise: A number by which the noise is divided, as a control. The accountant's ε still refers to the
+            original noise of the run. With a large number, the bound should therefore be above ε.
+        seed: The seed with which the canaries are drawn. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
-        watch: A function that is called with the progress.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
         SpecError: ``run`` is not a run folder, a setting is out of range, or the run cannot be audited.
@@ -140,7 +140,7 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> CanaryAudit:
-    """Train with canaries, and compute a lower bound of ε; see ``audit_canaries``."""
+    """Train with canaries, and compute a lower bound on ε; see ``audit_canaries``."""
     watch = watch or (lambda done, total, text: None)
     method = require_canaries(prepared)
     prepared = without_masks(prepared)
@@ -173,10 +173,11 @@ def train(
         canaries: The canaries.
         client: The client that has the canaries.
         divide_noise: See ``audit_canaries``.
-        watch: A function that is called with the progress.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        The sum of the updates of each canary's parameter, as seen by the server, shape (canaries,), and the tap.
+        Two values: for each canary, the sum of the updates of its parameter that the server sees, shape (canaries,);
+        and the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds
     secure = prepared.spec.privacy.sums == "secure"
@@ -197,11 +198,11 @@ def train(
 
 
 def unexpected(prepared: Prepared, round: UpdateRound, update: Params) -> Params:
-    """Return an update without its component along the gradient of the test set, which the attacker knows.
+    """Remove from an update the component that the attacker can predict from the gradient of the test loss.
 
     Args:
         prepared: The experiment.
-        round: The round of the update.
+        round: The round to which the update belongs.
         update: The update.
     """
     data, model, weights = prepared.data, prepared.config.model, round.request.weights
@@ -223,10 +224,10 @@ def require_canaries(prepared: Prepared) -> Recipe:
     Pixels.of(prepared.data)
     method = require_updates(prepared)
     if type(method.objective) is not CrossEntropy:
-        problem = "the audit requires the loss of FedAvg. Use a run of a method with this loss, such as fedavg."
+        problem = "the audit requires the loss of FedAvg. Audit a run of a method with this loss, such as fedavg."
         raise SpecError("method.objective", problem, method.objective.name or type(method.objective).__name__)
     if prepared.config.augment is not None:
-        raise SpecError("data.augment", "would change the canaries. Use a run without augmentation.")
+        raise SpecError("data.augment", "would change the canaries. Audit a run without augmentation.")
     return method
 
 
@@ -240,14 +241,15 @@ def require_settings(
         problem = f"must be from 1 to {parameters}, because each canary needs its own parameter of the model."
         raise SpecError("canaries", problem, canaries)
     if not 0 <= client < len(sizes) or sizes[client] < 1:
-        raise SpecError("client", f"is not a client with samples. Use a number from 0 to {len(sizes) - 1}.", client)
+        problem = f"is not the id of a client with samples. Use an id from 0 to {len(sizes) - 1}."
+        raise SpecError("client", problem, client)
     if not 0 < confidence < 1:
-        raise SpecError("confidence", "must be between 0 and 1.", confidence)
+        raise SpecError("confidence", "must be between 0 and 1. Use, for example, 0.95.", confidence)
     if not divide_noise >= 1:
-        raise SpecError("divide-noise", "must be at least 1.", divide_noise)
+        raise SpecError("divide-noise", "must be at least 1. Use 1 to keep the noise of the run.", divide_noise)
     if divide_noise > 1 and prepared.spec.privacy.dp is None:
         raise SpecError(
-            "divide-noise", "has no effect, because the run does not use privacy.dp. Remove it.", divide_noise
+            "divide-noise", "has no effect, because the run does not use privacy.dp. Remove the option.", divide_noise
         )
 
 
@@ -255,7 +257,7 @@ HEADINGS = ("ε of the accountant", "lower bound of ε", "largest possible bound
 
 
 def cells(audit: CanaryAudit) -> list[str]:
-    """Return the texts of the table's cells."""
+    """Return the strings in the table's cells."""
     epsilon = "none" if audit.epsilon is None else f"{audit.epsilon:.3g}"
     return [epsilon, f"{audit.bound:.2f}", f"{audit.most:.2f}", str(audit.right), str(audit.guesses)]
 
@@ -263,19 +265,19 @@ def cells(audit: CanaryAudit) -> list[str]:
 def verdict(audit: CanaryAudit) -> str:
     """Return a sentence that compares the bound with the accountant's ε."""
     if audit.epsilon is None:
-        return "Updates do not have noise (privacy.dp), so ε does not limit what they reveal."
+        return "The run does not use privacy.dp, so ε does not limit what updates reveal."
     if audit.bound > audit.epsilon:
-        return "The bound is above the accountant's ε: training reveals more than this ε allows."
-    return "The bound is below the accountant's ε, so the audit does not contradict this ε."
+        return "The lower bound is above the accountant's ε, so training reveals more than this ε allows."
+    return "The lower bound is not above the accountant's ε, so the audit does not contradict this ε."
 
 
 def caption(audit: CanaryAudit) -> str:
-    """Return a sentence about the run and the settings of the audit."""
+    """Return a caption with the run and the settings of the audit."""
     control = "" if audit.divided == 1 else f", noise divided by {audit.divided:g} (control)"
     return (
         f"{audit.method} on {audit.data}, privacy.sums = {audit.sums!r}{control}: client {audit.client} with "
-        f"{audit.samples} samples and {audit.canaries:,} canaries trained in {audit.rounds} rounds; δ = "
-        f"{audit.delta:g}, confidence {audit.confidence:g}, seed {audit.seed}."
+        f"{audit.samples} samples and {audit.canaries:,} canaries trained in {audit.rounds} rounds. The bound has δ = "
+        f"{audit.delta:g}, confidence {audit.confidence:g} and seed {audit.seed}."
     )
 
 
@@ -290,7 +292,7 @@ def print_table(audit: CanaryAudit) -> None:
 
 
 def to_json(audit: CanaryAudit) -> dict[str, Any]:
-    """Return the audit as values for JSON."""
+    """Return the audit's results as values that JSON can represent."""
     return asdict(audit)
 
 

@@ -145,7 +145,7 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, audit: Any, **settings: Any) -> Any:
-    """Run an audit, show its progress, and return its result."""
+    """Run an audit, show its progress, and return the results."""
     from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:

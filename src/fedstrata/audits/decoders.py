@@ -46,12 +46,12 @@ class UpConvolutional(nn.Module):
         return drawn.sigmoid()
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the mean squared error between the reconstructions from features (B, d) and the images."""
+        """Return the mean squared error between images and their reconstructions from features (B, d)."""
         return F.mse_loss(self(features), images)
 
 
 class Variational(nn.Module):
-    """A variational autoencoder (Kingma & Welling 2014). The attacked model and a linear layer form its encoder.
+    """A variational autoencoder (Kingma & Welling 2014). Its encoder consists of the attacked model and a linear layer.
 
     From the model's features, the layer computes the mean and the variance of a Gaussian code. A decoder then computes
     the image from the code. Training draws codes at random, so all codes near the mean decode to similar images.
@@ -60,8 +60,8 @@ class Variational(nn.Module):
         features: The length d of a feature vector.
         shape: The shape of an image, (C, H, W).
         code: The length of the code.
-        deviation: The standard deviation of a pixel's value in [0, 1] for a given code. A smaller deviation increases
-            the weight of the images' error in the loss, compared with the divergence of codes from their prior.
+        deviation: The standard deviation of a pixel's value in [0, 1] for a given code. With a smaller deviation, the
+            loss gives more weight to the images' error than to the divergence between codes and their prior.
     """
 
     def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
@@ -71,12 +71,12 @@ class Variational(nn.Module):
         self.deviation = deviation
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the mean codes of the features (B, d), and decode the codes to images (B, C, H, W) in [0, 1]."""
+        """Compute mean codes from features (B, d), and decode the codes to images (B, C, H, W) in [0, 1]."""
         drawn: Tensor = self.decoder(self.mean(features))
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Return the negative evidence lower bound, up to a constant. PyTorch's random generator draws the codes."""
+        """Return the negative evidence lower bound, up to a constant. PyTorch's generator draws the codes."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)

@@ -5,13 +5,13 @@ batch. The client sends the gradient of the loss, summed over the client's part.
 server. The attacker knows this gradient, the number of samples in the part, and the model. There are three attacks:
 
 - **labels** are recovered from the gradient of the last layer's bias. This gradient is Σ (p − y), where p are predicted
-  probabilities and y are one-hot labels. Each sample adds −1 to the entry of its class (Zhao et al. 2020 use this for
-  one sample).
+  probabilities and y are one-hot labels. Each sample adds −1 to the entry of its class. For one sample, this attack was
+  published by Zhao et al. (2020).
 
 - **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
   sample, the unit's row is a multiple of this sample. The factor is the gradient of the unit's bias.
 
-- **inversion** uses the recovered labels to find images with a gradient of the same direction as the part's gradient.
+- **inversion** uses the recovered labels to find images whose gradient has the same direction as the part's gradient.
   Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
 
 The results are grouped by the sizes of parts (numbers of samples).
@@ -59,15 +59,15 @@ from fedstrata.stratify.messages import Gradient, GradientReply
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
-"""The sizes of the parts of batches whose gradients are attacked by default, in samples."""
+"""The default sizes (numbers of samples) of the parts of batches whose gradients are attacked."""
 PARTS = 12
-"""The default of the largest number of gradients to attack for each size of a part."""
+"""The default for the maximum number of gradients to attack per size of a part."""
 EXACT = 1e-4
 """The mean squared error of values in [0, 1] below which a sample counts as recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
-"""The largest number of other test images of the sample's class with which a reconstruction is compared."""
+"""The maximum number of test images of the same class with which a reconstruction is compared."""
 PRIOR = 1e-3
-"""The weight of the total variation in the loss of an inversion."""
+"""The weight of the total variation in the loss that an inversion minimises."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of parts (numbers of samples) for which gradients are stored.
-        parts: The largest number of gradients to store for each size of part. The gradients are drawn uniformly.
+        parts: The maximum number of gradients to store per size of a part. The gradients are drawn uniformly.
         seed: The seed of the draws.
     """
 
@@ -106,7 +106,7 @@ class Tap(LocalEngine):
         super().__init__(context, store)
         self.parts = parts
         self.counts: Counter[int] = Counter()
-        """A mapping from each number of samples to the number of gradients that were sent for parts of this size."""
+        """A mapping from each size of a part to the number of gradients that were sent for parts of this size."""
         self.kept: dict[int, list[SentPart]] = {size: [] for size in sizes}
         self._generator = rng(seed, "audit-parts")
 
@@ -147,18 +147,18 @@ class Finding:
 
     Args:
         size: The number of samples.
-        sent: The number of such gradients that clients sent in the rounds that the audit ran again.
+        sent: The number of gradients over ``size`` samples that clients sent in the rounds that the audit ran again.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
-        labels_chance: The fraction of right labels if labels were drawn at random from all training samples.
-        rows: The fraction of samples that are revealed exactly by a row of the first layer's gradient; None if this
-            layer is not linear.
+        labels_chance: The expected fraction of correct labels for random guesses from the labels of all training
+            samples.
+        rows: The fraction of samples that a row of the first layer's gradient reveals exactly; None if this layer is
+            not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
-            is as small as possible.
-        error_mean: The mean squared error of a reconstruction without the gradient, which is the mean test image of the
-            sample's class.
-        recognised: The fraction of recognised samples. The reconstruction of a recognised sample is nearer to the
-            sample than to each of 99 test images of its class. With random reconstructions, this fraction is 0.01.
+            is minimal.
+        error_mean: The mean squared error of a guess without the gradient: the mean test image of the sample's class.
+        recognised: The fraction of recognised samples. A sample is recognised if its reconstruction is nearer to the
+            sample than to each of 99 test images of the same class. With random reconstructions, the fraction is 0.01.
     """
 
     size: int
@@ -179,13 +179,13 @@ class GradientAudit:
     Args:
         method: The name of the run's method.
         data: The name of the run's data set.
-        rounds: The first and the last replayed round.
+        rounds: The first and the last round that the audit ran again.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: A mapping from each number of samples to the number of gradients that clients sent for this number of
-            samples in these rounds.
-        steps: The number of optimisation steps of an inversion.
+        counts: A mapping from each number of samples to the number of gradients over so many samples that clients sent
+            in these rounds.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
-        findings: The results for each number of samples.
+        findings: The results, one for each number of samples per gradient.
     """
 
     method: str
@@ -213,13 +213,13 @@ def audit_gradients(
     A part is a client's samples in a batch.
 
     Args:
-        run: The run folder. The rounds since its second-to-last checkpoint are run again ("replayed").
+        run: The run folder. The audit runs the rounds since its second-to-last checkpoint again ("replays" them).
         sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
-        parts: The largest number of gradients to attack for each of these sizes.
-        steps: The number of optimisation steps of each inversion.
+        parts: The maximum number of gradients to attack per size.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
-        prepared: The run's experiment. This argument is needed only if the run used your own data or model.
-        watch: A function that is called with the progress.
+        prepared: The run's experiment; needed only if the run used your own data or model.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
         SpecError: ``run`` is not a run folder, the method does not send such gradients, or the samples are not images.
@@ -229,7 +229,7 @@ def audit_gradients(
     spec_of(folder, "audit")
     for name, values in (("sizes", sizes), ("parts", [parts]), ("steps", [steps])):
         if not values or min(values) < 1:
-            raise SpecError(name, "must be whole numbers of at least 1.", list(values))
+            raise SpecError(name, "must contain integers of at least 1.", list(values))
     prepared = prepared or prepare_again(folder, "audit")
     before, last = last_checkpoints(folder)
     return attack(prepared, before, last.round, sizes=sizes, parts=parts, steps=steps, seed=seed, watch=watch)
@@ -253,13 +253,13 @@ def attack(
         before: The checkpoint from which to start; None to start at the beginning of the run.
         until: The last round to run.
         sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
-        parts: The largest number of gradients to attack for each of these sizes.
-        steps: The number of optimisation steps.
+        parts: The maximum number of gradients to attack per size.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
-        watch: A function that is called with the progress.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
-        SpecError: Clients do not send gradients for batches, or clients compress the gradients, or the samples are not
+        SpecError: Clients do not send gradients of batches, clients compress the gradients, or the samples are not
             images.
     """
     watch = watch or (lambda done, total, text: None)
@@ -273,7 +273,7 @@ def attack(
         step_until(simulation, until, watch)
         attacker = Attacker(prepared, pixels, steps, seed)
         for size in sizes:
-            watch(len(findings), len(sizes), f"parts of {size}")
+            watch(len(findings), len(sizes), f"gradients over {size} samples")
             findings.append(attacker.attack(size, tap.counts[size], tap.kept[size]))
     counts = dict(sorted(tap.counts.items()))
     least = spec.privacy.min_samples
@@ -284,31 +284,32 @@ def _require_parts(prepared: Prepared) -> None:
     spec, task = prepared.spec, prepared.data.task
     if not task.plain:
         problem = (
-            "the attacks assume classification with cross-entropy and equal class weights. Use a run of such a task."
+            "the attacks assume classification with cross-entropy and equal class weights. Audit a run of such a task."
         )
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
-        problem = "does not send gradients for parts of batches. Use a run of stratify with method.mode = 'batch'."
+        problem = "does not send gradients for parts of batches. Audit a run of stratify with method.mode = 'batch'."
         raise SpecError("method", problem, spec.method.name)
     if not spec.communication.plain:
-        raise SpecError("communication", "the audit requires gradients without compression. Remove the codecs.")
+        raise SpecError("communication", "the audit requires uncompressed gradients. Audit a run without codecs.")
     if prepared.config.model.has_batchnorm:
         raise SpecError(
             "model",
-            "has BatchNorm layers, so a client's gradient depends on other clients' samples. Use a run of a model "
+            "has BatchNorm layers, so a client's gradient depends on other clients' samples. Audit a run of a model "
             "without BatchNorm.",
         )
     if getattr(spec.method, "local_steps", 1) != 1:
-        raise SpecError("method.local_steps", "the audit requires one step per batch. Use a run with local_steps = 1.")
+        problem = "the audit requires one step per batch. Audit a run with method.local_steps = 1."
+        raise SpecError("method.local_steps", problem)
 
 
 class Attacker:
     """The attacks on gradients that clients send for their samples in a batch.
 
     Args:
-        prepared: The experiment. The attacker knows its test set.
-        pixels: The map from images to the model's inputs.
-        steps: The number of optimisation steps of an inversion.
+        prepared: The experiment. The attacker knows the test set.
+        pixels: The conversion from images to the model's inputs.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of the noise from which inversions start.
     """
 
@@ -328,7 +329,7 @@ class Attacker:
 
         Args:
             size: The number of samples.
-            sent: The number of such gradients that clients sent.
+            sent: The number of gradients over ``size`` samples that clients sent.
             parts: The gradients to attack.
         """
         if not parts:
@@ -372,7 +373,7 @@ class Attacker:
         }
 
     def _images(self, inputs: Tensor) -> Tensor:
-        """Convert inputs of the model (n, features) to images, and drop images with values clearly outside [0, 1]."""
+        """Convert model inputs (n, features) to images. Drop images with values that are clearly outside [0, 1]."""
         data = self.data
         values = inputs.reshape(-1, *data.shape)
         if data.shift is not None and data.scale is not None:
@@ -391,7 +392,7 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Layers:
-    """The names of the parameters whose gradients the attacks read.
+    """The names of the parameters from whose gradients the attacks recover labels and samples.
 
     Args:
         bias: The name of the last layer's bias.
@@ -403,7 +404,7 @@ class Layers:
 
     @classmethod
     def of(cls, model: Model, features: int) -> Layers:
-        """Find the layers of a model.
+        """Find the first and the last layer of a model.
 
         Raises:
             SpecError: The last layer does not have a bias.
@@ -413,7 +414,7 @@ class Layers:
         if getattr(end, "bias", None) is None:
             raise SpecError(
                 "model",
-                "the audit reads labels from the bias of the last layer, but this layer does not have a bias. Use a "
+                "the audit recovers labels from the last layer's bias, but this layer does not have a bias. Audit a "
                 "run with another model.",
                 last,
             )
@@ -445,11 +446,11 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover candidates for inputs from the gradient of a linear first layer, at most one candidate per unit.
+    """Recover possible inputs from the gradient of a linear first layer, at most one input per unit.
 
-    The layer computes z = W x + b. With δ = ∂L/∂z of each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
-    Σ δ. A row of ∂L/∂W, divided by the unit's entry of ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ
-    ≠ 0 for only one input, the mean is this input. Units with an entry of ∂L/∂b near 0 are left out.
+    The layer computes z = W x + b. With δ = ∂L/∂z for each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
+    Σ δ. A row of ∂L/∂W, divided by the unit's entry in ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ
+    ≠ 0 for only one input, the mean is this input. Units whose entry in ∂L/∂b is near 0 are left out.
 
     Args:
         weight: The gradient ∂L/∂W, shape (units, features).
@@ -462,15 +463,15 @@ def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
 def invert(
     model: Model, params: Params, pixels: Pixels, gradient: Params, labels: Tensor, *, steps: int, lr: float = 0.1
 ) -> Tensor:
-    """Find images (n, C, H, W) with a gradient that has the direction of a given gradient (Geiping et al. 2020).
+    """Find images (n, C, H, W) whose gradient has the same direction as a given gradient (Geiping et al. 2020).
 
-    The attack minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels. The function TV is the
-    total variation, and α is ``PRIOR``. The optimisation starts from grey images with some noise.
+    The attack minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels. TV is the total
+    variation, and α is ``PRIOR``. The optimisation starts from grey images with noise.
 
     Args:
         model: The model into which ``params`` are loaded.
         params: The parameters, from ``Model.loaded``.
-        pixels: The map from images to the model's inputs.
+        pixels: The conversion from images to the model's inputs.
         gradient: The given gradient g of the summed loss or of the mean loss.
         labels: The labels y of the images, shape (n,).
         steps: The number of steps of Adam.
@@ -494,13 +495,13 @@ def invert(
 
 
 def _errors(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean squared errors between images in ``one`` and in ``other``, shape (len(one), len(other))."""
+    """Return the mean squared error between each image in ``one`` and each in ``other``, as a matrix."""
     a, b = one.flatten(1).double(), other.flatten(1).double()
     return torch.cdist(a, b).square() / a.shape[1]
 
 
 def _right(guess: Tensor, labels: Tensor) -> float:
-    """Return the fraction of the labels that also occur in ``guess``, regardless of their order."""
+    """Return the fraction of the labels that also occur in ``guess``, regardless of the order."""
     common = Counter(guess.tolist()) & Counter(labels.tolist())
     return common.total() / len(labels)
 
@@ -510,7 +511,7 @@ HEADINGS = ("samples per gradient", "sent", "attacked", "labels right", "by chan
 
 
 def cells(finding: Finding) -> list[str]:
-    """Return the texts of the cells for this finding in the table."""
+    """Return the strings in the table's cells for one finding."""
     cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)
@@ -519,14 +520,14 @@ def cells(finding: Finding) -> list[str]:
 
 
 def caption(audit: GradientAudit) -> str:
-    """Return a sentence about the run, the replayed rounds and the settings of the audit."""
+    """Return a caption with the run, the replayed rounds and the settings of the audit."""
     total, (first, last) = sum(audit.counts.values()), audit.rounds
     below = sum(count for size, count in audit.counts.items() if size < 5)
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
-    share = f"{below / total:.0%} of them over fewer than 5 samples" if total else "none"
+    share = f", {below / total:.0%} of them over fewer than 5 samples" if total else ""
     return (
-        f"{audit.method} on {audit.data}, {rounds}, privacy.min_samples = {audit.min_samples}: {total:,} gradients "
-        f"were sent, {share}; {audit.steps} steps per inversion, seed {audit.seed}."
+        f"{audit.method} on {audit.data}, {rounds}, privacy.min_samples = {audit.min_samples}: clients sent {total:,} "
+        f"gradients{share}. Each inversion took {audit.steps} steps, with seed {audit.seed}."
     )
 
 

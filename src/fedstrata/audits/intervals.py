@@ -1,4 +1,7 @@
-"""Statistical bounds of audits: intervals of success rates, and lower bounds of ε from guesses about canaries."""
+"""Compute statistical bounds for audits: intervals of success rates, and lower bounds on ε from guesses about canaries.
+
+Canaries are artificial samples, each of which was in the data with probability 1/2.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
 SHARES = (1.0, 0.3, 0.1, 0.03)
-"""The fractions of the canaries about which the attacker guesses. Each of the four bounds gets a quarter of the allowed
+"""The fractions of canaries about which the attacker guesses. Each fraction gives a bound with a quarter of the allowed
 error probability, and the best bound is used."""
 LARGEST_EPSILON = 100.0
 """The largest ε that ``epsilon_bound`` returns."""
@@ -17,7 +20,7 @@ LARGEST_EPSILON = 100.0
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate of successes in independent trials, with its interval by Clopper and Pearson (1934).
+    """The rate of successes in independent trials, with its Clopper-Pearson interval (1934).
 
     Args:
         right: The number of successes.
@@ -40,7 +43,7 @@ class Rate:
         Args:
             right: The number of successes.
             trials: The number of trials.
-            confidence: The smallest probability with which the interval contains the true rate.
+            confidence: The minimum probability with which the interval contains the true rate.
 
         >>> one = Rate.of(10, 10)
         >>> one.rate, round(one.low, 4), one.high
@@ -53,17 +56,17 @@ class Rate:
 
 
 def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of at least ``right`` right guesses if training is (ε, δ)-differentially private.
+    """Return the maximum probability of ``right`` or more correct guesses under (ε, δ)-differential privacy.
 
     Each canary was in the data with probability 1/2, independently. For some canaries, the attacker guesses whether the
-    canary was in the data (Steinke, Nasr & Jagielski 2023). With r guesses, of which W ≥ v are right:
-    P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i, where B is binomial with r trials and the probability
+    canary was in the data (Steinke, Nasr & Jagielski 2023). Let W be the number of correct guesses among r guesses.
+    Then P(W ≥ v) ≤ P(B ≥ v) + 2 m δ · max_i P(v − i ≤ B < v) / i. Here, B is binomial with r trials and the probability
     e^ε / (1 + e^ε), and m is the number of canaries.
 
     Args:
         canaries: m, the number of canaries.
         guesses: r, the number of canaries about which the attacker guesses.
-        right: v, the number of right guesses.
+        right: v, the number of correct guesses.
         epsilon: ε.
         delta: δ.
 
@@ -80,15 +83,15 @@ def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: floa
 
 
 def epsilon_bound(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """Return a lower bound of ε, which holds with the given confidence; 0 if the guesses do not contradict ε = 0.
+    """Return a lower bound on ε, which holds with the given confidence; 0 if the guesses do not contradict ε = 0.
 
     Args:
         canaries: The number of canaries.
-        guesses: The number of canaries about which the attacker guesses, which must not depend on the guesses.
-        right: The number of right guesses.
+        guesses: The number of canaries about which the attacker guesses. This number must be fixed before the guesses.
+        right: The number of correct guesses.
         delta: δ.
-        confidence: If training is (ε, δ)-differentially private, the bound exceeds ε with a probability of at most 1
-            minus this number.
+        confidence: The confidence level. If training is (ε, δ)-differentially private, the probability that the bound
+            exceeds ε is at most 1 − ``confidence``.
 
     >>> round(epsilon_bound(canaries=100, guesses=100, right=100, delta=0.0, confidence=0.95), 2)
     3.49
@@ -108,19 +111,20 @@ def epsilon_bound(canaries: int, guesses: int, right: int, delta: float, confide
 def best_bound(
     scores: NDArray[np.float64], present: NDArray[np.bool_], delta: float, confidence: float
 ) -> tuple[int, int, float]:
-    """Guess which canaries were in the data, and return the best lower bound of ε.
+    """Guess which canaries were in the data, and return the best lower bound on ε.
 
-    Half of the guesses are "in the data", for the lowest scores; half are "not in the data", for the highest scores.
-    Each share of ``SHARES`` gets an equal part of the probability of an error, so the best bound is valid.
+    Half of the guesses are "in the data", for the canaries with the lowest scores. The other half are "not in the
+    data", for the highest scores. Each fraction in ``SHARES`` gets an equal part of the error probability, so the best
+    bound is valid.
 
     Args:
-        scores: The sum of the updates of each canary's parameter.
+        scores: For each canary, the sum of the updates of the canary's parameter.
         present: Whether each canary was in the data.
         delta: δ.
-        confidence: The confidence of the best bound.
+        confidence: The confidence level of the best bound.
 
     Returns:
-        The number of guesses, the number of right guesses, and the bound.
+        The number of guesses, the number of correct guesses, and the bound.
     """
     order, results = np.argsort(scores, kind="stable"), list[tuple[int, int, float]]()
     for share in SHARES:

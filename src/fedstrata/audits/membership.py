@@ -1,9 +1,9 @@
-"""Membership inference: whether an update reveals that a sample was among the samples on which clients trained.
+"""Membership inference: measure whether an update reveals on which samples the clients trained.
 
 The attacker has the update, the model with which training began, and two samples of the same class. One sample is a
-member, on which a client trained, and the other is a test sample. The attack computes the gradient of the loss of each
-sample. The attack guesses that the member is the sample whose gradient has the larger cosine with the negative update.
-A guess without the update is right in half of the pairs.
+*member*, on which a client trained. The other is a test sample. The attack computes the gradient of each sample's loss.
+The attack guesses that the member is the sample whose gradient has the larger cosine with the negative update. Guesses
+without the update would be correct for half of the pairs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fedstrata.federation.messages import Params, Weights
 from fedstrata.models.model import Model
 
 CHUNK = 64
-"""The largest number of samples whose gradients are in memory at the same time."""
+"""The maximum number of samples whose gradients are in memory at the same time."""
 
 
 def matched_pairs(
     members: NDArray[np.int64], data: Dataset, generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return members and test samples in pairs of the same class; each test sample is in at most one pair.
+    """Pair each member with a test sample of the same class. Each test sample is in at most one pair.
 
     Args:
         members: The indices of the members in the training set.
@@ -46,7 +46,7 @@ def matched_pairs(
 def cosines(
     model: Model, weights: Weights, update: Params, data: Dataset, samples: NDArray[np.int64], split: Split = "train"
 ) -> Tensor:
-    """Return, for each sample, the cosine of the gradient of its loss and the negative update, shape (n,).
+    """Return, for each sample, the cosine between the gradient of its loss and the negative update, shape (n,).
 
     Args:
         model: The model.

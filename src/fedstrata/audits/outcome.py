@@ -1,4 +1,4 @@
-"""Report an audit of prototypes (class means of features) as a table, as JSON, and as a picture of the images."""
+"""Report the results of an audit of prototypes (class means of features) as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedstrata.reporting.tables import markdown_table
 
 NAME = "prototypes"
 ROWS = 8
-"""The largest number of prototypes on the contact sheet, a picture that shows reconstructions side by side."""
+"""The maximum number of prototypes on the contact sheet, a picture that shows reconstructions side by side."""
 AGAINST = ("mean", "nearest", "stranger", "average")
 """The attributes of a ``Finding`` that say how similar a reconstruction is to other images."""
 HEADINGS = ("feature of", "attack", "PSNR mean", "nearest", "stranger", "average", "SSIM mean", "nearest", "stranger",
@@ -52,8 +52,8 @@ class Row:
 def rows(audit: Audit) -> list[Row]:
     """Return the rows of the table.
 
-    Each kind of target has a row for the baseline and a row for each attack. The first kinds are the controls (features
-    of one or more images, for comparison), sorted by their number of images. The last kind is the prototypes.
+    Each kind of target has a row for the baseline and a row for each attack. The first kinds are controls (features of
+    one or more images, for comparison), sorted by the number of images. The last rows are about the prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
@@ -64,8 +64,8 @@ def rows(audit: Audit) -> list[Row]:
 def _kind(finding: Finding) -> tuple[bool, int]:
     """Return the kind of the attacked feature, by which rows are sorted.
 
-    The kind is a pair: whether the feature is a prototype that a client sent, and the number of images of a control. A
-    control is a feature that no client sent.
+    The kind is a pair: whether the feature is a prototype that a client sent, and the number of images from which a
+    control was computed. A control is a feature that no client sent.
     """
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 
@@ -86,19 +86,19 @@ def _scores(finding: Finding) -> dict[str, dict[str, float | None]]:
 
 
 def cells(row: Row) -> list[str]:
-    """Return the texts of the cells in a row of the table."""
+    """Return the strings in the cells of one row."""
     psnr = ["–" if value is None else f"{value:.1f}" for value in row.psnr.values()]
     rest = ["–" if value is None else f"{value:.2f}" for value in (*row.ssim.values(), row.feature_error)]
     return [row.feature, row.attack, *psnr, *rest]
 
 
 def caption(audit: Audit) -> str:
-    """Return a sentence about the run, the attacked clients, and the attacker's images."""
+    """Return a caption with the run, the attacked clients and the attacker's images."""
     clients = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
     source = "the test set" if audit.held_out == "test" else "training samples that no client has"
     return (
-        f"{audit.method} on {audit.data}: prototypes of clients {clients}; the attacker has {audit.held_out_images:,} "
-        f"images from {source}; {audit.steps} steps per attack, seed {audit.seed}."
+        f"{audit.method} on {audit.data}: prototypes of clients {clients}. The attacker has {audit.held_out_images:,} "
+        f"images from {source}. Each attack took {audit.steps} steps, with seed {audit.seed}."
     )
 
 
@@ -124,7 +124,7 @@ def to_markdown(audit: Audit) -> str:
 
 
 def to_json(audit: Audit) -> dict[str, Any]:
-    """Return the settings, the table and all findings as values for JSON."""
+    """Return the settings, the table and all findings as values that JSON can represent."""
     settings = {key: getattr(audit, key) for key in ("method", "data", "held_out", "held_out_images", "steps", "seed")}
     return settings | {
         "clients": [
@@ -155,9 +155,9 @@ def write(audit: Audit, out: Path) -> None:
 
 
 def draw_sheet(audit: Audit, path: Path) -> None:
-    """Draw the contact sheet, with a row of images per prototype.
+    """Draw the contact sheet, which has one row of images per prototype.
 
-    The left half of a row shows reconstructions from the prototype. The right half shows, as a control, reconstructions
+    The left half of a row shows reconstructions from the prototype. As a control, the right half shows reconstructions
     from the feature of a single image of the same client and class.
     """
     from matplotlib.figure import Figure
@@ -188,10 +188,10 @@ def draw_sheet(audit: Audit, path: Path) -> None:
 
 
 def _pairs(audit: Audit) -> list[tuple[dict[str, Finding], dict[str, Finding]]]:
-    """Return two mappings from the names of attacks to findings, for each prototype.
+    """Return, for each prototype, two mappings from the names of attacks to findings.
 
-    The first mapping has the findings about the prototype. The second mapping has the findings about a single image of
-    the same client and class.
+    The first mapping contains the findings about the prototype. The second mapping contains the findings about a single
+    image of the same client and class.
     """
     targets: dict[tuple[int, int, bool], dict[str, Finding]] = {}
     for finding in audit.findings:

@@ -1,4 +1,4 @@
-"""Convert images with values in [0, 1], on which attacks work, to inputs of a model, and back."""
+"""Convert images with values in [0, 1], which attacks use, to inputs of a model, and convert samples to such images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.base.inputs import single
 from fedstrata.data.dataset import Dataset, Indices, Split
 
 SMALLEST = 7
-"""The smallest height and width of an image in pixels, which is the size of the window of the measure SSIM."""
+"""The minimum height and width of an image in pixels, which is the window size of the similarity measure SSIM."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Make the conversion for a data set.
+        """Create the conversion for a data set.
 
         Bytes range from 0 to 255. Other types have the range of the values in the training set.
 
@@ -43,7 +43,7 @@ class Pixels:
         if isinstance(shape, Mapping) or len(shape) != 3 or min(shape[1:]) < SMALLEST:
             problem = (
                 f"the audit requires images of at least {SMALLEST}x{SMALLEST} pixels, but the samples have the shape "
-                f"{shape}. Use other data."
+                f"{shape}. Audit a run with other data."
             )
             raise SpecError("data.name", problem, data.name)
         stored = single(data.x_train)

@@ -1,7 +1,8 @@
-"""Canaries, which are artificial samples that one client has in addition to its samples, and training with canaries.
+"""Create canaries (artificial samples), and let one client train on canaries in addition to its own samples.
 
-The loss of a canary is a multiple of one parameter, so its gradient is zero for all other parameters. If a canary is
-not in the data, its gradient is zero. The client's number of samples does not show which canaries are in the data.
+The loss of a canary is a multiple of one parameter, so the canary's gradient is zero for all other parameters. If a
+canary is not in the data, its whole gradient is zero. The client's number of samples does not reveal which canaries are
+in the data.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 
 MARK = 1e6
-"""The value of a canary's first pixel in the model's input, by which the loss recognises canaries. The second pixel is
-the number of the canary's parameter, and the third pixel says whether the canary is in the data."""
+"""The value of a canary's first pixel in the model's input. By this value, the loss recognises canaries. The second
+pixel is the number of the canary's parameter, and the third pixel says whether the canary is in the data."""
 MOST = 2**24
-"""The largest number of canaries: larger whole numbers are not exact in float32."""
+"""The maximum number of canaries. Integers above this number are not exact in float32."""
 STRENGTH = 10.0
-"""The norm of a canary's gradient as a multiple of ``privacy.dp.clip``, so that clipping is audited, too."""
+"""The norm of a canary's gradient as a multiple of ``privacy.dp.clip``. As it is above 1, clipping is also audited."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class Canaries:
     """The canaries of an audit.
 
     Args:
-        places: The number of each canary's parameter, counted over all parameters of the model; no number occurs twice.
+        places: The number of each canary's parameter, counted over all parameters of the model. The numbers differ.
         present: Whether each canary is in the data.
     """
 
@@ -52,13 +53,13 @@ class Canaries:
 
     @classmethod
     def drawn(cls, number: int, params: Params, seed: int) -> Canaries:
-        """Draw the parameters of the canaries, and which canaries are in the data."""
+        """Draw the parameters of the canaries, and draw which canaries are in the data."""
         generator = rng(seed, "audit-canaries")
         places = generator.permutation(min(sum(w.numel() for w in params.values()), MOST))[:number]
         return cls(places, generator.random(number) < 0.5)
 
     def entries(self, update: Params) -> Tensor:
-        """Return the entry of an update for each canary's parameter."""
+        """Return, for each canary, the entry of an update at the canary's parameter."""
         return torch.cat([w.flatten() for w in update.values()])[torch.from_numpy(self.places)]
 
     def beside(self, data: Dataset, own: NDArray[np.int64]) -> Dataset:
@@ -80,10 +81,10 @@ class Canaries:
 
 
 class CanaryLoss(CrossEntropy):
-    """The cross-entropy of samples, and a multiple of one parameter for each canary in the data.
+    """The cross-entropy loss for samples. For each canary in the data, the loss is a multiple of one parameter.
 
     Args:
-        strength: Norm of a canary's gradient.
+        strength: The norm of a canary's gradient.
     """
 
     strength: float
@@ -101,10 +102,10 @@ class CanaryLoss(CrossEntropy):
 
 
 class CanaryTap(UpdateTap):
-    """A tap at which one client trains on its samples and on canaries."""
+    """A local engine in which one client trains on its samples and on canaries; see ``UpdateTap``."""
 
     def plant(self, canaries: Canaries, client: ClientId, divide_noise: float) -> None:
-        """Give a client canaries, before it trains.
+        """Give canaries to a client before the client trains.
 
         Args:
             canaries: The canaries.
@@ -136,16 +137,16 @@ class CanaryTap(UpdateTap):
 
 
 def audited(context: ClientContext, canaries: Canaries, client: ClientId, divide_noise: float) -> ClientContext:
-    """Return the context of the client with canaries.
+    """Return a context for the client with canaries.
 
-    The sampling rate, the steps and the noise are the same as in the run.
+    The sampling rate, the number of steps and the noise are the same as in the run.
 
     Without ``privacy.dp``, a canary changes the update as much as an ordinary sample with a gradient of norm 1 would.
 
     Args:
-        context: The context of the run.
+        context: The run's context.
         canaries: The canaries.
-        client: The client.
+        client: The client that trains on the canaries.
         divide_noise: See ``audit_canaries``.
     """
     config, own = context.config, context.assignment[client]

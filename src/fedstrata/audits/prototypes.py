@@ -1,10 +1,10 @@
 """Audit prototypes: reconstruct clients' images from the prototypes that the clients sent (ReBaFL §5.6).
 
-A prototype is the mean feature of a client's images of one class. Every attack has the same targets: the prototypes
-that a client sent and, for comparison, controls. A control is the feature of one of the client's images, or the mean
-feature of a few of these images. Clients do not send controls. If an attack can reconstruct an image from a control but
-not from the prototype, averaging hides the image. If the attack fails for the control and for the prototype, the attack
-is too weak for a conclusion.
+A prototype is the mean feature vector of a client's images of one class. Every attack has the same targets: the
+prototypes that a client sent and, for comparison, controls. A control is the feature vector of one of the client's
+images, or the mean over a few of these images. Clients do not send controls. If an attack can reconstruct an image from
+a control but not from the prototype, averaging hides the image. If the attack fails for the control and for the
+prototype, the attack is too weak for a conclusion.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from fedstrata.runs.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
-"""The name of the reconstruction without the feature: the mean held-out image of the class."""
+"""The name of a reconstruction that does not use the feature: the mean held-out image of the class."""
 SIZES = (1, 5, 25)
-"""The numbers of images in a control."""
+"""The numbers of images from which controls are computed."""
 DRAWS = 4
-"""The number of controls (features that are attacked for comparison) of each size, for each client and class."""
+"""The number of controls (features that are attacked for comparison) per client, class and number of images."""
 CLASSES = 4
-"""The largest number of classes of a client that are attacked."""
+"""The maximum number of classes to attack per client."""
 COMPARED = 1000
-"""The largest number of images of a client and class with which a reconstruction is compared."""
+"""The maximum number of images per client and class with which a reconstruction is compared."""
 MOST = 10_000
-"""The largest number of the attacker's own images ("held-out images")."""
+"""The maximum number of the attacker's own images ("held-out images")."""
 FEWEST = 4 * TUNING
-"""The smallest number of held-out images with which an audit is possible."""
+"""The minimum number of held-out images for an audit."""
 DRIFT = 1e-3
-"""The audit warns if the prototypes of the run and of its replay have a larger relative difference."""
+"""The relative difference between the prototypes of a run and of its replay above which the audit warns."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A feature to attack, and the images from which the feature was computed. The attacker does not know the images.
+    """A feature to attack, and the images from which the feature was computed. The attacker does not have the images.
 
     Args:
         client: The id of the client.
@@ -64,7 +64,7 @@ class Target:
         sent: Whether the feature is a prototype that the client sent. Otherwise, the feature is a control.
         feature: The feature h, shape (d,).
         own: The images from which the feature was computed, with values in [0, 1] and shape (n, C, H, W).
-        unseen: Up to n images of the same class that the client does not have ("strangers").
+        unseen: Up to n images ("strangers") of the same class that the client does not have.
     """
 
     client: int
@@ -88,7 +88,7 @@ class Finding:
         nearest: The similarity of the reconstruction to the most similar of the images from which the feature was
             computed.
         stranger: The similarity of the reconstruction to the most similar stranger (see ``Target``); None if there are
-            no strangers. If an attack learns nothing about this client, ``stranger`` is about as large as ``nearest``.
+            no strangers. If an attack learns nothing about the client, ``stranger`` is about as large as ``nearest``.
         average: The similarity of the reconstruction to the mean of the images from which the feature was computed.
         feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """
@@ -114,9 +114,9 @@ class Audit:
         sent: The prototypes that the attacked clients sent.
         held_out: The source of the attacker's own images; see ``audit_prototypes``.
         held_out_images: The number of the attacker's own images.
-        steps: The number of optimisation steps of each attack.
+        steps: The number of optimisation steps per attack.
         seed: The seed of all draws.
-        findings: The result for every target and attack.
+        findings: The results, one for every pair of a target and an attack.
     """
 
     method: str
@@ -144,14 +144,14 @@ def audit_prototypes(
 
     Args:
         run: The run folder.
-        clients: The largest number of clients to attack. The clients are drawn from all clients that sent prototypes
+        clients: The maximum number of clients to attack. The clients are drawn from all clients that sent prototypes
             since the run's second-to-last checkpoint.
-        steps: The number of optimisation steps of each attack.
+        steps: The number of optimisation steps per attack.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set (``"test"``), or the training samples that no client has
             (``"spare"``).
-        prepared: The run's experiment. This argument is needed only if the run used your own data or model.
-        watch: A function that is called with the progress.
+        prepared: The run's experiment; needed only if the run used your own data or model.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
         SpecError: ``run`` is not a run folder, the method does not send or keep prototypes, or the samples are not
@@ -163,7 +163,7 @@ def audit_prototypes(
     spec_of(folder, "audit")
     for name, value in (("clients", clients), ("steps", steps)):
         if value < 1:
-            raise SpecError(name, "must be a whole number of at least 1.", value)
+            raise SpecError(name, "must be an integer of at least 1.", value)
     metrics()
     prepared = prepared or prepare_again(folder, "audit")
     spec = prepared.spec
@@ -177,9 +177,8 @@ def audit_prototypes(
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
             warnings.warn(
-                f"the replayed rounds give prototypes that differ by {drift:.1%} from the stored prototypes. The "
-                "run was made by another version of fedstrata or on another machine. The audit attacks the replayed "
-                "prototypes.",
+                f"the prototypes of the replayed rounds differ by {drift:.1%} from the stored prototypes. The original "
+                "run used another version of fedstrata or another machine. The audit attacks the replayed prototypes.",
                 stacklevel=2,
             )
         for place, one in enumerate(sent):
@@ -198,7 +197,7 @@ def audit_prototypes(
 
 
 def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) -> tuple[Tensor, Tensor, Ints]:
-    """Return the attacker's images, their labels, and their indices in the training set, in random order.
+    """Return the attacker's images in random order, their labels, and their indices in the training set.
 
     The array of indices is empty if the images are from the test set.
     """
@@ -208,20 +207,21 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
     indices = np.arange(len(data.y_test)) if held_out == "test" else spare.indices()
     if len(indices) < FEWEST:
         problem = f"the attacker needs at least {FEWEST} images, but there are only {len(indices)}. "
-        raise SpecError("held_out", problem + ("Use 'test'." if held_out == "spare" else "Use other data."), held_out)
+        problem += "Use held_out = 'test'." if held_out == "spare" else "Audit a run with other data."
+        raise SpecError("held_out", problem, held_out)
     chosen = rng(seed, "audit-held-out").permutation(indices)[:MOST]
     theirs = chosen if split == "train" else chosen[:0]
     return pixels.images(torch.from_numpy(chosen), split), data.targets(chosen, split), theirs
 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
-    """Return the features to attack: a client's prototypes, and the controls, with which they are compared.
+    """Return the features to attack: a client's prototypes, and the controls with which the prototypes are compared.
 
     Args:
         prepared: The experiment.
         view: The attacker's knowledge.
         sent: The prototypes that the client sent.
-        theirs: The indices of training samples that the attacker has. These samples are not used as strangers.
+        theirs: The indices of training samples that the attacker has. These samples do not serve as strangers.
         seed: The seed of the draws.
     """
     generator = rng(seed, "audit-targets", client=sent.client)
@@ -268,7 +268,7 @@ def _attacked(
 
 
 def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Return the similarity of a reconstruction to the feature's images, to the images' mean, and to strangers."""
+    """Compare a reconstruction with the feature's images, with the mean of these images, and with strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

@@ -2,8 +2,8 @@
 
 A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models.
 However, a checkpoint contains only the last prototypes of each client, and not the client's model. The rounds between
-the last two checkpoints are therefore run again (a "replay"). The new prototypes are then compared with the prototypes
-in the last checkpoint.
+the last two checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the
+prototypes in the last checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
 
 PROTOTYPES = "prototypes"
-"""The key of the prototypes in the message of a client."""
+"""The key of the prototypes in a client's message."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Sent:
             audit's attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes ``means`` of all C classes, shape (C, d), and the number of ``samples`` of each class,
             shape (C,).
-        difference: The largest difference between an entry of these prototypes and the checkpoint's prototypes, divided
-            by the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
+        difference: The largest difference between an entry in ``table`` and in the checkpoint's prototypes, divided by
+            the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
     """
 
     client: int
@@ -54,8 +54,8 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""A function that shows progress, given the number of finished steps, the number of all steps, and a text about the
-next step."""
+"""A function that shows progress, given the number of finished steps, the number of all steps, and a string that
+describes the next step."""
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
@@ -64,10 +64,10 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     Args:
         prepared: The run's experiment.
         folder: The run folder.
-        clients: The largest number of clients. The clients are drawn from all clients that sent prototypes since the
+        clients: The maximum number of clients. The clients are drawn from all clients that sent prototypes since the
             second-to-last checkpoint.
         seed: The seed of the draw.
-        watch: A function that is called before every round.
+        watch: A function that shows progress, and is called before every round.
 
     Raises:
         SpecError: The clients of the run do not send or keep prototypes.
@@ -79,31 +79,31 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     if not stored:
         since = f"after round {before.round}" if before else f"up to round {last.round}"
         problem = (
-            f"no client stored prototypes that it sent {since}. Set this key to true, and use a run in which clients "
-            "took part more than once."
+            f"no client stored the prototypes that it sent {since}. Set keep_prototypes = true, and audit a run in "
+            "which clients take part more than once."
         )
         raise SpecError("keep_prototypes", problem).under("method")
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = "cannot be repeated, because other clients sent prototypes than in the run. Use the same data and "
+        problem = "cannot be replayed, because other clients sent prototypes than in the run. Use the same data and "
         problem += "the same version of fedstrata as in the run."
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} {problem}")
     return sent
 
 
 def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
-    """Return the last two checkpoints of a run, the earlier first. With only one checkpoint, the earlier is None.
+    """Return the second-to-last and the last checkpoint of a run. The first is None if there is only one checkpoint.
 
     Raises:
-        CheckpointError: The run does not have a checkpoint, or real sites keep the clients' states.
+        CheckpointError: The run does not have a checkpoint, or is a deployment, in which sites keep clients' states.
     """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
-        raise CheckpointError(f"{folder} does not have a checkpoint. Use a run with evaluation.checkpoint_every > 0.")
+        raise CheckpointError(f"{folder} does not have a checkpoint. Audit a run with evaluation.checkpoint_every > 0.")
     if last.remote:
         raise CheckpointError(
-            f"{folder} is a run over real sites, and does not contain their messages. Use a simulated run."
+            f"{folder} is the run of a deployment, and does not contain the clients' messages. Audit a simulation."
         )
     return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
 
@@ -112,7 +112,7 @@ def step_until(simulation: Simulation, until: int, watch: Watch) -> dict[str, An
     """Run the rounds of a simulation up to and including round ``until``, and return the record of the last round."""
     begin, record = simulation.round, dict[str, Any]()
     while simulation.round < until:
-        watch(simulation.round - begin, until - begin, f"round {simulation.round + 1} again")
+        watch(simulation.round - begin, until - begin, f"replaying round {simulation.round + 1}")
         record = simulation.step()
     return record
 
@@ -121,17 +121,17 @@ def _require_prototypes(prepared: Prepared) -> None:
     spec, config = prepared.spec, prepared.config
     weights = Weights(config.model.params(), config.model.buffers())
     if PROTOTYPES not in spec.method.objective_in_use().expected(weights, config):
-        problem = "does not send prototypes. Use a run of rebafl, or of the objective 'rebafl', with mu > 0."
+        problem = "does not send prototypes. Audit a run of rebafl, or of the objective 'rebafl', with mu > 0."
         raise SpecError("method", problem, spec.method.name)
 
 
 def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
-    """Return prototypes from the last checkpoint, for clients whose state changed since the second-to-last checkpoint.
+    """Read prototypes from the last checkpoint, for clients whose state changed since the second-to-last checkpoint.
 
     Args:
         last: The last checkpoint.
         before: The second-to-last checkpoint; None if it does not exist.
-        clients: The largest number of clients.
+        clients: The maximum number of clients.
         seed: The seed with which the clients are drawn.
 
     Returns:
@@ -152,7 +152,7 @@ def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, se
 def _send_again(
     prepared: Prepared, before: Checkpoint | None, until: int, stored: Mapping[int, Table], watch: Watch
 ) -> list[Sent]:
-    """Repeat the rounds after a checkpoint, and return the last prototypes of the clients in ``stored``."""
+    """Run the rounds after a checkpoint again, and return the last prototypes of the clients in ``stored``."""
     last: dict[int, tuple[int, Weights, Table]] = {}
 
     def listen(round: int, replies: Mapping[int, Any]) -> None:
@@ -171,7 +171,7 @@ def _send_again(
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """Return the client's model, with the client's own BatchNorm statistics if the client stores statistics."""
+    """Return the client's model, with the client's own BatchNorm statistics if the client stores such statistics."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

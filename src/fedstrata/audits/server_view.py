@@ -1,4 +1,4 @@
-"""The updates that a server sees in a run: the update of each client, or only the sum of the updates.
+"""Record the updates that a server sees in a run: the update of each client, or only the sum of all updates.
 
 Audits run rounds again with ``UpdateTap``, a local engine that passes each round's updates to an audit. The attacker is
 an honest but curious server.
@@ -30,18 +30,18 @@ from fedstrata.sampling.base import AllData
 
 @dataclass(frozen=True, eq=False)
 class UpdateRound:
-    """The updates of a round that the server used.
+    """The updates that the server used in a round.
 
     Args:
         request: The request to all clients, which contains the global model.
-        replies: The replies that the server used, by client.
+        replies: A mapping from each client to its reply, if the server used the reply.
     """
 
     request: Fit
     replies: Mapping[ClientId, FitReply]
 
     def update(self, client: ClientId) -> Params:
-        """Return the update of a client: its parameters after training minus the global parameters."""
+        """Return a client's update: the client's parameters after training minus the global parameters."""
         before, after = self.request.weights.params, self.replies[client].weights.params
         return {name: after[name] - w for name, w in before.items()}
 
@@ -77,11 +77,11 @@ class UpdateTap(LocalEngine):
         return {client: self._summand(requests[client], outcome, client) for client, outcome in outcomes.items()}
 
     def train(self, requests: Mapping[ClientId, Fit]) -> Mapping[ClientId, Reply | Failure]:
-        """Return the clients' replies to a request for updates, before they are encoded for a sum."""
+        """Return the clients' replies to a request for updates, before the replies are encoded for a secure sum."""
         return super().ask(requests, together=False)
 
     def _summand(self, request: Request, outcome: Reply | Failure, client: ClientId) -> Reply | Failure:
-        """Return a reply in the form that the request demands: as a vector of the ring if only the sum is sent."""
+        """Return a reply in the form that the request demands: for a secure sum, as a vector of integers."""
         if not isinstance(request, Masked) or isinstance(outcome, Failure):
             return outcome
         try:
@@ -102,9 +102,9 @@ class UpdateTap(LocalEngine):
 
 
 def mean_update(method: Recipe, config: FederationConfig, round: UpdateRound) -> Params:
-    """Return the weighted mean of the updates of a round, which the server computes from their sum.
+    """Return the weighted mean of a round's updates, which the server computes from the sum of the updates.
 
-    With secure sums, the mean is computed exactly as the server does, with rounding. In other runs, clients are
+    With secure sums, the mean is computed and rounded exactly as on the server. Without secure sums, clients are
     weighted by their numbers of samples.
 
     Args:
@@ -125,7 +125,7 @@ def mean_update(method: Recipe, config: FederationConfig, round: UpdateRound) ->
 
 
 def without_masks(prepared: Prepared) -> Prepared:
-    """Return the experiment without masks on the clients' updates, which has the same results."""
+    """Return the experiment without masks on the clients' updates. The results are the same as with masks."""
     privacy = prepared.spec.privacy.model_copy(update={"simulate_masks": False})
     spec = prepared.spec.model_copy(update={"privacy": privacy})
     return replace(prepared, spec=spec, config=replace(prepared.config, privacy=privacy))
@@ -144,17 +144,19 @@ def require_updates(prepared: Prepared) -> Recipe:
 
     if not task.plain:
         refuse(
-            "task", "the audit requires classification with equal class weights. Use a run of such a task.", task.name
+            "task", "the audit requires classification with equal class weights. Audit a run of such a task.", task.name
         )
     if not spec.communication.plain:
-        refuse("communication", "the audit requires updates without compression. Remove the codecs.")
+        refuse("communication", "the audit requires uncompressed updates. Audit a run without codecs.")
     if prepared.config.model.has_batchnorm:
-        refuse("model", "has BatchNorm layers, which mix samples. Use a run of a model without BatchNorm.")
+        refuse("model", "has BatchNorm layers, which mix samples. Audit a run of a model without BatchNorm.")
     if not isinstance(method, Recipe) or type(method).run_round is not Recipe.run_round:
-        refuse("method", "sends more than updates. Use a run of a method such as fedavg.", method.name)
+        refuse("method", "lets clients send more than updates. Audit a run of a method such as fedavg.", method.name)
     assert isinstance(method, Recipe)
     if method.aggregator.own_starts:
-        refuse("method.aggregator", "lets clients start at different models. Use 'size'.", method.aggregator.name)
+        problem = "lets clients start from different models. Audit a run with method.aggregator = 'size'."
+        refuse("method.aggregator", problem, method.aggregator.name)
     if not isinstance(method.data_sampler, AllData):
-        refuse("method.data_sampler", "lets clients leave out samples. Use 'all'.", method.data_sampler.name)
+        problem = "lets clients leave out samples. Audit a run with method.data_sampler = 'all'."
+        refuse("method.data_sampler", problem, method.data_sampler.name)
     return method

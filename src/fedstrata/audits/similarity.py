@@ -1,4 +1,4 @@
-"""Measure the similarity of images with values in [0, 1] by scikit-image's PSNR and SSIM."""
+"""Measure the similarity of images with values in [0, 1] by PSNR and SSIM, which scikit-image computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstrata.base.errors import ExtraMissingError
 
 CEILING = 100.0
-"""The largest PSNR in dB that is reported, because the PSNR of an image with itself is infinite."""
+"""The maximum PSNR in dB that is reported. The PSNR between an image and itself would be infinite."""
 
 
 def metrics() -> Any:
@@ -31,7 +31,7 @@ def metrics() -> Any:
 
 @dataclass(frozen=True)
 class Likeness:
-    """The similarity of a reconstruction to other images. Larger values mean more similar images.
+    """The similarity between a reconstruction and other images. Larger values mean more similar images.
 
     Args:
         psnr: The peak signal-to-noise ratio in dB, which is 10 log₁₀(1 / MSE), but at most 100.

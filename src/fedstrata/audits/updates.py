@@ -1,7 +1,7 @@
-"""Attacks on the updates of methods such as FedAvg, and on the sum of the updates of a round.
+"""Attack the updates that clients send in methods such as FedAvg, and the sum of all updates of a round.
 
-With ``privacy.sums = "secure"``, the server sees only the sum. The audit nevertheless attacks both, so that the results
-show what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
+With ``privacy.sums = "secure"``, the server sees only the sum. The audit nevertheless attacks updates and sums, so that
+the results show what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
 - **gradient inversion**: with one step of SGD, an update is a gradient. ``fedstrata.audits.gradients`` describes the
   attacks on labels, rows and images. As a control, these attacks also run on random numbers instead of the update.
@@ -41,7 +41,7 @@ NAME = "updates"
 SINGLE, SUM = "one client", "sum"
 """The names of the two views: the update of one client, and the sum of all updates of a round."""
 IMAGES = 128
-"""The largest number of samples behind an update for which inversion is tried."""
+"""The maximum number of training samples behind an update for which inversion is tried."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ class View:
     Args:
         name: ``SINGLE`` or ``SUM``.
         seen: Whether the server of this run sees these values.
-        sent: The number of such values in the replayed rounds.
-        samples: The mean number of samples behind an attacked value; None if no value was attacked.
-        inversion: The mean results of gradient inversion. Values with more than ``IMAGES`` samples are left out.
-        control: The mean results of the same attacks on random numbers, which reveal nothing.
-        membership: The fraction of pairs in which membership inference is right, over all attacked values. The interval
-            of this fraction treats pairs as independent.
+        sent: The number of updates or sums in the replayed rounds.
+        samples: The mean number of training samples behind an attacked update or sum; None without attacks.
+        inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
+            out.
+        control: The mean results of the same attacks on random numbers, which do not reveal anything.
+        membership: The fraction of pairs for which membership inference is correct, over all attacked updates or sums.
+            The interval of this fraction treats pairs as independent.
     """
 
     name: str
@@ -76,10 +77,10 @@ class UpdateAudit:
         method: The name of the run's method.
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
-        sums: ``privacy.sums`` of the run.
+        sums: The value of ``privacy.sums`` in the run's spec.
         epsilon: The ε that a client had spent by the last round, as computed by the accountant; None without
             ``privacy.dp``.
-        steps: The number of optimisation steps of an inversion.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         views: The results for updates of individual clients, and for sums.
     """
@@ -103,15 +104,15 @@ def audit_updates(
     prepared: Prepared | None = None,
     watch: Watch | None = None,
 ) -> UpdateAudit:
-    """Attack the updates that clients sent in the last rounds of a run, and their sums.
+    """Attack the updates that clients sent in the last rounds of a run, and each round's sum of updates.
 
     Args:
-        run: The run folder. The rounds since its second-to-last checkpoint are run again.
-        parts: The largest number of updates, and of sums, to attack. The attacked updates and sums are drawn at random.
-        steps: The number of optimisation steps of an inversion.
+        run: The run folder. The audit runs the rounds since its second-to-last checkpoint again ("replays" them).
+        parts: The maximum number of updates, and also of sums, to attack. Updates and sums are drawn at random.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
-        watch: A function that is called with the progress.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
         SpecError: ``run`` is not a run folder, clients do not send updates that can be attacked, or the samples are not
@@ -122,7 +123,7 @@ def audit_updates(
     spec_of(folder, "audit")
     for name, value in (("parts", parts), ("steps", steps)):
         if value < 1:
-            raise SpecError(name, "must be a whole number of at least 1.", value)
+            raise SpecError(name, "must be an integer of at least 1.", value)
     prepared = prepared or prepare_again(folder, "audit")
     before, last = last_checkpoints(folder)
     return attack(prepared, before, last.round, parts=parts, steps=steps, seed=seed, watch=watch)
@@ -138,16 +139,16 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> UpdateAudit:
-    """Run rounds, and attack the updates of these rounds.
+    """Run rounds, and attack the updates that clients send in these rounds.
 
     Args:
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
-        parts: The largest number of updates, and of sums, to attack.
-        steps: The number of optimisation steps of an inversion.
+        parts: The maximum number of updates, and also of sums, to attack.
+        steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
-        watch: A function that is called with the progress.
+        watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
         SpecError: Clients do not send updates that can be attacked, or the samples are not images.
@@ -168,7 +169,7 @@ def attack(
         record = step_until(simulation, until, watch)
         attacker, views = Attacker(prepared, pixels, steps, seed), list[View]()
         for place, kept in enumerate((single, summed)):
-            watch(place, 2, f"attacking: {kept.name}")
+            watch(place, 2, f"attacking {kept.name}")
             seen = (kept is summed) == (spec.privacy.sums == "secure")
             views.append(attacked(prepared, attacker, kept, seen=seen, seed=seed))
     epsilon = None if spec.privacy.dp is None else record["epsilon"]
@@ -177,12 +178,12 @@ def attack(
 
 @dataclass(frozen=True, eq=False)
 class SeenUpdate:
-    """An update, or the weighted mean of the updates of a round.
+    """A client's update, or the weighted mean of all updates of a round.
 
     Args:
-        round: The round's updates.
-        update: The update or the mean, by parameter.
-        clients: The clients from whose samples the update was computed.
+        round: All updates of the round.
+        update: The update or the mean, as a mapping from names of parameters.
+        clients: The clients whose samples contributed to the update.
     """
 
     round: UpdateRound
@@ -194,8 +195,8 @@ class Reservoir:
     """A uniform sample of the updates or sums of a run, drawn by reservoir sampling.
 
     Args:
-        name: The name of the view.
-        parts: The largest number of updates to keep.
+        name: The name of the view, ``SINGLE`` or ``SUM``.
+        parts: The maximum number of updates to keep.
         seed: The seed of the draws.
     """
 
@@ -204,9 +205,9 @@ class Reservoir:
         self._generator = rng(seed, f"audit-updates/{name}")
 
     def add(self, round: UpdateRound, update: Params, clients: Sequence[ClientId]) -> None:
-        """Keep an update, or decide at random whether to keep it if the reservoir is full.
+        """Add an update to the sample. If the sample is full, decide at random whether to keep the update.
 
-        Ignore updates without a step.
+        Updates of clients that did not take a step are ignored.
         """
         if not any(round.replies[client].steps for client in clients):
             return
@@ -217,13 +218,13 @@ class Reservoir:
 
 
 def attacked(prepared: Prepared, attacker: Attacker, kept: Reservoir, *, seen: bool, seed: int) -> View:
-    """Attack the updates of a view.
+    """Attack a sample of updates, or a sample of sums.
 
     Args:
         prepared: The experiment.
         attacker: The attacks of gradient inversion.
-        kept: The updates.
-        seen: Whether the server sees these updates.
+        kept: The updates or sums.
+        seen: Whether the server sees these updates or sums.
         seed: The seed of the draws.
     """
     generator, right, pairs = rng(seed, f"audit-members/{kept.name}"), 0, 0
@@ -244,10 +245,10 @@ def attacked(prepared: Prepared, attacker: Attacker, kept: Reservoir, *, seen: b
 
 
 def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]) -> SentPart:
-    """Return an update as the gradient of the loss, summed over its samples.
+    """Convert an update to a gradient of the loss, summed over the samples behind the update.
 
-    With one step of SGD, the update of a client is −η times the mean gradient. With more steps, the result is the mean
-    of the gradients of the steps.
+    With one SGD step, a client's update is −η times the mean gradient. With more steps, the result is the mean of the
+    steps' gradients.
 
     Args:
         prepared: The experiment.
@@ -263,7 +264,7 @@ def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]
 
 
 def noise_instead(part: SentPart, generator: np.random.Generator) -> SentPart:
-    """Return normal random numbers instead of a gradient, as a control. Each tensor keeps its norm."""
+    """Replace each tensor of a gradient with normally distributed random numbers of the same norm, as a control."""
     drawn = {}
     for name, g in part.gradient.items():
         noise = torch.from_numpy(generator.standard_normal(tuple(g.shape), dtype=np.float32))
@@ -276,7 +277,7 @@ HEADINGS = ("attacked", "seen by the server", "number", "samples", "labels right
 
 
 def cells(view: View) -> list[str]:
-    """Return the texts of the view's cells in the table."""
+    """Return the strings in the table's cells for one view."""
 
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{value:.0%}"
@@ -289,13 +290,13 @@ def cells(view: View) -> list[str]:
 
 
 def caption(audit: UpdateAudit) -> str:
-    """Return a sentence about the run, the replayed rounds and the settings of the audit."""
+    """Return a caption with the run, the replayed rounds and the settings of the audit."""
     first, last = audit.rounds
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
     noise = "without noise" if audit.epsilon is None else f"ε = {audit.epsilon:.3g}"
     return (
-        f"{audit.method} on {audit.data}, {rounds}, privacy.sums = {audit.sums!r}, {noise}; {audit.steps} steps per "
-        f"inversion, seed {audit.seed}."
+        f"{audit.method} on {audit.data}, {rounds}, privacy.sums = {audit.sums!r}, {noise}. Each inversion took "
+        f"{audit.steps} steps, with seed {audit.seed}."
     )
 
 
@@ -310,7 +311,7 @@ def print_table(audit: UpdateAudit) -> None:
 
 
 def to_json(audit: UpdateAudit) -> dict[str, Any]:
-    """Return the audit as values for JSON."""
+    """Return the audit's results as values that JSON can represent."""
     return asdict(audit)
 
 

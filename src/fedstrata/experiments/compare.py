@@ -39,13 +39,13 @@ Watcher = Callable[[str, int, int], None]
 
 
 class Comparison(dict[str, list[History]]):
-    """The result of a comparison, which maps each experiment's label to the histories of its runs, one per seed.
+    """The result of a comparison: a mapping from each experiment's label to the histories of its runs, one per seed.
 
     Notebooks show a comparison as a table.
     """
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per run: its label, the content of ``summary.json``, and all metrics.
+        """Return a pandas data frame with one row per run: the label, the content of ``summary.json`` and all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -80,7 +80,7 @@ def compare(
     """Run every experiment with every seed, and write a report.
 
     Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. If the process
-    is killed, the same call finishes the work.
+    is killed, repeat the call to finish the comparison.
 
     Args:
         experiments: A mapping from labels, which are names of your choice, to experiments.
@@ -89,16 +89,15 @@ def compare(
         data: Your own data for all experiments; see ``prepare``.
         model: Your own model for all experiments, preferably a Python class; see ``prepare``.
         engine: The engine that runs the clients of each run.
-        references: The references to add to the comparison. In ``"local"``, each client trains alone, and results are
-            means over the clients. In ``"centralised"``, one client trains on all samples. See
+        references: The references to add to the comparison. With ``"local"``, each client trains alone, and results are
+            means over the clients. With ``"centralised"``, one client trains on all samples. See
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
             engine is not ``local``. Results do not depend on this number. If you pass data, a model or classes that
             only this program defines, the processes are forks of this process. If this process cannot be forked, the
             runs are executed one after another.
-        watch: A function that is called with the progress of each run; see ``Watcher``.
-        progress: Whether to show the progress, as bars in a terminal or notebook, and otherwise as occasional lines of
-            text.
+        watch: A function that is called during each run with the run's label, seed and number of finished rounds.
+        progress: Whether to show progress: bars in a terminal or notebook, and lines of text elsewhere.
         report: Whether to write a report into ``out``, with tables, figures and an HTML page about all runs.
 
     Returns:
@@ -113,7 +112,7 @@ def compare(
         if not label.isprintable() or label in ("", *references) or "/" in label or label.startswith("."):
             raise SpecError(
                 "--methods",
-                "is not a valid label, because it becomes the name of a folder. Use letters, digits and dashes.",
+                "is not a valid label, because labels are names of folders. Use letters, digits and dashes.",
                 label,
             )
         check_trackers(make(spec))
@@ -121,7 +120,7 @@ def compare(
     if isinstance(model, nn.Module) and len({seed for _, seed in planned}) > 1:
         problem = (
             "all seeds start from the weights of this module. For different weights, pass the module's class, or a "
-            "function that creates the module. Otherwise, pass"
+            "function that creates the module. To keep these weights without a warning, pass"
         )
         warnings.warn(f"model: {problem} fs.Model(module).", stacklevel=2)
     folders = {key: folder_of(out, key) for key in planned}
@@ -170,19 +169,19 @@ def plan(
     references: Sequence[str] = (),
     data: Arrays | None = None,
 ) -> dict[Key, Experiment]:
-    """Return a mapping from the label and seed of each run of a comparison to its experiment.
+    """List the runs of a comparison, as a mapping from each run's label and seed to its experiment.
 
     A reference may have several runs with labels ``NAME/RUN``, such as ``local/client-0``.
 
     Raises:
-        SpecError: A reference is unknown or does not fit the experiments. The error is also raised if ``seeds`` is None
-            and the experiments' seeds differ.
+        SpecError: A reference is unknown or does not fit the experiments, or ``seeds`` is None although the
+            experiments' seeds differ.
     """
     if seeds is None:
         seeds = sorted({spec.seed for spec in experiments.values()})
         if len(seeds) != 1:
             raise SpecError(
-                "seed", "differs between the experiments. Use the same seed for all, or give --seeds.", seeds
+                "seed", "differs between the experiments. Use one seed for all experiments, or give --seeds.", seeds
             )
     seeds = checked_seeds(seeds)
     planned = {
@@ -215,7 +214,7 @@ def folder_of(out: Path, key: Key) -> Path:
 
 
 def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) -> str:
-    """Return the last value of a run's primary metric as text. The text is empty before the first evaluation.
+    """Return the latest value of a run's primary metric as a string, which is empty before the first evaluation.
 
     Args:
         out: The folder of the comparison.
@@ -229,7 +228,7 @@ def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) 
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return True if a folder contains a finished run, which has all rounds of the spec or was stopped early."""
+    """Return True if a folder contains a finished run: a run with all rounds of the spec, or that was stopped early."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -292,16 +291,16 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     """Decide whether simultaneous runs need forks of this process.
 
-    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use such objects need
-    forks.
+    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use such objects
+    therefore need forks.
 
     Args:
         specs: The experiments to run.
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        True if runs need forks, and False if new processes are enough. None if forks are needed but not possible, so
-        that this process must execute one run after another.
+        True if runs need forks, and False if new processes are enough. None if forks are needed but not possible. This
+        process must then execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
@@ -309,21 +308,21 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
     if can_fork() and all(spec.training.threads == 1 for spec in specs):
         return True
     why = "training.threads is not 1" if can_fork() else "this process cannot be forked"
-    problem = f"the runs are executed one after another, because they use objects of this process and {why}."
+    problem = f"the runs are executed one after another, because they use this process's objects, and {why}."
     warnings.warn(problem, stacklevel=4)
     return None
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in its folder, and run it to its end. Pass ``given`` to ``carry_out``."""
+    """Start or resume an experiment in ``folder``, and run it to its end. Pass ``given`` to ``carry_out``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 
 def run_text(spec: str, folder: Path, engine: str = "local") -> None:
-    """Run an experiment to its end in a new process, which receives the spec as text."""
+    """Run an experiment to its end in a new process, which receives the spec as a string."""
     run_to_end(Experiment.from_table(tomllib.loads(spec)), folder, engine=engine)
 
 
 def report_rounds(watch: Watcher, key: Key) -> Callable[[Mapping[str, Any]], None]:
-    """Return a callback that calls ``watch`` with the run's key after each round."""
+    """Return a callback that reports a run's progress to ``watch`` after each round."""
     return lambda record: watch(*key, record["round"])

@@ -42,17 +42,17 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.samples_per_step,
     ),
 }
-"""A mapping from descriptions of settings to functions that return their values. All compared experiments must have
-equal values of these settings, because a reference must fit all experiments."""
+"""A mapping from descriptions of settings to functions that return the settings' values. All compared experiments must
+have equal values of these settings, because a reference must fit all experiments."""
 
 SUMMED = ("samples", "seconds")
-"""Columns that are summed over the runs of a reference, like counts of clients; other columns are averaged."""
+"""Columns that are summed over the runs of a reference. Counts of clients are also summed, other columns averaged."""
 
 MEASURED = ("test", "validation")
-"""The keys of a record whose values are tables of metrics."""
+"""The keys of a record whose values are dicts of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
-"""The columns about communication, which are 0 for a reference."""
+"""The columns about communication. References do not communicate, so their values are 0."""
 
 
 def reference_runs(
@@ -61,7 +61,7 @@ def reference_runs(
     """Return the experiments of a reference, as a mapping from the name of each run to its experiment.
 
     The name of a run is also the name of its folder. The reference ``centralised`` has one run, ``everything``. In each
-    round, this run computes the same number of sample gradients as all invited clients together in an average federated
+    round, this run computes as many per-sample gradients as all invited clients together in an average federated
     round. The reference ``local`` has a run ``client-K`` for every client, in which the client trains in every round.
     All other settings, such as the learning rate, come from the first experiment.
 
@@ -80,8 +80,8 @@ def reference_runs(
         if any(setting(spec) != setting(first) for spec in experiments.values()):
             raise SpecError(
                 "--references",
-                f"requires that all experiments have the same {description}. Change the experiments, or remove "
-                "the reference.",
+                f"requires that all experiments have the same {description}. Make these settings equal, or remove the "
+                "reference.",
                 name,
             )
     sizes = prepare(first, data=data).assignment.sizes
@@ -138,7 +138,7 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     kept = [saved for history in histories if (saved := history.saved) is not None]
     combined.kept = _combined(kept, lower) if kept else {}
     if untrained := [history for history in histories if history.warning]:
-        combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
+        combined.warning = f"{len(untrained)} of {len(histories)} runs of this reference: {untrained[0].warning}"
     # A client that trains alone has the number 0 in its run. Its number in the federation is in the folder's name.
     combined.clients = [
         {**row, "client": int(folder.name.removeprefix("client-"))}
@@ -164,7 +164,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
-    """Combine the records of one round, one record per run, into one record; see ``fold``."""
+    """Combine all runs' records of one round into one record; see ``fold``."""
     combined: Record = {"round": records[0]["round"]}
     for key in records[0]:
         values = [record.get(key) for record in records]

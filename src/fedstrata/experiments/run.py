@@ -33,7 +33,7 @@ def run(
     """Run an experiment.
 
     Args:
-        spec: An experiment, the path of a TOML file, or nested tables.
+        spec: An experiment, the path of a TOML file, or nested dicts.
         out: The run folder. Default: no files are written.
         data: Your own data; see ``prepare``.
         model: Your own model, preferably a Python class; see ``prepare``.
@@ -41,17 +41,17 @@ def run(
         resume: Whether to continue the run in ``out`` from its last checkpoint.
         callbacks: Additional callbacks. Each callback is a ``fedstrata.Callback``, or a function that is called with
             the record of every round.
-        progress: Whether to show the progress, as a bar in a terminal or notebook, and otherwise as occasional lines of
-            text.
+        progress: Whether to show progress: a bar in a terminal or notebook, and lines of text elsewhere.
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` is empty, except if the server could not use any reply from some round to the end.
+        attribute ``warning`` says if the server could not use any reply from some round until the end. Otherwise, the
+        attribute is empty.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.
         DataError: The data are missing or damaged.
-        CheckpointError: The run should be resumed, but every checkpoint is damaged.
+        CheckpointError: The run cannot be resumed, because every checkpoint is damaged.
     """
     if not isinstance(spec, Experiment):
         spec = Experiment.from_toml(spec) if isinstance(spec, (str, Path)) else Experiment.from_table(spec)
@@ -82,15 +82,15 @@ def carry_out(
         # NVFlare runs the rounds in another process, which cannot access data, models or callbacks of this process.
         if data is not None or model is not None:
             problem = (
-                "loads data and model at each site, so it cannot use objects of this process. Set data and model in "
-                "the spec."
+                "loads the data and the model at each site, so it cannot use objects of this process. Set the data and "
+                "the model in the spec."
             )
             raise SpecError("engine", problem, engine)
         watchers = [callback for callback in callbacks if not isinstance(callback, Callback)]
         if len(watchers) < len(callbacks):
             problem = (
                 "this engine runs the rounds in another process, which cannot call objects of this process. "
-                "Set callbacks in the spec."
+                "Set the callbacks in the spec."
             )
             raise SpecError("callbacks", problem, engine)
         simulate = outer.load("sites.simulator:simulate")

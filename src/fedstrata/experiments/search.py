@@ -47,16 +47,16 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 STUDY, NAME = "study.db", "sweep"
-"""The name of Optuna's file in a search's folder, and of the study in the file, which Optuna's dashboard reads."""
+"""The name of Optuna's file in a search's folder, and of the study in this file. Optuna's dashboard reads the file."""
 
 PRUNED = "pruned"
-"""The first word of the reason that a run stores when its trial is pruned (stopped early because of bad results)."""
+"""The first word of the reason that a run stores if its trial is pruned (stopped early because of bad results)."""
 
 STARTUP = 5
 """The number of trials that run to their end before any trial is pruned."""
 
 REFUSED = "refused"
-"""The attribute of Optuna's trial that contains the error if the trial's settings are invalid."""
+"""The name of a trial's attribute in Optuna's file. The attribute contains an error if the settings are invalid."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,10 @@ class Range:
     """The values that a search may try for a setting.
 
     Args:
-        kind: The kind of range: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or
-            ``choice``.
-        low: The smallest value. The kind ``choice`` does not use this value.
-        high: The largest value. The kind ``choice`` does not use this value.
-        choices: The values of ``choice``, in the notation of a spec.
+        kind: The kind of range: ``uniform`` or ``log`` (numbers), ``int`` (integers, both ends included) or ``choice``.
+        low: The minimum value; not used by the kind ``choice``.
+        high: The maximum value; not used by the kind ``choice``.
+        choices: The values to try with the kind ``choice``, written as in a spec.
     """
 
     kind: Literal["uniform", "log", "int", "choice"]
@@ -81,7 +80,7 @@ class Range:
         """Parse a range: ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
 
         Raises:
-            SpecError: The text does not have one of these forms.
+            SpecError: ``text`` is not a valid range.
 
         >>> Range.parse("training.lr", "log:0.001..0.5")
         Range(kind='log', low=0.001, high=0.5, choices=())
@@ -110,7 +109,7 @@ class Range:
             ends = (0, -1)
         finite = all(-LARGEST <= end <= LARGEST for end in ends) and ends[0] < ends[1]
         if not dots or not finite or (kind == "log" and ends[0] <= 0):
-            least = " and LOW > 0" if kind == "log" else " of whole numbers" if kind == "int" else ""
+            least = " and LOW > 0" if kind == "log" else " (integers)" if kind == "int" else ""
             raise SpecError("--search", f"is not a range for {key}. Use {kind}:LOW..HIGH with LOW < HIGH{least}.", text)
         return cls(kind, *ends)  # type: ignore[arg-type]
 
@@ -121,11 +120,11 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """Both ends of a range, or all choices. These values are checked before a search begins."""
+        """Both ends of the range, or all choices. A search checks these values before it begins."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
-        """Convert Optuna's proposal to the value of the setting. Numbers are rounded to four significant digits."""
+        """Convert Optuna's proposal to a value of the setting. Numbers are rounded to four significant digits."""
         if self.kind == "choice":
             return parse_value(proposed)
         if self.kind == "int":
@@ -133,7 +132,7 @@ class Range:
         return min(max(float(f"{proposed:.4g}"), self.low), self.high)
 
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
-        """Return the value that Optuna proposes for a trial's key.
+        """Return the value that Optuna proposes for a setting in a trial.
 
         Later calls for the same trial return the same value.
         """
@@ -156,17 +155,17 @@ def search(
     watch: Watcher | None = None,
     progress: bool = False,
 ) -> Sweep:
-    """Run settings that Optuna proposes, and write a table, the best spec, and the best spec of each method.
+    """Try settings that Optuna proposes, and write a table, the best spec, and the best spec of each method.
 
-    A trial is one proposal, which runs with every seed. The result of a trial is the mean over its seeds of the metric
-    ``evaluation.primary``. The metric is measured on the validation samples, with the model that each run saves. A
-    trial is pruned (stopped early) if its first run is worse than the median of the earlier trials in the same round.
-    If the process is killed, the same call continues the search. Finished trials are not repeated, and an interrupted
-    trial continues from its last checkpoint. With ``jobs=1``, a search that was killed and continued has the same
+    A trial runs one combination of proposed settings with every seed. The result of a trial is the mean of the metric
+    ``evaluation.primary`` over the seeds. The metric is measured on the validation samples, with the model that each
+    run saves. A trial is pruned (stopped early) if its first run is worse in a round than the median of earlier trials.
+    If the process is killed, repeat the call to continue the search. Finished trials are not repeated, and interrupted
+    trials continue from their last checkpoints. With ``jobs=1``, a search that was killed and continued has the same
     result as an uninterrupted search. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
-        table: The spec as nested tables, such as ``tomllib`` returns. The spec must set ``evaluation.validation``.
+        table: The spec as nested dicts, as ``tomllib`` returns them. The spec must set ``evaluation.validation``.
         space: A mapping from each ``section.key`` to its range, such as ``"log:0.001..0.5"``, ``"uniform:0..1"``,
             ``"int:1..8"`` or ``"choice:16,32"``.
         out: The folder of the search. The files of a run are in ``trial-N/seed-S/``.
@@ -174,8 +173,8 @@ def search(
         seeds: Each trial runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous trials. Default: the number of processors.
         prune: Whether to stop bad trials early.
-        watch: A function that is called with the label, the seed and the finished rounds of a run.
-        progress: Whether to show the progress.
+        watch: A function that is called during each run with the run's label, seed and number of finished rounds.
+        progress: Whether to show progress.
 
     Raises:
         ExtraMissingError: The extra ``sweep`` is not installed.
@@ -184,7 +183,7 @@ def search(
     if importlib.util.find_spec("optuna") is None:
         raise ExtraMissingError("a search", "sweep")
     if trials < 1:
-        raise SpecError("--trials", "must be a whole number of at least 1. Use, for example, --trials 20.", trials)
+        raise SpecError("--trials", "must be an integer of at least 1. Use, for example, --trials 20.", trials)
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
     setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
@@ -206,8 +205,8 @@ class Setup:
     """The settings of a search; see ``search``.
 
     Args:
-        table: The spec as nested tables.
-        space: A mapping from each key to its range.
+        table: The spec as nested dicts.
+        space: A mapping from the key of each setting to the setting's range.
         seeds: The seeds of every trial.
         out: The folder of the search.
         prune: Whether bad trials are stopped early.
@@ -221,7 +220,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must not change when a search continues, as a mapping from options to texts."""
+        """The arguments that must not change when a search continues, as a mapping from options to strings."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
@@ -241,16 +240,16 @@ def called(number: int) -> str:
 
 
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
-    """Return the spec's experiment if the search space is valid.
+    """Check the spec and the search space, and return the experiment.
 
-    Both ends of each range are checked. Meanwhile, all other settings have the first value of their range.
+    The check tries both ends of each range. Meanwhile, all other settings have the first value of their range.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
     """
     if not space:
         raise SpecError(
-            "--search", "is required for a search. Give a key and its range, such as training.lr=log:0.001..0.5."
+            "--search", "is required for a search. Give a setting and its range, such as training.lr=log:0.001..0.5."
         )
     first = {key: span.ends[0] for key, span in space.items()}
     for settings in [first, *({**first, key: end} for key, span in space.items() for end in span.ends[1:])]:
@@ -268,8 +267,8 @@ def opened(
 
     Args:
         path: The file. If the file does not exist and ``identity`` is given, the file is created.
-        identity: The attributes that the study must have, so that a different search cannot continue it.
-        direction: ``"maximize"`` or ``"minimize"`` for a new study; an existing study keeps its direction.
+        identity: The attributes that the study must have, so that a different search cannot continue the study.
+        direction: ``"maximize"`` or ``"minimize"`` for a new study. An existing study keeps its direction.
 
     Raises:
         SpecError: The file contains a study with other attributes.
@@ -303,8 +302,8 @@ def opened(
                     raise SpecError(
                         key,
                         (
-                            f"the search in this folder was started with {stored}. Use this value, or give "
-                            "another --out."
+                            f"the search in this folder was started with {stored}. Use this value, or choose another "
+                            "folder with --out."
                         ),
                         value,
                     )
@@ -314,7 +313,7 @@ def opened(
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """Return the trial of a study that has the given number."""
+    """Return the trial with the given number from a study."""
     import optuna
 
     storage = study._storage
@@ -328,9 +327,9 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
     Args:
         setup: The settings of the search.
         study: Optuna's study.
-        trials: The number of trials that the study must have.
+        trials: The number of trials that the study has at the end.
         jobs: The number of simultaneous trials.
-        watch: A function that is called with the progress of each run.
+        watch: A function that is called during each run with the run's label, seed and number of finished rounds.
 
     Raises:
         FedstrataError: The process of a trial was killed. The same call continues the trial.
@@ -374,7 +373,7 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
 def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
     """Return the experiment with the settings that Optuna proposes for a trial.
 
-    If the settings are not valid together, mark the trial as failed in the study and return None.
+    If this combination of settings is invalid, mark the trial as failed in the study and return None.
     """
     from optuna.trial import TrialState
 
@@ -398,7 +397,7 @@ def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Return Optuna's sampler, a tree-structured Parzen estimator, with a seed that depends on trial and key.
+    """Return Optuna's sampler, a tree-structured Parzen estimator. Its seed depends on the trial and on ``key``.
 
     A proposal therefore depends on the trials that have ended, but not on interruptions of the search.
     """
@@ -408,13 +407,13 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
 
 
 def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
-    """Run a trial with every seed. If the run with the first seed is pruned, omit the other seeds.
+    """Run a trial with every seed. If the run with the first seed is pruned, skip the other seeds.
 
     Args:
         setup: The settings of the search.
         number: The trial's number.
-        text: The experiment as TOML. The trial's seeds replace its seed.
-        watch: A function that is called with the progress of each run.
+        text: The experiment as TOML. The trial's seeds replace the seed in the TOML.
+        watch: A function that is called during each run with the run's label, seed and number of finished rounds.
     """
     spec = Experiment.from_table(tomllib.loads(text))
     for seed in setup.seeds:
@@ -434,7 +433,7 @@ def is_pruned(history: History) -> bool:
 
 
 def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Record a trial's outcome in the study: the mean of its primary metric, or that the trial was pruned or failed."""
+    """Record in the study the mean of a trial's primary metric, or that the trial was pruned or failed."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
@@ -460,7 +459,7 @@ def runs_of(setup: Setup, number: int) -> list[History]:
 
 
 def results(setup: Setup, study: optuna.Study) -> Sweep:
-    """Return a study's trials as a ``Sweep``, with the best trial."""
+    """Return the results of all trials and the best trial, as a ``Sweep``."""
     planned, histories, notes = dict[str, Cell](), dict[str, list[History]](), dict[str, str]()
     for trial in study.get_trials(deepcopy=False):
         label = called(trial.number)
@@ -478,7 +477,7 @@ def results(setup: Setup, study: optuna.Study) -> Sweep:
 
 
 class Pruning(Callback):
-    """A callback that stops a trial's run if its result is worse than the median of earlier trials in the same round.
+    """A callback that stops a trial's run if the run is worse in a round than the median of earlier trials.
 
     Args:
         study: The path of the study's file.
@@ -489,7 +488,7 @@ class Pruning(Callback):
     number: int
 
     def on_start(self, simulation: Simulation) -> None:
-        """Open the study."""
+        """Open the file of Optuna's study."""
         from optuna.pruners import MedianPruner
 
         rounds: int = simulation.spec.training.rounds
@@ -509,9 +508,9 @@ class Pruning(Callback):
             self.trial.report(value, record["round"])
         if self.trial.should_prune():
             side = "above" if primary in simulation.spec.evaluation.lower else "below"
-            simulation.stop(f"{PRUNED}: its validation {primary} is {side} the median of earlier trials")
+            simulation.stop(f"{PRUNED}: the validation {primary} is {side} the median of earlier trials")
 
     def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Close the study."""
+        """Close the file of Optuna's study."""
         if hasattr(self, "closing"):
             self.closing.close()

@@ -49,7 +49,7 @@ class Cell:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-        """Build a cell from a spec (nested tables) and from settings that replace settings of the spec."""
+        """Build a cell from a spec (nested dicts) and from settings that replace settings of the spec."""
         tables = copy.deepcopy(dict(table))
         for key, value in settings.items():
             set_key(tables, key, value, f"{key}={value}")
@@ -63,12 +63,13 @@ class Sweep:
     Args:
         cells: A mapping from each label to its cell, in the order of the grid or of the trials.
         histories: A mapping from each label to the histories of its runs, one per seed.
-        values: A mapping from each label to its primary metric on the validation samples, as mean and spread over the
+        values: A mapping from each label to the primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: A mapping from the labels of cells that cannot be the best to the reason, such as pruning.
+        notes: For each cell that cannot be the best, a mapping from its label to the reason, such as pruning.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.
-        best_of_methods: A mapping from each method with a best cell to the label of this cell.
+        best_of_methods: A mapping from each method to the label of its best cell. Methods without a best cell are left
+            out.
     """
 
     cells: dict[str, Cell]
@@ -103,13 +104,13 @@ def sweep(
     for each method. The function ``compare`` can then run the experiments in the attribute ``tuned`` of the result.
 
     Args:
-        table: The spec as nested tables, such as ``tomllib`` returns. The spec must set ``evaluation.validation``.
+        table: The spec as nested dicts, as ``tomllib`` returns them. The spec must set ``evaluation.validation``.
         grid: A mapping from each ``section.key`` to the values to try.
         out: The folder of the sweep. The files of a run are in ``KEY=VALUE,…/seed-S/``.
         seeds: Each cell runs once with each seed. Default: the spec's seed.
         jobs: The number of simultaneous runs. Default: the number of processors.
-        watch: A function that is called with the label, the seed and the finished rounds of a run.
-        progress: Whether to show the progress; see ``compare``.
+        watch: A function that is called during each run with the run's label, seed and number of finished rounds.
+        progress: Whether to show progress; see ``compare``.
 
     Raises:
         SpecError: A setting is wrong, or no samples are held out for validation. All cells are checked before the first
@@ -125,7 +126,7 @@ def sweep(
 
 
 def write(result: Sweep, out: Path) -> None:
-    """Write the files of a sweep: the table (also as JSON), the best spec, and the comparison of methods."""
+    """Write a sweep's table (also as JSON), the best spec, and a spec that compares the best settings of methods."""
     write_json(out / FIGURES, figures(result))
     replace_file(out / TABLE, to_markdown(result).encode())
     specs = {
@@ -147,7 +148,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
     """
     if not grid or not all(grid.values()):
         raise SpecError(
-            "--set", "a sweep needs a setting with several values. Use, for example, --set training.lr=0.01,0.1."
+            "--set", "a sweep needs a setting with several values. Give, for example, --set training.lr=0.01,0.1."
         )
     # Labels show only the last part of a key, such as lr for training.lr. If two keys end with the same part, labels
     # show whole keys.
@@ -158,7 +159,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         settings = dict(zip(grid, values, strict=True))
         label = ",".join(f"{names[key]}={value}" for key, value in settings.items()).replace("/", "_")
         if label in result:
-            raise SpecError("--set", "two values to try are equal. Remove one of them.", label)
+            raise SpecError("--set", "a value is listed twice. Remove one of the equal values.", label)
         result[label] = Cell.of(table, settings)
     for cell in result.values():
         refuse_unvalidated(cell.spec)
@@ -169,7 +170,8 @@ def refuse_unvalidated(spec: Experiment) -> None:
     """Raise ``SpecError`` if no samples are held out for validation."""
     if spec.evaluation.validation is None:
         problem = (
-            "is required for a sweep, which never uses the test set to select settings. Set it, for example to 0.1."
+            "is required for a sweep, which never uses the test set to select settings. Use, for example, "
+            "evaluation.validation = 0.1."
         )
         raise SpecError("evaluation.validation", problem)
 
@@ -184,7 +186,7 @@ def judge(
     Args:
         planned: A mapping from each label to its cell.
         histories: The histories of each label.
-        notes: A mapping from the labels of cells that cannot be the best to the reason.
+        notes: For each cell that cannot be the best, a mapping from its label to the reason.
     """
     notes = dict(notes or {})
     for label in planned:
@@ -272,7 +274,7 @@ def _keys(result: Sweep) -> list[str]:
 
 
 def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the table's headings, and a mapping from each label to its row. Notes, if any, are in the last column."""
+    """Return the table's headings, and a mapping from each label to its row. The last column contains notes."""
     how = tables.measure(f"final_{result.primary}")
     headings = [*_keys(result), how.heading.replace("final", "validation", 1)]
     lines = {
@@ -285,7 +287,7 @@ def _lines(result: Sweep) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _of_methods(result: Sweep, rows: Mapping[str, T]) -> list[T]:
-    """Return the rows of the methods' best cells; the list is empty for one method, or for one cell per method."""
+    """Return the rows of the methods' best cells. Return an empty list for one method, or for one cell per method."""
     bests = [rows[label] for label in result.best_of_methods.values()]
     return bests if 1 < len(bests) < len(rows) else []
 
@@ -298,13 +300,13 @@ def verdict(result: Sweep) -> str:
     how, runs = tables.measure(final), result.histories[result.best]
     unit = how.heading.removeprefix(f"final {metric}").replace(",", "")
     test = shown(Estimate.over(tables.value(run, final) for run in runs), how, len(runs)) + unit
-    by = "Models of the last evaluation" if tables.kept(runs) is None else "Models that the runs saved"
+    models = "the models of the last evaluation" if tables.kept(runs) is None else "the models that the runs saved"
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds, mean ± sample standard deviation"
-    return f"Best: {printable(result.best)}; its test {metric} is {test}. {by}; {seeds}."
+    return f"Best settings: {printable(result.best)}. Test {metric}: {test} ({seeds}), with {models}."
 
 
 def comparison_toml(specs: Mapping[str, Experiment]) -> str:
-    """Return a spec with the sections that differ between experiments in tables ``[compare.LABEL]``."""
+    """Return a spec in which tables ``[compare.LABEL]`` contain the sections that differ between experiments."""
     every = {label: spec.to_spec() for label, spec in specs.items()}
     first = next(iter(every.values()))
     shared = {key: value for key, value in first.items() if all(spec.get(key) == value for spec in every.values())}

@@ -1,4 +1,4 @@
-"""Say in sentences which method is best, by how much, with what certainty, and at what cost."""
+"""Describe the result of a comparison in sentences: the best method, its lead, the interval, and the cost."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fedstrata.reporting.draw import TRAFFIC
 from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
 
 NAMED = 3
-"""The largest number of methods that a sentence lists."""
+"""The maximum number of methods that a sentence lists."""
 FINE = 10
-"""The smallest number of seeds for which percentages have two digits after the decimal point."""
+"""The minimum number of seeds for which percentages have two digits after the decimal point."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a comparison in sentences.
+    """The result of a comparison, described in sentences.
 
     Args:
-        headline: The sentence that says which methods are ahead of the baseline.
-        best: The best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds with which the best method's difference would be significant if the standard
-            deviation stayed the same. None if the difference is already significant, or if the number is unknown.
+        headline: A sentence that says which methods are ahead of the baseline.
+        best: A sentence about the best method, its difference from the baseline with the interval, and its cost.
+        seeds: The number of seeds with which the best method's difference would be significant, if mean and standard
+            deviation stay the same. None if the difference is already significant, or if the number is unknown.
     """
 
     headline: str
@@ -40,8 +40,8 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
     Args:
         row: The comparison of the method with the baseline.
-        direction: 1 if higher is better, -1 if lower is better, and 0 if neither is better. With 0, the verdict is
-            always "no order shown".
+        direction: 1 if higher values are better, -1 if lower values are better, and 0 in all other cases. With 0, the
+            verdict is always "no order shown".
     """
     order = row.difference.order() if row.difference is not None else "not run"
     sign = direction * {"above": 1, "below": -1}.get(order, 0)
@@ -49,16 +49,16 @@ def verdict(row: Contrast, direction: int) -> Verdict:
 
 
 def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answer:
-    """Return the result of a comparison by its first measure, usually the final value of the primary metric.
+    """Describe the result for the comparison's first measure, which is usually the final primary metric.
 
     Args:
-        runs: The histories of each method, one per seed.
-        comparison: The comparison of these runs.
+        runs: A mapping from each method to the histories of its runs, one per seed.
+        comparison: The comparison of the runs.
     """
     key = next(iter(comparison.measures), "")
     rows = {row.label: row for row in comparison.groups.get(key, []) if row.value.mean is not None}
     if not rows:
-        return Answer("No run has a result.", "")
+        return Answer("None of the runs has a result.", "")
     sign = comparison.directions[key] or 1
     ranked = sorted(rows.values(), key=lambda row: -sign * (row.value.mean or 0.0))
     how, baseline, best = comparison.measures[key], comparison.baseline, ranked[0]
@@ -75,7 +75,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
     if ahead:
         sentences.append(f"{names(ahead)} {verb[len(ahead) > 1]} ahead of {baseline}.")
     elif (fewest := min(row.value.n for row in ranked)) < MIN_SEEDS:
-        sentences.append(f"{fewest} seed{'s' if fewest > 1 else ''} cannot show an order.")
+        sentences.append(f"{fewest} seed{'s are' if fewest > 1 else ' is'} too few to rank the methods.")
     else:
         sentences.append(f"No method is shown to be ahead of {baseline}.")
     if behind:
@@ -95,7 +95,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
 
 
 def names(labels: Sequence[str]) -> str:
-    """List names in words, such as ``a, b and 3 others``."""
+    """Join names to a list in words, such as ``a, b and 3 others``."""
     *first, last = [*labels[:NAMED], f"{len(labels) - NAMED} others"] if len(labels) > NAMED + 1 else labels
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -106,7 +106,7 @@ def worded(value: float, how: tables.Measure) -> str:
 
 
 def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
-    """Return the display settings of a measure, with the number of digits that the function ``number`` shows."""
+    """Return a measure's display settings, with the number of digits that the function ``number`` shows."""
     return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
 
 
@@ -115,9 +115,10 @@ def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) ->
 
     Args:
         value: The number, in the recorded unit.
-        how: The display settings of the number's measure.
-        sign: ``"+"`` to show the sign of positive numbers too.
-        seeds: The number of seeds of a mean. With at least ``FINE`` seeds, percentages have two digits.
+        how: The display settings of the measure.
+        sign: ``"+"`` to show the sign of positive numbers also.
+        seeds: The number of seeds over which ``value`` is averaged. With at least ``FINE`` seeds, percentages have two
+            digits after the decimal point.
 
     >>> number(-0.0125, tables.measure("final_accuracy"), "+"), number(0.25, tables.measure("final_auroc"))
     ('−1.2', '0.250')
@@ -127,7 +128,7 @@ def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) ->
 
 
 def _cost(runs: Mapping[str, Sequence[History]], label: str, baseline: str) -> str:
-    """Compare a label's total bytes with the baseline in words; the text is empty if bytes were not recorded."""
+    """Describe how many bytes a method sent, compared with the baseline; empty if bytes were not recorded."""
     sent, baseline_sent = (
         fmean(sum(history.total(column) for column in TRAFFIC) for history in runs[each]) for each in (label, baseline)
     )

@@ -1,4 +1,4 @@
-"""The style of axes: colours, ticks, and labels that do not overlap."""
+"""Set the style of axes: colours, ticks, and labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
 
 LONGEST = 24
-"""The largest number of characters of a label in a chart."""
+"""The maximum number of characters of a label in a chart."""
 
 
 INK, GRID = style.INK.light, style.GRID.light
@@ -31,14 +31,14 @@ class End(NamedTuple):
 
 
 def heat_map(colour: str = style.SCALE.light, ground: str = style.PAPER.light) -> Colormap:
-    """Return the colour map of heat maps, which goes from the background to a colour."""
+    """Return the colour map of heat maps, from the background colour to ``colour``."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("fedstrata", [ground, colour])
 
 
 def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None:
-    """Set the names of axes, and the style of spines, ticks and grid that all charts share.
+    """Set the names of axes, and set the style of spines, ticks and grid as in all charts.
 
     Args:
         axes: The axes.
@@ -86,13 +86,13 @@ def short(label: str, longest: int = LONGEST) -> str:
 def label_ends(
     axes: Axes, ends: Sequence[End], *, size: float = 9, longest: int = LONGEST, ground: str = style.PAPER.light
 ) -> None:
-    """Write labels to the right of the axes, at the heights of the lines' ends, and move overlapping labels apart.
+    """Write each line's label to the right of the axes, at the height of the line's end. Move overlapping labels apart.
 
     Args:
         axes: The axes, with all lines and limits. The figure of the axes must have its final size.
         ends: The last points of the lines.
         size: The size of the text in points.
-        longest: The largest number of characters of a label.
+        longest: The maximum number of characters of a label.
         ground: The colour of the background.
     """
     from matplotlib.patheffects import withStroke
@@ -134,7 +134,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Set the style of axes with rounds on the horizontal axis. If lines have labels, add a legend above the axes."""
+    """Set the style of axes with rounds on the horizontal axis. If lines have labels, add a legend above the chart."""
     from matplotlib.ticker import MaxNLocator
 
     style_axes(axes, "round", ylabel)
@@ -150,5 +150,5 @@ def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
 
 
 def literal(text: str) -> str:
-    """Escape dollar signs, because Matplotlib reads a text between dollar signs as mathematics."""
+    """Escape dollar signs, because Matplotlib interprets text between dollar signs as mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Make a table of the results of each client, with a row per client and a column per method."""
+"""Make a table of each client's results, with one row per client and one column per method."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ByClient = dict[str, dict[str, Estimate]]
 """A mapping from the name of each client to a mapping from each method's label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
-"""The columns of a run's table of clients that do not contain results."""
+"""The columns that do not contain results, in a run's table of clients."""
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
-    """Estimate each client's result with each method over the seeds, such as the accuracy on the client's test samples.
+    """Estimate each client's result (such as its test accuracy) with each method, as a mean over seeds.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         column: A column of results in the runs' tables of clients (``clients.csv``).
 
     Returns:
-        The estimates for each client, in the order of the runs' tables. An estimate is empty if the client has no
-        value, for example if the client lacks samples of a class.
+        The estimates for each client, in the order of the runs' tables. An estimate is empty if the client does not
+        have a value, for example because the client lacks samples of a class.
 
     Raises:
         SpecError: None of the runs has a table of clients, the column is unknown, or a client's data differ between
@@ -39,8 +39,8 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
     rows = [row for members in results.values() for table in members for row in table]
     if not rows:
         problem = (
-            "these runs have no results of individual clients. Set evaluation.client_test, or use data whose test "
-            "samples have client ids."
+            "these runs do not contain results of individual clients. Set evaluation.client_test, or use data whose "
+            "test samples have client ids."
         )
         raise SpecError("--by-client", problem)
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in NOT_RESULTS]
@@ -48,7 +48,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         raise SpecError("--by-client", not_among("is not a result of these runs", column, columns), column)
     if not all("name" in row for row in rows) and any(len(members) > 1 for members in results.values()):
         problem = (
-            "each seed assigns samples to clients differently, so client 0 of one seed is not client 0 of another seed"
+            "each seed assigns samples to clients differently, so results of a client cannot be averaged over seeds"
         )
         raise SpecError("--by-client", f"{problem}. Use runs of one seed, or data that define the clients.")
     names = dict.fromkeys(str(row.get("name", row["client"])) for row in rows)
@@ -68,7 +68,7 @@ def _number(cell: object) -> float | None:
 
 
 def _cells(table: ByClient, column: str) -> tuple[list[str], list[list[str]]]:
-    """Return the labels of the methods and, for each client, a row of texts: its name, and the methods' means."""
+    """Return the labels of the methods and, for each client, a row of strings: its name, and the methods' means."""
     how, labels = tables.measure(f"final_{column}"), list(next(iter(table.values())))
     rows = []
     for name, estimates in table.items():
@@ -94,7 +94,7 @@ def caption(table: ByClient, column: str) -> str:
 
 
 def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal. If ``every`` is true, the table has all columns even in a narrow terminal."""
+    """Return the table for a terminal. If ``every`` is True, the table has all columns even in a narrow terminal."""
     labels, rows = _cells(table, column)
     return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 
@@ -106,14 +106,14 @@ def to_markdown(table: ByClient, column: str) -> str:
 
 
 def to_latex(table: ByClient, column: str) -> str:
-    """Return the table in LaTeX with escaped texts. The document must load the package booktabs."""
+    """Return the table in LaTeX with escaped strings. The document must load the package booktabs."""
     labels, rows = _cells(table, column)
     headings, *lines = (list(map(contrasts.escape, cells)) for cells in (["client", *labels], *rows))
     return contrasts.latex_table(contrasts.escape(caption(table, column)), headings, lines)
 
 
 def to_csv(table: ByClient) -> str:
-    """Return CSV with a row per client and method. Numbers have all digits, and missing numbers are empty."""
+    """Return CSV with one row per client and method. Numbers have all digits, and missing numbers are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["client", "label", "n", "mean", "sd", "low", "high"])

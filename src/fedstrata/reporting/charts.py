@@ -22,19 +22,19 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""The approximate limit on the number of values in all curves of a data set, so that the page fits into an e-mail."""
+"""The approximate maximum number of values in all curves of a data set, so that the page is small enough for e-mail."""
 POINTS = 400
-"""The largest number of points per curve."""
+"""The maximum number of points per curve."""
 OWN = 24
-"""The largest number of drawn columns among the columns that only some methods record."""
+"""The maximum number of columns to draw among the columns that only some methods record."""
 BARS = 240
-"""The largest number of bars in the participation chart; if a run has more rounds, a bar shows several rounds."""
+"""The maximum number of bars in the participation chart. If a run has more rounds, each bar shows several rounds."""
 CLASSES = 40
-"""The largest number of classes for which confusion matrices are shown."""
+"""The maximum number of classes for which confusion matrices are shown."""
 CLIENTS = 200
-"""The largest number of clients in a heat map; if there are more, an evenly spaced selection is shown."""
+"""The maximum number of clients in a heat map. If there are more clients, an evenly spaced selection is shown."""
 CELLS = 80_000
-"""The largest number of fields (pairs of a method and a client) in all heat maps together."""
+"""The maximum number of cells (pairs of a method and a client) in all heat maps together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
 """A mapping from each line style to the lengths of its dashes and gaps in pixels."""
@@ -50,7 +50,7 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose a line for each method. If there are too few colours, only the baseline and the best methods have colours.
+    """Choose a line style for each method. If colours are too few, only the baseline and the best methods have colours.
 
     Args:
         labels: The methods' labels in the order of the comparison, the baseline first.
@@ -63,7 +63,7 @@ def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Str
 
 
 def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stroke] | None = None) -> dict[str, Any]:
-    """Return the data of all charts about the runs on a data set, as values for JSON.
+    """Return the data of all charts about the runs on one data set, as values that JSON can represent.
 
     Args:
         runs: A mapping from each method's label to its runs, one per seed.
@@ -107,7 +107,7 @@ def chart_data(runs: Mapping[str, Sequence[Run]], lines: Mapping[str, style.Stro
 
 
 def has_costs(charts: Mapping[str, Any]) -> bool:
-    """Return True if curves can be drawn over a cost, such as bytes."""
+    """Return True if curves can be drawn with a cost, such as bytes, on the horizontal axis."""
     methods = charts["methods"]
     return len(methods) > 1 and len(charts["axes"]) > 1 and any(each["final"][0] is not None for each in methods)
 
@@ -117,11 +117,11 @@ def _total(history: History, key: str) -> float:
 
 
 def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
-    """Return a column's name with its unit, its limits in this unit, and whether higher or lower is better.
+    """Return a column's name with the unit, its limits in this unit, and whether higher or lower values are better.
 
     Args:
         key: The column.
-        lower: The metrics for which lower is better.
+        lower: The metrics for which lower values are better.
     """
     metric, shown = tables.metric_of(key), named(key)
     ends = (0, 1) if shown.factor == 100 else tables.bounds(key)
@@ -131,9 +131,9 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
-    """List the columns that can be drawn over the rounds: first the primary metric, and then the other metrics.
+    """List the columns that can be drawn over rounds: first the primary metric, then the other metrics.
 
-    Columns that only some methods record come last, and only if the values of these columns change.
+    Columns that only some methods record come last, and are left out if their values never change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column that only some methods record to True if its values change in any run."""
@@ -159,7 +159,7 @@ def is_own(name: str) -> bool:
 
 
 def named(key: str) -> Quantity:
-    """Return the name of a column in charts, with its unit, and the factor from recorded values to this unit.
+    """Return a column's name in charts, with the unit, and the factor that converts recorded values to this unit.
 
     >>> named("clients.accuracy.worst_10").name, named("validation.loss").name, named("test.ece").factor
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
@@ -177,15 +177,15 @@ def named(key: str) -> Quantity:
 
 
 def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str], points: int) -> dict[str, Any]:
-    """Return the curves of a method: the mean and standard deviation over seeds of each column in selected rounds.
+    """Return a method's curves: the mean and the standard deviation of each column over seeds, in selected rounds.
 
-    For each resource in ``axes``, the result also contains the amount that was spent until each of these rounds.
+    For each resource in ``axes``, the result also contains the amount that was spent until each selected round.
 
     Args:
         members: The histories of a method, one per seed.
         names: The columns to draw.
         axes: The keys of ``BUDGETS`` for possible horizontal axes.
-        points: The largest number of rounds to select.
+        points: The maximum number of rounds to select.
     """
     bands = {}
     for name in names:
@@ -208,13 +208,13 @@ def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str
 
 
 def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
-    """Select the rounds to draw: all rounds in which any column has values.
+    """Select the rounds to draw: all rounds in which at least one column has a value.
 
     If there are too many rounds, evenly spaced rounds of the first column are selected.
 
     Args:
-        rounds: An array for each column, (R,): the rounds in which the column has values.
-        points: The largest number of rounds to select.
+        rounds: One array per column, shape (R,): the rounds in which the column has values.
+        points: The maximum number of rounds to select.
     """
     every = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rounds]))
     if len(every) > points and rounds and len(rounds[0]):
@@ -224,14 +224,14 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """For each bar of the participation chart, count the invited clients with each outcome, such as a dropout.
+    """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
 
-    Refused answers, which the records count as failures, are counted separately with the run's events.
+    Refused replies, which the records count as failures, are counted separately with the help of the run's events.
 
     Returns:
-        A table for JSON. The key ``run`` is the name of the run, ``rounds`` is its number of rounds, and ``each`` is
-        the number of rounds per bar. The key ``counts`` has a list for each name in ``FATE_NAMES``, with a count per
-        bar.
+        A dict for JSON. The key ``run`` contains the run's name, ``rounds`` the number of rounds, and ``each`` the
+        number of rounds per bar. The key ``counts`` contains a list for each name in ``FATE_NAMES``, with one count
+        per bar.
     """
     refused: dict[int, set[Any]] = {}
     for event in run.events:
@@ -248,17 +248,17 @@ def fates(run: Run) -> dict[str, Any]:
 
 
 def absences(run: Run, classes: int) -> dict[str, Any] | None:
-    """Return the rounds in which no client with samples of a class replied; None if these rounds were not recorded.
+    """Return, for each class, the rounds in which no client with samples of the class replied; None if not recorded.
 
     Args:
         run: The run.
         classes: The number of classes.
 
     Returns:
-        A table for JSON. The keys ``run``, ``rounds`` and ``each`` are the same as in ``fates``. The key ``some`` is
-        the number of rounds in which at least one class was absent. The key ``rows`` has a text for each class, with a
-        digit per bar. The digit is 0 if the class was present in all rounds of the bar, and 4 if the class was absent
-        in all rounds.
+        A dict for JSON. The keys ``run``, ``rounds`` and ``each`` have the same meaning as in ``fates``. The key
+        ``some`` contains the number of rounds in which at least one class was absent. The key ``rows`` contains a
+        string for each class, with one digit per bar. The digit is 0 if the class was present in all rounds of the bar,
+        and 4 if the class was absent in all rounds.
     """
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)
@@ -274,7 +274,7 @@ def absences(run: Run, classes: int) -> dict[str, Any] | None:
 
 
 def _absences(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return the absences of all runs, and the names of the classes; None for more than ``CLASSES`` classes."""
+    """Return the absences of classes in all runs, and the class names; None for more than ``CLASSES`` classes."""
     names = next((names for members in runs.values() for run in members if (names := _class_names(run))), [])
     if not 0 < len(names) <= CLASSES:
         return None
@@ -283,7 +283,7 @@ def _absences(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Return each method's accuracy per class (in percent) and confusion matrix; None if the runs have neither."""
+    """Return each method's accuracy per class (in percent) and confusion matrix; None if neither was recorded."""
     rows = [_class_accuracy([run.history for run in members]) for members in runs.values()]
     counts = max((len(row) for row in rows if row is not None), default=0)
     if not counts:
@@ -304,7 +304,7 @@ def _class_accuracy(members: Sequence[History]) -> Floats | None:
 
 
 def _means(table: Floats, empty: float) -> Floats:
-    """Return the mean of each column without NaN; a column that contains only NaN gets the value ``empty``."""
+    """Return the mean of each column, ignoring NaN. The mean of a column that contains only NaN is ``empty``."""
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
     return np.where(counts > 0, np.where(known, table, 0).sum(axis=0) / np.maximum(counts, 1), empty)
@@ -321,7 +321,7 @@ def _last_classes(history: History) -> Floats | None:
 
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
-    """Return the sum of the last confusion matrices of all seeds; None if any is missing or their sizes differ."""
+    """Return the sum of all seeds' last confusion matrices; None if a matrix is missing or has another size."""
     matrices = [matrix.counts for run in members if (matrix := _matrix(run.history)) is not None]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
@@ -344,14 +344,14 @@ def _class_names(run: Run) -> list[str]:
 
 
 def _by_name(rows: Iterable[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return the clients' rows by the clients' names, or by their ids if they have no names."""
+    """Return a mapping from each client's name to its row. Clients without names are represented by their ids."""
     return {row.get("name", row["client"]): row for row in rows}
 
 
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     """Return one heat map (methods × clients) for each seed and metric.
 
-    Results are not averaged over seeds, because a client has different samples with each seed.
+    Results are not averaged over seeds, because a client's samples depend on the seed.
     """
     maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):
@@ -388,7 +388,7 @@ def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 
 def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
-    """List the metrics in the clients' tables; ``heard``, the round of a client's last used reply, comes last."""
+    """List the metrics in the tables of clients. The column ``heard`` (the round of the last used reply) comes last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
     return sorted((name for name in names if name not in _NOT_METRICS), key=lambda name: name == "heard")
 

@@ -1,4 +1,4 @@
-"""Compare methods with a baseline by differences that are paired by seed, and write tables of comparisons."""
+"""Compare methods with a baseline by differences that are paired by seed, and write tables of the comparisons."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount that the round used.
+        columns: The columns of a round's record whose sum is the amount of the resource that the round used.
         unit: The unit in which the amount is shown.
-        axis: The title of a chart's axis that shows the amount.
-        factor: The factor from the recorded unit to the shown unit.
+        axis: The title of the axis that shows the amount in charts.
+        factor: The factor that converts recorded values to the shown unit.
     """
 
     columns: tuple[str, ...]
@@ -54,17 +54,17 @@ BUDGETS = {
 """The resources, such as bytes, for which metrics can be compared at equal amounts."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
-"""The columns other than metrics for which lower is better."""
+"""The columns, apart from metrics, for which lower values are better."""
 
 SHOWN = 10
-"""The largest number of columns that an error about an unknown measure lists."""
+"""The maximum number of columns that an error about an unknown measure lists."""
 
 _AT = "_at_"
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """The values of a measure for a method, and the difference from the baseline.
+    """The values of one measure for one method, and the difference from the baseline.
 
     Args:
         key: The key of the measure, such as ``final_accuracy``.
@@ -74,7 +74,7 @@ class Contrast:
         difference: The difference from the baseline, paired by seed; None for the baseline itself, or without a
             baseline.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
-        kept: A text about the round whose model the runs saved; see ``tables.kept``.
+        kept: A string that names the round whose model the runs saved; see ``tables.kept``.
     """
 
     key: str
@@ -87,22 +87,23 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label, with the mark ``STUCK`` if at least one run broke down."""
+        """The label of the method, with the mark ``STUCK`` if at least one run broke down."""
         return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Contrasts:
-    """The comparisons of all methods with a baseline, which are the content of a table.
+    """The comparisons of all methods with a baseline, which a table shows.
 
     Args:
         rows: The comparisons, sorted by measure and then by label.
         measures: A mapping from the key of each measure to its display settings.
         baseline: The label of the method with which all other methods are compared; None if there is only one method.
         test: The significance test for the p-values.
-        budgets: A mapping from each key ``M_at_KIND`` to the amount of the resource KIND, in recorded units, at which
-            the primary metric M is compared.
-        directions: A mapping from the key of each measure to 1 if higher is better, -1 if lower is better, else 0.
+        budgets: A mapping from each key ``M_at_KIND`` to an amount of the resource KIND, in recorded units. The primary
+            metric M is compared at this amount.
+        directions: A mapping from the key of each measure to 1 if higher values are better, -1 if lower values are
+            better, and otherwise 0.
     """
 
     rows: tuple[Contrast, ...]
@@ -114,7 +115,7 @@ class Contrasts:
 
     @property
     def groups(self) -> dict[str, list[Contrast]]:
-        """A mapping from the key of each measure (such as the accuracy) to the table rows about this measure."""
+        """A mapping from the key of each measure, such as the accuracy, to the table rows about this measure."""
         return {key: [row for row in self.rows if row.key == key] for key in self.measures}
 
 
@@ -132,15 +133,15 @@ def contrast(
     within the budget. A run that spent less than the budget in total has no value.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. A column of the records is also a measure, whose value is from the round
+            or ``rounds_to_T`` for a target T. Columns of the records are also measures, with their values in the round
             of the saved model. Default: the primary metric at the end, at equal bytes and at equal samples.
-        at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. An amount of None
-            stands for the largest amount that all runs reached.
+        at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
+            the largest amount that all runs reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.
-        test: The test of paired differences. All differences of a measure are judged together. Intervals then hold at
-            the same time, and p-values are corrected for the number of differences (Bonferroni).
+        test: The test of paired differences. All differences of a measure are judged together: intervals hold
+            simultaneously, and p-values are corrected for the number of differences (Bonferroni).
 
     Raises:
         SpecError: The label, measure or budget is unknown, or a run did not record the budget.
@@ -202,7 +203,7 @@ def _difference(
 
 
 def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
-    """Return the budgets: a mapping from the key of each measure, such as ``accuracy_at_bytes``, to the amount."""
+    """Return a mapping from each measure at a budget, such as ``accuracy_at_bytes``, to the amount of the budget."""
     budgets, metric = {}, tables.primary(runs)
     for kind, amount in at.items():
         if kind not in BUDGETS:
@@ -212,7 +213,7 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
         totals = [_spent(history, kind, metric)[-1] for members in runs.values() for history in members if len(history)]
         least = float(min(totals, default=0.0))
         if amount is not None and not amount > 0:
-            raise SpecError("at", "must be an amount above 0.", f"{kind}={amount:g}")
+            raise SpecError("at", "the amount of a budget must be above 0.", f"{kind}={amount:g}")
         if amount is not None or least > 0:
             budgets[f"{metric}{_AT}{kind}"] = least if amount is None else amount
         elif asked:
@@ -221,9 +222,9 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
 
 
 def _spent(history: History, kind: str, metric: str) -> Floats:
-    """Return the amount of a resource that was spent until each evaluation of a metric.
+    """Return the amount of a resource that a run had spent at each evaluation of a metric.
 
-    If there are no evaluations, the only value is the amount of the whole run.
+    If the metric was not evaluated, the only value is the amount of the whole run.
     """
     rounds, _ = history.points(column_of(metric))
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
@@ -239,7 +240,7 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
 
 
 def value_at(history: History, kind: str, budget: float, metric: str = "accuracy") -> float | None:
-    """Return a metric in the last evaluation within a budget.
+    """Return the value of a metric in the last evaluation within a budget.
 
     The value is None if the metric was not evaluated within the budget, or if the whole run spent less than the budget.
 
@@ -258,7 +259,7 @@ def value_at(history: History, kind: str, budget: float, metric: str = "accuracy
 
 
 def _measure(key: str, budgets: Mapping[str, float], runs: Curves) -> tables.Measure:
-    """Return how a table displays a measure: heading, factor and digits.
+    """Return the display settings of a measure in a table: heading, factor and digits.
 
     Raises:
         SpecError: The measure is unknown.
@@ -305,7 +306,7 @@ def p_text(p: float | None) -> str:
 
 
 def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
-    """Return the headings and rows of a table as texts, without columns that are empty in all rows.
+    """Return the headings and rows of a table as strings, without columns that are empty in all rows.
 
     Returns:
         The headings of the columns to the right of the labels, and a mapping from each measure's heading to the
@@ -333,7 +334,7 @@ def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
 
 
 def caption(table: Contrasts) -> str:
-    """Return sentences that explain the numbers and tests, and warn about too few seeds."""
+    """Return sentences that explain the numbers and tests in the table, and warn about too few seeds."""
     return " ".join(_sentences(table))
 
 
@@ -343,15 +344,15 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         return
     differences = [row.difference for row in table.rows if row.difference is not None]
     if seeds[-1] == 1:
-        yield "With one seed, there are no intervals and no tests."
+        yield "With one seed, intervals and tests are not possible."
     else:
         interval = ", with the 95 % interval of the mean by Student's t" if seeds[-1] >= MIN_SEEDS else ""
         yield f"Mean ± sample standard deviation over {_span(seeds)} seeds{interval}."
     together = len({row.label for row in table.rows}) - 1
     if any(each.interval for each in differences):
-        how = f"hold for all {together} differences of a measure at the same time (Student's t, Bonferroni)"
+        how = f"hold simultaneously for all {together} differences of a measure (Student's t, Bonferroni)"
         how = how if together > 1 else "are Student's t"
-        yield f"Differences to {table.baseline} are paired by seed; their 95 % intervals {how}."
+        yield f"Differences from {table.baseline} are paired by seed. Their 95 % intervals {how}."
     if any(each.p is not None for each in differences):
         name = {"t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}[table.test]
         times = f", multiplied by {together} (Bonferroni)" if together > 1 else ""
@@ -363,7 +364,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
     if seeds[-1] > 1 and pairs[0] < MIN_SEEDS:
         yield "Intervals need at least three seeds, and tests at least two."
     if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
-        yield "Wilcoxon's test needs six pairs that differ: with fewer pairs, p cannot be below 0.05 and is not shown."
+        yield "Wilcoxon's test needs six pairs that differ. With fewer pairs, p cannot be below 0.05 and is not shown."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
         yield "Intervals and p-values are missing if all pairs have the same difference."
     yield from tables.of_kept({row.label: row.kept for row in table.rows})
@@ -371,7 +372,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
 
 
 def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal. If ``every`` is true, the table has all columns even in a narrow terminal."""
+    """Return the table for a terminal. If ``every`` is True, the table has all columns even in a narrow terminal."""
     headings, groups = _lines(table)
     rows = [row for title, lines in groups.items() for row in ([title], *lines)]
     # Intervals of the means are the least important columns, which a narrow terminal leaves out first.
@@ -380,14 +381,14 @@ def to_screen(table: Contrasts, every: bool = False) -> ScreenTable:
 
 
 def to_markdown(table: Contrasts) -> str:
-    """Return a table in Markdown, with its caption below."""
+    """Return the table in Markdown, with the caption below."""
     headings, groups = _lines(table)
     rows = [[title, *cells] for title, lines in groups.items() for cells in lines]
     return f"{tables.markdown_table(['', '', *headings], rows, left=2)}\n{printable(caption(table))}\n"
 
 
 def to_latex(table: Contrasts) -> str:
-    """Return a LaTeX table with a row per method and a column per measure. The table needs the package booktabs.
+    """Return a LaTeX table (with the package booktabs) that has one row per method and one column per measure.
 
     The best mean of each measure is bold. Intervals, differences and tests are in a comment above the table.
     """
@@ -408,7 +409,7 @@ def to_latex(table: Contrasts) -> str:
 
 
 def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a LaTeX table in the style of booktabs. All texts must already be escaped."""
+    """Return a LaTeX table in the style of booktabs. All strings must already be escaped."""
     lines = [
         r"% Needs \usepackage{booktabs} in the preamble.",
         r"\begin{table}",
@@ -424,7 +425,7 @@ def latex_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[s
 
 
 def _latex_column(table: Contrasts, key: str, rows: Sequence[Contrast]) -> list[str]:
-    """Return the cells of a measure, with the best mean in bold; a label with a missing value is never the best."""
+    """Return the cells of a measure, with the best mean in bold. A method with a missing value is never the best."""
     how, sign = table.measures[key], table.directions[key]
     means = {
         row.label: sign * row.value.mean for row in rows if row.value.mean is not None and row.value.n == row.seeds
@@ -441,11 +442,11 @@ def _latex_column(table: Contrasts, key: str, rows: Sequence[Contrast]) -> list[
 
 
 def _direction(key: str, lower: Collection[str]) -> int:
-    """Return 1 if higher values of a measure are better, -1 if lower values are better, and 0 if neither is true.
+    """Return 1 if higher values of a measure are better, -1 if lower values are better, and otherwise 0.
 
     Args:
         key: The measure.
-        lower: The metrics for which lower is better.
+        lower: The metrics for which lower values are better.
     """
     metric = tables.metric_of(key.partition(_AT)[0])
     if metric in lower or metric in LESS or tables.is_target(key):
@@ -487,7 +488,7 @@ def _mathematics(cell: str) -> str:
 
 
 def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
-    """Return CSV with a row per data set, measure and method. Numbers have all digits, and missing numbers are empty.
+    """Return CSV with one row per data set, measure and method. Numbers have all digits; missing numbers are empty.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparisons.
@@ -509,7 +510,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return the rows as ``tables.to_json`` does, and add ``interval``, ``budget`` and ``difference``."""
+    """Return the rows in the form of ``tables.to_json``, with the keys ``interval``, ``budget`` and ``difference``."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

@@ -28,14 +28,14 @@ Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 """The type of a mapping from each method's label to its histories, one per seed."""
 
 PAIR = style.SERIES[1:3]
-"""The line styles for two curves that do not stand for methods, such as training and test loss."""
+"""The line styles for two curves that are not methods, such as training and test loss."""
 BANDS = 3
-"""The largest number of curves that all have bands. With more curves, only the baseline and the best method have bands.
+"""The maximum number of curves with bands. If there are more curves, only the baseline and the best method have bands.
 """
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""The smallest number of points for which the beginning of a curve may be left out of the chart."""
+"""The minimum number of points with which the beginning of a curve may be left out of the chart."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -45,11 +45,11 @@ FATES = {
     "clients_late": "late",
     "clients_failed": "failed",
 }
-"""A mapping from the column that counts each outcome of invited clients to the outcome's name in charts."""
+"""For each outcome of invited clients: a mapping from the column that counts the outcome to the outcome's name."""
 
 
 class Quantity(NamedTuple):
-    """The display settings of a column: the name with its unit, and the factor from recorded values to this unit."""
+    """The display settings of a column: its name with the unit, and the factor that converts values to this unit."""
 
     name: str
     factor: float = 1.0
@@ -68,7 +68,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """Return the display settings of a column, derived from its name if ``QUANTITIES`` does not contain the column.
+    """Return a column's display settings from ``QUANTITIES``, or derive the settings from the column's name.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("test.auroc").name
     (1e-06, 'head accuracy, %', 'test auroc')
@@ -97,9 +97,9 @@ class Curve(NamedTuple):
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
-    """Return a column's mean and standard deviation over seeds, for rounds in which all seeds have a value.
+    """Return the mean and standard deviation of a column over seeds, for rounds in which all seeds have a value.
 
-    A seed without values in the column is ignored. The curve ends at the last round of the shortest run.
+    Seeds without any value in the column are ignored. The curve ends at the last round of the shortest run.
 
     Raises:
         SpecError: None of the seeds has this column.
@@ -142,12 +142,12 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
     """Return the curves of a chart, in the units that the chart shows.
 
     Args:
-        curves: The histories of each method.
+        curves: A mapping from each method to the histories of its runs, one per seed.
         column: The column.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start.
 
     Returns:
-        A mapping from each method's label to its curve. Methods without values are omitted.
+        A mapping from each method's label to its curve. Methods without values are left out.
 
     Raises:
         SpecError: No history has such a column.
@@ -170,7 +170,7 @@ def lines_of(curves: Curves, column: str, against: str = "round") -> dict[str, C
 
 
 def banded(drawn: Mapping[str, Curve]) -> list[str]:
-    """Return the labels of the curves that get bands. Only curves over several seeds can have bands.
+    """Choose the curves that get bands, and return their labels. Only curves over several seeds can have bands.
 
     If the chart has more than ``BANDS`` curves, only the first curve and the best curve can have bands.
     """
@@ -179,14 +179,14 @@ def banded(drawn: Mapping[str, Curve]) -> list[str]:
 
 
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> list[End]:
-    """Draw a column as a curve per method, with a band of one standard deviation.
+    """Draw a column of the records as one curve per method, with a band of one standard deviation.
 
     If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
     other curves are grey. The vertical axis begins at the value at which the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
-        curves: The histories of each method.
+        curves: A mapping from each method to the histories of its runs, one per seed.
         column: The column.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the MB sent since the start, on a logarithmic
             scale.
@@ -223,7 +223,10 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
 
 
 def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[float, float]:
-    """Return the range of the vertical axis without the steep beginning of long curves, within 0 to 100 percent."""
+    """Return the range of the vertical axis, which leaves out the steep beginning of long curves.
+
+    For percentages, the range is within 0 to 100.
+    """
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if max(len(line.mean) for line in drawn.values()) >= EARLY:
         values = np.concatenate([line.mean for line in drawn.values()])
@@ -244,7 +247,7 @@ def sent(histories: Sequence[History], rounds: Ints) -> Floats:
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return the sum of several columns from the start until the end of each of R rounds, shape (R,)."""
+    """Return the sum of several columns from the first round to each of R rounds, shape (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -253,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the number of invited clients with each outcome in each round, as stacked means over seeds."""
+    """Draw, for each round, the number of invited clients with each outcome, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)
@@ -288,7 +291,7 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the means of the test loss and the training loss over seeds, with bands of one standard deviation."""
+    """Draw the test loss and the training loss as means over seeds, with bands of one standard deviation."""
     for column, name, stroke in zip(("loss", "train_loss"), ("test", "training"), PAIR, strict=True):
         _curve(axes, Curve(*over_seeds(histories, column)), stroke, name)
     style_rounds(axes, "loss")

@@ -1,4 +1,4 @@
-"""Write the end of the output of ``fedstrata compare``: a short table, and the result in sentences."""
+"""Write the last part of the output of ``fedstrata compare``: a short table, and the result in sentences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 ENOUGH = 5
-"""The number of seeds to suggest if there are too few for an interval."""
+"""The number of seeds to suggest if there are too few seeds for an interval."""
 MOST = 30
-"""The largest number of seeds to suggest."""
+"""The maximum number of seeds to suggest."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The output about the result of a comparison.
+    """The last part of a comparison's output, which shows the result.
 
     Args:
         table: The table, with the best method first.
@@ -40,12 +40,12 @@ class Ending:
 
 
 def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True, every: bool = False) -> Ending:
-    """Return the output about the result of a comparison.
+    """Return the last part of a comparison's output, which shows the result.
 
     Args:
-        runs: The histories of each method, one per seed.
+        runs: A mapping from each method to the histories of its runs, one per seed.
         is_comparable: Whether all runs use the same data. Otherwise, the methods are not compared.
-        every: Whether the table shows all columns instead of only the most important columns.
+        every: Whether the table shows all columns. Otherwise, the table shows only the most important columns.
     """
     comparison = contrasts.contrast(runs)
     said = answer(runs, comparison) if is_comparable else None
@@ -59,7 +59,7 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
 
 
 def _more_seeds(runs: Mapping[str, Sequence[History]], said: Answer) -> tuple[int, ...]:
-    """Return the seeds of the runs and additional seeds; empty if none are needed, or if too many would be needed."""
+    """Return the runs' seeds and additional seeds; empty if more seeds are not needed, or if too many are needed."""
     seeds = sorted({history.seed for members in runs.values() for history in members if history.seed is not None})
     wanted = said.seeds or (ENOUGH if len(runs) > 1 and len(seeds) < MIN_SEEDS else 0)
     if not len(seeds) < wanted <= MOST:
@@ -105,7 +105,7 @@ def _table(runs: Mapping[str, Sequence[History]], comparison: contrasts.Contrast
 def _with_best(
     cells: Sequence[Estimate], rows: Sequence[tables.Row], how: tables.Measure, spread: bool = True, sign: int = 0
 ) -> list[str | Text]:
-    """Format the cells of a column. The best cell is bold, or the first cell if neither direction is better."""
+    """Format the cells of a column, with the best cell in bold. If a best cell is not defined, the first is bold."""
     from rich.text import Text
 
     texts: list[str | Text] = [

@@ -1,4 +1,4 @@
-"""Draw forest plots of the differences between methods and a baseline, as wide as a column of a paper."""
+"""Draw forest plots of the differences between methods and a baseline, in the width of a paper's column."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FRAME = 0.85
 
 
 def draw_forest(comparisons: Mapping[str, Contrasts], path: Path | str) -> None:
-    """Write a figure of the differences from the baseline, with a panel for each data set and measure.
+    """Write a figure of the differences from the baseline, with one panel per data set and measure.
 
-    A dot shows a mean difference, a line shows its 95 % interval, and rings show the differences of individual seeds.
+    A dot shows a mean difference, a line shows its 95 % interval, and circles show the differences of single seeds.
 
     Args:
         comparisons: A mapping from the name of each data set to its comparison, which has a baseline.
@@ -54,7 +54,7 @@ def _mean(row: Contrast) -> float:
 
 
 def _panel(axes: Axes, comparison: Contrasts, how: tables.Measure, rows: list[Contrast]) -> None:
-    """Draw a row per method, with the last method at the top."""
+    """Draw one row per method, with the last method at the top."""
     strokes = style.lines(list(dict.fromkeys(row.label for row in comparison.rows)))
     axes.axvline(0, color=style.SOFT.light, linewidth=0.8)
     for place, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Write HTML reports about runs. A report is a single file that loads nothing from the network and can be printed."""
+"""Write HTML reports about runs. A report is one file, which can be printed and does not load data from the network."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EVENTS = 10
-"""The largest number of a method's events that are shown in full."""
+"""The maximum number of events per method that are shown in full."""
 NAMED = 12
-"""The largest number of shown entries of a list, such as the clients of an event."""
+"""The maximum number of entries to show from a list, such as the clients of an event."""
 PICTURES = 1_000_000
-"""The largest total size of the pictures of partitions, in bytes."""
+"""The maximum total size of all pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css", "report.css")
 
@@ -46,10 +46,10 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 
     Args:
         folders: Run folders, and folders that ``fedstrata compare`` wrote.
-        out: The path of the file, or an existing folder, to which ``report.html`` is written.
+        out: The path of the report, or an existing folder in which ``report.html`` is written.
 
     Returns:
-        The path of the file.
+        The path of the report.
 
     Raises:
         DataError: A folder does not contain a run, or its files are damaged.
@@ -65,7 +65,7 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 def write_comparison(folder: Path | str) -> list[tables.Row]:
     """Write the report of a comparison into its folder: tables, pictures and an HTML page.
 
-    The files are ``table.md``, ``table.json``, two figures (``plot_comparison``) and ``report.html``. The files show
+    The files are ``table.md``, ``table.json``, two figures (see ``plot_comparison``) and ``report.html``. They show
     only finished runs, or all runs if none has finished.
 
     Returns:
@@ -92,7 +92,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 
 
 def template(name: str) -> Template:
-    """Load a template of this package. The template escapes all values except values of the class ``Markup``."""
+    """Load an HTML template. The template escapes all values except values of the class ``Markup``."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -129,7 +129,7 @@ def render(
     Args:
         runs: The runs to show.
         every: All runs, including unfinished runs that are not shown. Default: ``runs``.
-        folder: The folder of the comparison, which the report shows in the command that adds seeds.
+        folder: The folder of the comparison. The report shows a command that adds seeds to this folder.
     """
     every, runs = every or runs, _named(runs)
     several = by_data(runs)
@@ -150,7 +150,7 @@ def render(
 
 
 def _named(runs: Mapping[str, Sequence[Run]]) -> Mapping[str, Sequence[Run]]:
-    """Use the method's name as the label of a single run if its label is only the folder's name."""
+    """If there is only one run and its label is the folder's name, use the method's name as the label."""
     members = [run for each in runs.values() for run in each]
     if len(members) == 1 and (method := members[0].history.method) and not members[0].folder.name.startswith("seed-"):
         return {method: [replace(members[0], label=method)]}
@@ -173,14 +173,14 @@ def _asset(name: str) -> Markup:
 
 
 def _embedded(data: object) -> Markup:
-    """Return data as JSON with escaped "<", so that texts in the data cannot close the HTML element around the JSON."""
+    """Return data as JSON with escaped "<", so that strings in the data cannot close the HTML element with the JSON."""
     from markupsafe import Markup
 
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 def _comparison(data: str, runs: Mapping[str, Sequence[Run]], folder: Path | None) -> dict[str, Any]:
-    """Return the values for the template's sections about the runs on a data set."""
+    """Return the values for the template's sections about the runs on one data set."""
     members = histories(runs)
     comparison = contrasts.contrast(members)
     labels = ranked(list(runs), comparison)
@@ -220,7 +220,7 @@ def ranked(labels: Sequence[str], comparison: contrasts.Contrasts) -> list[str]:
 def _more(
     members: Mapping[str, Sequence[History]], comparison: contrasts.Contrasts, labels: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the table of further measures, and sentences about measures that are equal for all methods."""
+    """Return the table of additional measures, and sentences about measures that are equal for all methods."""
     every = {row.label: row for row in tables.compare_table(members)}
     rows = [every[label] for label in labels]
     left_out = {"best_round", "rounds", *itertools.islice(comparison.measures, 1)}
@@ -245,7 +245,7 @@ def _more(
 
 
 def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contrasts) -> list[dict[str, Any]]:
-    """Return the columns of a measure: its values and, if methods are compared with the baseline, the differences."""
+    """Return the columns for one measure: the values and, if methods are compared with a baseline, the differences."""
     if key not in comparison.measures:
         how = display(key)
         cells = [_cell(_estimate(row.cells[key], how, row.seeds), row.cells[key].mean) for row in rows]
@@ -282,10 +282,10 @@ def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:
 
 
 def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Return the different pictures of partitions, each with the names of the runs that have the partition.
+    """Return the pictures of all different partitions, each with the names of the runs that have the partition.
 
-    If the total size of the pictures exceeds ``PICTURES``, further pictures are left out, and only their runs are
-    listed.
+    If the total size of the pictures exceeds ``PICTURES``, the remaining pictures are left out, and only the names of
+    their runs are listed.
     """
     owners: dict[bytes, list[tuple[str, str]]] = {}
     for label, members in runs.items():
@@ -309,9 +309,9 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Count the events and their clients for each method and kind of event; a client counts once per event.
+    """Count the events and their clients for each method and kind of event. A client counts once per event.
 
-    Methods with equal counts share a row, because dropouts depend only on the seed.
+    Methods with equal counts share a row. Equal counts are frequent, because dropouts depend only on the seed.
     """
     counts = {label: Counter[str]() for label in runs}
     clients = {label: Counter[str]() for label in runs}
@@ -333,7 +333,7 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values for the report's section about a method: its runs, other records, events and spec."""
+    """Return the values for the report's section about one method: its runs, other records, events and spec."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
     # Errors come first. An error has the entry ``reason``, but an expected event, such as a dropout, does not.
@@ -354,7 +354,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return the values of columns that few methods record and that are the same in all rounds and seeds."""
+    """Return the values of columns that only some methods record, if the values are equal in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):
@@ -363,7 +363,7 @@ def constants(members: Sequence[History]) -> dict[str, str]:
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
-    """Return the names and values of lists and texts in the last record of the first seed. Long lists are cut."""
+    """Return the names and values of lists and strings in the last record of the first seed. Long lists are cut."""
     records = members[0][-1:] if len(members[0]) else []
     return [
         (name, _brief(value) if isinstance(value, list) else str(value))
@@ -379,7 +379,7 @@ def _brief(values: Sequence[Any]) -> str:
 
 
 def _without_folder(history: History) -> History:
-    """Copy a history without the path of its folder, which readers of the page must not see."""
+    """Copy a history without the path of its folder, because the report must not disclose this path."""
     copied = copy.copy(history)
     copied.path = None
     return copied

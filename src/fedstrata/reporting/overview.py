@@ -1,4 +1,4 @@
-"""Make the first screen of the report: cards with the best methods, and a table that shows differences as a plot."""
+"""Prepare the first screen of the report: cards with the best methods, and a table that shows differences as a plot."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""The number of most recent evaluations from which a run's steadiness (a standard deviation) is computed."""
+"""The number of last evaluations from which a run's steadiness (a standard deviation) is computed."""
 WIDE = 250
 """The width of the plot of differences, in pixels."""
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""Rows of the plot that are longer than this multiple of the upper quartile of all rows are cut."""
+"""Rows of the plot are cut if they are longer than ``CUT`` times the upper quartile of all rows' lengths."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
-"""The units of amounts of data, with their factors, from the largest unit."""
+"""The units of amounts of data and their factors, beginning with the largest unit."""
 
 Estimates = dict[str, Estimate]
 """The type of a mapping from each method's label to an estimate."""
@@ -43,14 +43,14 @@ def display(key: str) -> tables.Measure:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the overview.
+    """A column of the report's first table.
 
     Args:
         heading: The name of the column.
         unit: The unit, which is shown below the name.
         values: The estimate of each method.
         text: A function that formats a mean.
-        better: 1 if higher is better, and -1 if lower is better.
+        better: 1 if higher values are better, and -1 if lower values are better.
         bars: Whether each cell has a bar.
     """
 
@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        Methods with missing values can be best only if all methods have missing values.
+        A method with missing values can be best only if all methods have missing values.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)
@@ -82,8 +82,8 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
     """Return the values for the template's cards and first table.
 
     Args:
-        runs: The runs of each method.
-        comparison: The comparison of these runs, whose first measure is the final value of the primary metric.
+        runs: A mapping from each method to its runs, one per seed.
+        comparison: The comparison of the runs, whose first measure is the final value of the primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)
@@ -120,7 +120,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    Without such a target, return the hardest target that any run reached, or None.
+    If there is no such target, return the hardest target that any run reached; None if runs did not reach any target.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]
@@ -195,13 +195,13 @@ def _cell(column: Column, label: str, seeds: int, labels: Sequence[str], *, firs
 
 
 def _is_constant(column: Column, labels: Sequence[str]) -> bool:
-    """Return True if the column has the same text and the same number of seeds for all methods."""
+    """Return True if all methods have the same text and the same number of seeds in the column."""
     texts = {tables.MISSING if (mean := column.values[label].mean) is None else column.text(mean) for label in labels}
     return len(texts) == 1 and len({column.values[label].n for label in labels}) == 1
 
 
 def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
-    """Return the column with a metric's mean over the worst tenth of clients, preferably of the primary metric."""
+    """Return the column with a metric's mean over the worst tenth of clients. The primary metric is preferred."""
     columns = dict.fromkeys(name for each in members.values() for history in each for name in history.columns)
     known = tables.worst_first(columns, tables.metric_of(key))
     lower = {name for each in members.values() for run in each for name in run.lower}
@@ -214,7 +214,7 @@ def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
 
 
 def _traffic(members: Mapping[str, Sequence[History]], target: float | None) -> list[Column]:
-    """Return the column with the MB until the target, or in total without a target; empty without records of bytes."""
+    """Return the column with the MB until the target (in total, without a target); empty if bytes were not recorded."""
 
     def bytes_of(history: History) -> float | None:
         if target is None:
@@ -257,7 +257,7 @@ def _cards(
     others: Sequence[Column],
     direction: int,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the title, the methods and the value of each card; a method behind the baseline is not called steady."""
+    """Yield each card's title, methods and value. A method behind the baseline is not shown as the steadiest method."""
     labels = [label for label, row in rows.items() if row.value.mean is not None]
     steady = [label for label in labels if verdict(rows[label], direction) is not BEHIND and not rows[label].stuck]
     accuracy, alone = main.heading == "final accuracy", len(rows) == 1
@@ -287,7 +287,7 @@ def _spread(history: History, column: str) -> float | None:
 
 
 def _drawn(rows: Sequence[Contrast], factor: float) -> dict[str, Any]:
-    """Return the positions of differences, intervals and seeds in the plot, in pixels, on one scale for all rows."""
+    """Return the positions (in pixels) of differences, intervals and seeds in the plot, with one scale for all rows."""
     reaches = {}
     for row in rows:
         if (difference := row.difference) is not None and difference.mean is not None:
@@ -342,19 +342,19 @@ def _captions(
         over = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         yield f"Means over {over} seeds, ± the sample standard deviation."
     if any(each.interval for each in differences):
-        how = f"hold for all {len(rows) - 1} differences at the same time (Student's t, Bonferroni)"
+        how = f"hold simultaneously for all {len(rows) - 1} differences (Student's t, Bonferroni)"
         how = how if len(rows) > 2 else "are Student's t"
-        yield f"Differences are paired by seed; their 95 % intervals {how}."
+        yield f"Differences are paired by seed. Their 95 % intervals {how}."
     elif differences:
         yield "Intervals need at least three seeds."
     equal = [row.label for row in rows.values() if (d := row.difference) is not None and d.each and not any(d.each)]
     if equal:
         verb = "has" if len(equal) == 1 else "have"
-        yield f"{names(equal)} {verb} the value of {comparison.baseline} with every seed."
+        yield f"{names(equal)} {verb} the same value as {comparison.baseline} with every seed."
     for column in left_out:
         if (mean := column.values[labels[0]].mean) is not None:
             yield f"Equal for all methods: {column.heading} {column.unit}, {column.text(mean)}."
     yield from tables.of_kept({row.label: row.kept for row in rows.values()})
     yield from tables.of_stuck({row.label: row.stuck for row in rows.values()})
     if len(rows) > 1:
-        yield "Bold: the best value of a column, even if no order is shown."
+        yield "Bold: the best value of a column, even if the difference is not significant."

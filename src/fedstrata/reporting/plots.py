@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Format(NamedTuple):
     """The format of a figure: its width and height in inches, and its type size in points.
 
-    The field ``longest`` is the largest number of characters of a label. The field ``across`` is the largest number of
+    The field ``longest`` is the maximum number of characters of a label. The field ``across`` is the maximum number of
     characters in a line of the title.
     """
 
@@ -54,7 +54,7 @@ def plot(
     title: str = "",
     narrow: bool = False,
 ) -> Figure:
-    """Draw a column over the rounds: the mean over seeds as a line, and one standard deviation as a band.
+    """Plot a column of the records over the rounds: the mean over seeds as a line, one standard deviation as a band.
 
     The names of methods are written beside the ends of their lines. With more than 8 methods, only the baseline (the
     first method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only
@@ -67,7 +67,7 @@ def plot(
         path: The file to write (optional). The suffix determines the format, such as ``.png`` or ``.pdf``.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the data sent since the start.
         title: The title of the figure (optional).
-        narrow: Whether the figure is 3.5 inches wide with type of 8 points, for one column of a paper.
+        narrow: Whether the figure is 3.5 inches wide with a font size of 8 points, for one column of a paper.
 
     Raises:
         SpecError: None of the runs has the column.
@@ -92,7 +92,7 @@ def plot(
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
-    """Plot the primary metric over the rounds and over the sent data, as PNG, and as PDF for a column of a paper.
+    """Plot the primary metric over rounds and over sent data, as PNG files and as PDF files for a paper's column.
 
     The files of the first figure have the name of the metric, such as ``accuracy.png``. The files of the second figure
     have the name ``traffic``.
@@ -111,12 +111,12 @@ def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
 
 
 def _verdict(curves: Curves) -> str:
-    """Return a sentence about the methods that are ahead of the baseline; empty for a single method."""
+    """Return a sentence about the methods that are ahead of the baseline; empty if there is only one method."""
     return answer(curves, contrast(curves)).headline.rstrip(".") if len(curves) > 1 else ""
 
 
 def _cheapest(curves: Curves, column: str) -> str:
-    """Return a sentence about the method that needs the fewest bytes to reach a level. All methods reach this level."""
+    """Return a sentence about the method that needs the fewest bytes to reach a level that all methods reach."""
     drawn = draw.lines_of(curves, column, "bytes")
     if len(drawn) < 2 or len(drawn) < len(curves):
         return ""
@@ -147,7 +147,7 @@ def _note(curves: Curves, column: str, against: str) -> str:
 
 
 def plot_run(history: History, folder: Path | str) -> list[Path]:
-    """Write ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png`` of a run.
+    """Plot a run in the files ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png``.
 
     If the accuracy is not the primary metric, the first figure shows the primary metric and has the metric's name.
 
@@ -182,7 +182,7 @@ def _saved(figure: Figure, path: Path | str | None) -> Figure:
 
 
 def save(figure: Figure, path: Path | str) -> None:
-    """Write a figure to a file. Equal figures give equal files."""
+    """Write a figure to a file. The same figure always gives the same file."""
     import matplotlib
 
     # Embed TrueType fonts (type 42), because journals require them.

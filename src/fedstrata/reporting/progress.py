@@ -1,4 +1,4 @@
-"""Show the progress of long work in terminals, notebooks and logs."""
+"""Show the progress of long tasks in terminals, notebooks and logs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 
 LINE_EVERY = 10.0
-"""Seconds between two lines of a log; work that takes less time does not write a line."""
+"""Seconds between two lines of a log. Shorter tasks do not write a line."""
 
 DRAW_EVERY = 0.25
 """Seconds between two updates in a notebook."""
 
 
 MOST = 12
-"""The largest number of methods that all have bars. With more methods, only methods with active runs have bars."""
+"""The maximum number of methods that all have bars. If there are more methods, only methods with active runs have bars.
+"""
 
 NAME = 22
-"""The largest number of characters of a bar's name; longer names are cut."""
+"""The maximum number of characters of a bar's name. Longer names are cut."""
 
 
 def duration(seconds: float) -> str:
@@ -44,7 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def _remaining(task: Task, now: float) -> str:
-    """Estimate a task's remaining time as text; empty before the first step is done and after the last step."""
+    """Estimate a task's remaining time, formatted as text; empty before the first step and after the last step."""
     done, total = task.completed, task.total or 0
     new = done - task.fields["first"]
     if new < 1 or done >= total:
@@ -53,10 +54,10 @@ def _remaining(task: Task, now: float) -> str:
 
 
 class Progress:
-    """The progress of tasks, shown during a ``with`` block.
+    """Shows the progress of tasks during a ``with`` block.
 
-    In a terminal (on standard error) and in a notebook, each task has a bar. In a log, a line is written at most every
-    ten seconds.
+    In a terminal (on standard error) and in a notebook, each task has a bar. In a log, a line is written every ten
+    seconds at most.
 
     Args:
         quiet: Whether to hide all progress.
@@ -75,7 +76,7 @@ class Progress:
         """The tasks and their progress, which Rich draws as bars only in a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._handle: Any = None
-        """The handle that updates the output in a notebook; None outside notebooks."""
+        """The object that updates the output in a notebook; None outside notebooks."""
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -126,8 +127,8 @@ class Progress:
 
         Args:
             task: The name of the task.
-            done: The number of steps of the task that are done.
-            total: The number of all steps of the task.
+            done: The number of finished steps of the task.
+            total: The total number of steps of the task.
             note: The text beside the bar.
             visible: Whether the bar is shown.
         """
@@ -136,7 +137,7 @@ class Progress:
     def _show(
         self, task: str, done: int, total: int, visible: bool = True, *, is_cut: bool = False, **fields: Any
     ) -> None:
-        """Do the work of ``show``; ``fields`` are changed fields of the bar, and ``is_cut`` shortens the bar's name."""
+        """Implement ``show``. ``fields`` are changed fields of the bar, and ``is_cut`` shortens the bar's name."""
         bars, now = self._bars, self._clock()
         if bars is None or self._console is None:
             return
@@ -161,7 +162,7 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _html(self, bars: Bars) -> object:
-        """Return the HTML for a notebook: a table with a row per visible task."""
+        """Return the HTML for a notebook: a table with one row per visible task."""
         from IPython.display import HTML
 
         rows = [
@@ -179,8 +180,8 @@ class Progress:
 
         Args:
             label: The name of the run.
-            rounds: The number of rounds of the whole run.
-            done: The number of rounds that were done before the run was resumed.
+            rounds: The total number of rounds of the run.
+            done: The number of rounds that were finished before the run was resumed.
 
         Returns:
             A function to call with the record of every round.
@@ -208,11 +209,11 @@ class Progress:
         *,
         done: Iterable[tuple[str, int]] = (),
     ) -> Callable[[str, int, int], None]:
-        """Show a bar for all rounds of a comparison, and a bar for each method.
+        """Show one bar for all rounds of a comparison, and one bar per method.
 
         Args:
             rounds: A mapping from the label and seed of every run to its number of rounds.
-            latest: A function that returns the current value of the primary metric of a run as text.
+            latest: A function that takes a run's label and seed, and returns the latest primary metric as text.
             done: The runs that were already finished.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Find the strata (client groups) of a run's client sampler, with the class labels of the clients in each stratum."""
+"""Find the strata (client groups) of a run's client sampler, and the class labels of the clients in each stratum."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class View:
     Args:
         round: The number of finished rounds.
         clients: The sorted ids of the clients that the sampler has grouped, shape (n,).
-        points: The vector of each of n clients, shape (n, d). The sampler groups the clients by these vectors.
+        points: One vector per client, shape (n, d). The sampler groups the clients by these vectors.
         strata: The id of each client's stratum, counted from 0, shape (n,).
-        labels: The number of samples of each class label at each client, shape (n, C). The server does not know these
+        labels: The number of samples of each class at each client, shape (n, C). The server does not know these
             numbers.
         title: The title of the picture.
         class_names: The names of the classes. If the list is empty, pictures show class labels as integers.
@@ -47,7 +47,7 @@ class View:
         return sizes
 
     def purity(self) -> float:
-        """Return the purity in [0, 1]: the fraction of samples with the most frequent class label of their stratum."""
+        """Return the purity in [0, 1]: the fraction of samples that belong to the stratum's most frequent class."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
         return float(sum(largest)) / max(int(self.labels.sum()), 1)
 
@@ -81,14 +81,14 @@ def strata_of_folder(folder: Path) -> View:
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
         raise CheckpointError(
-            f"{folder} has no checkpoint. Run with evaluation.checkpoint_every > 0, or give the spec instead of the "
-            "folder."
+            f"{folder} does not have a checkpoint. Run with evaluation.checkpoint_every > 0, or give the spec instead "
+            "of the folder."
         )
     return strata_of(prepared, last.state, last.round)
 
 
 def strata_of(prepared: Prepared, state: Any, round: int) -> View:
-    """Return the strata (client groups) in the state of a method's client sampler.
+    """Return the strata (client groups) that the state of a method's client sampler contains.
 
     Args:
         prepared: The experiment.

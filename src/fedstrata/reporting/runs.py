@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LABELS = "labels.json"
-"""The file that lists the labels of a compare folder in their order; ``compare`` writes compare folders."""
+"""The file that lists a compare folder's labels in the order of the comparison. ``compare`` writes compare folders."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Run:
     """The content of a run folder.
 
     Args:
-        label: The name in reports. Runs that differ only by their seeds have the same label.
+        label: The name of the run in reports. Runs that differ only by their seeds have the same label.
         history: The records of all rounds.
         folder: The path of the run folder.
         events: The events; empty if the run did not record events.
@@ -40,17 +40,17 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name that is unique among runs with the same label: the seed or, without a seed, the folder's name."""
+        """A name that is unique among the runs with the same label: the seed, or the folder's name without a seed."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished. An unfinished run does not have a summary."""
+        """Whether the run is finished. Only finished runs have a summary."""
         return (self.folder / "summary.json").is_file()
 
     @property
     def data(self) -> str:
-        """The name of the run's data set; empty if the spec is not known."""
+        """The name of the run's data set; empty if the spec is unknown."""
         section = tomllib.loads(self.spec).get("data")
         return str(section.get("name", "")) if isinstance(section, dict) else ""
 
@@ -67,7 +67,7 @@ class Runs(dict[str, list[Run]]):
         return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with a row per run: label, data set, content of ``summary.json``, and all metrics.
+        """Return a pandas data frame with one row per run: label, data set, content of ``summary.json``, all metrics.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -86,19 +86,19 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """Read the runs in run folders and compare folders, and group the runs by label.
 
     A compare folder contains run folders ``LABEL/seed-S/``. The function also accepts a single folder ``LABEL``. The
-    labels of a compare folder are in the order of the comparison or, if this order is unknown, sorted by name. The
-    label of a single run folder is the folder's name. If several folders have equal labels, each label begins with the
-    name of the parent folder.
+    labels of a compare folder are in the order of the comparison. If this order is unknown, they are sorted by name.
+    The label of a single run folder is the folder's name. If several folders have equal labels, each label begins with
+    the name of the parent folder.
 
     Args:
         folders: One folder, or several.
 
     Raises:
-        DataError: A folder is neither a run folder nor a compare folder, or no folder is given.
+        DataError: A folder is neither a run folder nor a compare folder, or the list of folders is empty.
     """
     folders = [folders] if isinstance(folders, (Path, str)) else folders
     if not folders:
-        raise DataError("no folder was given. Give the folder of a run or comparison.")
+        raise DataError("a folder is required. Give the folder of a run or comparison.")
     groups: dict[Path, list[Path]] = {}
     for path in dict.fromkeys(path for folder in folders for path in _find(Path(folder))):
         groups.setdefault(path.parent if path.name.startswith("seed-") else path, []).append(path)
@@ -110,17 +110,17 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 
 
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
-    """Write the order of a comparison's labels into the comparison's folder.
+    """Store the order of a comparison's labels in the comparison's folder.
 
-    New labels follow the labels that the folder already lists, so that the first label, the baseline, stays first. If
-    ``labels`` contains all listed labels, the order of ``labels`` is written.
+    New labels come after the labels that the folder already lists, so that the first label (the baseline) stays first.
+    If ``labels`` contains all listed labels, the order of ``labels`` is stored.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))
 
 
 def _order(folder: Path) -> list[str]:
-    """Read the order of a compare folder's labels; the list is empty if the file does not exist.
+    """Read the order of a compare folder's labels. The list is empty if the file does not exist.
 
     Raises:
         DataError: The file is damaged.
@@ -162,12 +162,12 @@ def _find(folder: Path) -> list[Path]:
             ranks = {label: rank for rank, label in enumerate(_order(root))}
             return sorted(paths, key=lambda path: ranks.get(path.parent.name, len(ranks)))
     compare = "a compare folder (with LABEL/seed-S/metrics.jsonl)"
-    problem = f"is neither a run folder (with metrics.jsonl) nor {compare}"
+    problem = f"the folder is neither a run folder (with metrics.jsonl) nor {compare}"
     raise DataError(f"folder = {str(folder)!r}: {problem}. Give the folder of a run or comparison.")
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:
-    """Return a mapping from each path to its label: the shortest end of the path that differs from all other paths."""
+    """Return a mapping from each path to its label: the shortest end of the path that is unique among the paths."""
     labels: dict[Path, str] = {}
     for group in groups:
         ends = [group.parts[-depth:] for depth in range(1, len(group.parts))]

@@ -1,4 +1,4 @@
-"""Describe the settings that the runs of a comparison share, and the settings that differ between its methods."""
+"""Describe the settings that all runs of a comparison share, and the settings that differ between methods."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedstrata.base.printable import printable
 from fedstrata.reporting.runs import LABELS, Run
 
 SHOWN = 3
-"""The largest number of values of a setting that the description lists."""
+"""The maximum number of values that the description lists per setting."""
 SEEDS = 40
-"""The largest number of seeds in a suggested command."""
+"""The maximum number of seeds in a suggested command."""
 
 Part = tuple[str, str]
-"""The type of a part of the description: words that are emphasised, and the text after these words."""
+"""The type of a part of the description: emphasised words, and the text after these words."""
 
 _PARAMETERS = ("alpha", "per_client", "exponent", "hidden")
-"""The settings that the description shows with the name of a partition or model."""
+"""The settings that the description shows beside the name of a partition or model."""
 
 
 def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
     """Describe the settings that runs share: clients, partition, availability, rounds, model, seeds and version.
 
     Args:
-        runs: The runs of each method. The description leaves out settings that the runs' specs do not contain.
+        runs: The runs of each method. Settings that the runs' specs do not contain are left out of the description.
     """
     specs = [flat(run.spec) for members in runs.values() for run in members]
     seeds = sorted({run.history.seed for members in runs.values() for run in members if run.history.seed is not None})
@@ -57,7 +57,7 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 
 def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Return the number of finished runs and of all runs in words, such as ``17 of 18 runs finished``."""
+    """Describe the number of finished runs and of all runs, such as ``17 of 18 runs finished``."""
     members = [run for each in runs.values() for run in each]
     planned = max(len(members), len(runs) * len({run.history.seed for run in members}))
     return f"{sum(run.finished for run in members)} of {planned} run{'' if planned == 1 else 's'} finished"
@@ -86,8 +86,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     Args:
         folder: The folder. For an absolute path, the command contains only the folder's name.
         runs: The runs in the folder.
-        seeds: The number of seeds that the comparison will have. For more than ``SEEDS`` seeds, the function returns
-            None.
+        seeds: The total number of seeds after the command. For more than ``SEEDS`` seeds, the function returns None.
     """
     if not (folder / LABELS).is_file() or seeds > SEEDS:
         return None
@@ -116,7 +115,7 @@ def _text(value: object) -> str:
 
 
 def _values(specs: Sequence[Mapping[str, Any]], key: str, factor: int = 1) -> str:
-    """Return the values of a setting in words, such as ``20 or 100``; an empty text if specs do not contain it."""
+    """Return the values of a setting in words, such as ``20 or 100``; an empty string if specs do not contain it."""
     numbers = sorted({spec[key] * factor for spec in specs if isinstance(spec.get(key), (int, float))})
     if len(numbers) > SHOWN:
         return f"{numbers[0]:.6g} to {numbers[-1]:.6g}"

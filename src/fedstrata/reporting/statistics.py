@@ -2,8 +2,8 @@
 
 All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold at the same time with 95 % confidence. The p-values are then corrected for the number of differences
-(Bonferroni). The corrected p-value of the t-test is below 0.05 exactly if the interval excludes zero.
+intervals hold simultaneously with 95 % confidence. The p-values are then corrected for the number of differences
+(Bonferroni). The corrected p-value of the t-test is below 0.05 if and only if the interval excludes zero.
 
 SciPy is imported at its first use.
 """
@@ -28,21 +28,21 @@ Range: TypeAlias = tuple[float, float]
 Test = Literal["t", "wilcoxon"]
 Order = Literal["above", "below", "not significant", "too few seeds", "not run"]
 Values: TypeAlias = Mapping[K, float | None]
-"""The type of a mapping from each key (a seed) to its number; None if the seed does not have a number."""
+"""The type of a mapping from each key (a seed) to its value; None if the seed does not have a value."""
 
 TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 """The tests of paired differences: Student's t-test, and Wilcoxon's signed-rank test."""
 LEVEL = 0.95
 """The confidence level of all intervals."""
 FEWEST = {"t": 2, "wilcoxon": 6}
-"""The smallest number of pairs for each test. With fewer than 6 pairs, Wilcoxon's p-value cannot be below 0.05."""
+"""The minimum number of pairs for each test. With fewer than 6 pairs, Wilcoxon's p-value cannot be below 0.05."""
 MIN_SEEDS = 3
-"""The smallest number of seeds for which intervals and orders are shown."""
+"""The minimum number of seeds for which intervals and orders are shown."""
 MOST_SEEDS = 100
-"""The largest number of seeds that ``seeds_needed`` recommends."""
+"""The maximum number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
-"""Differences below this fraction of the largest value count as rounding errors."""
+"""The fraction of the largest value below which differences count as rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Estimate:
 
         Args:
             values: The value of each seed.
-            bounds: The smallest and the largest possible value. The interval is cut at these values.
+            bounds: The minimum and the maximum possible value. The interval is cut at these values.
 
         >>> Estimate.over([1.0, None])
         Estimate(mean=1.0, sd=None, n=1, interval=None)
@@ -87,7 +87,7 @@ def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
         mean: The sample mean.
         sd: The sample standard deviation.
         n: The sample size, at least two.
-        together: The number of intervals that must hold at the same time with 95 % confidence (Bonferroni).
+        together: The number of intervals that must hold simultaneously with 95 % confidence (Bonferroni).
     """
     from scipy.stats import t
 
@@ -97,16 +97,16 @@ def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference between the numbers of a method and of a baseline with the same seeds.
+    """The mean difference between a method's and a baseline's values with the same seeds.
 
     Args:
         mean: The mean over the pairs; None without pairs.
         n: The number of pairs, which is the number of seeds that both methods have.
-        interval: The 95 % interval of the mean, see ``paired_difference``. The value is None for fewer than
+        interval: The 95 % interval of the mean; see ``paired_difference``. The value is None for fewer than
             ``MIN_SEEDS`` pairs, or if all differences are equal.
-        p: The two-sided p-value, not corrected. The value is None if the test needs more pairs (``FEWEST``), or if all
-            differences are equal and therefore cannot be tested.
-        corrected: The p-value times the number of differences that are judged together, at most 1.
+        p: The two-sided p-value without correction. The value is None if the test needs more pairs (``FEWEST``), or if
+            all differences are equal and therefore cannot be tested.
+        corrected: The p-value multiplied by the number of differences that are judged together, at most 1.
         each: The difference of each pair, in the order of the seeds.
     """
 
@@ -120,7 +120,8 @@ class Difference:
     def order(self, margin: float = 0.0) -> Order:
         """Return the order that an interval shows after a shift by ``margin``, or the reason why no order is shown.
 
-        The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both are negative.
+        The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
+        negative.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
         ('above', 'not significant')
@@ -146,12 +147,12 @@ def paired_difference(
     """Compute the mean difference between the values of a method and a baseline with the same seeds.
 
     Args:
-        values: A mapping from each seed to the method's number. None stands for a missing number.
-        baseline: A mapping from each seed to the baseline's number.
-        test: ``"t"``, the paired t-test, or ``"wilcoxon"``, Wilcoxon's signed-rank test.
-        resolution: The unit to which the numbers are rounded. The standard deviation is then at least the standard
+        values: A mapping from each seed to the method's value. None stands for a missing value.
+        baseline: A mapping from each seed to the baseline's value.
+        test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
+        resolution: The unit to which the values are rounded. The standard deviation is then at least the standard
             deviation of rounding errors, so that a few equal differences do not give an interval of length 0.
-        together: The number of differences that are judged together, see ``t_interval``.
+        together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:
         SpecError: The test is unknown.
@@ -178,10 +179,10 @@ def paired_difference(
 
 
 def holm(p: Mapping[K, float]) -> dict[K, float]:
-    """Correct p-values for their number by Holm's step-down procedure (1979), and return them.
+    """Return p-values that are corrected for multiple tests by Holm's step-down procedure (1979).
 
-    In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each result is at least as large as the
-    previous result.
+    In ascending order, the i-th of m p-values is multiplied by m − i + 1. Each corrected p-value is at least as large
+    as the previous corrected p-value.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
@@ -194,11 +195,11 @@ def holm(p: Mapping[K, float]) -> dict[K, float]:
 
 
 def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
-    """Return the number of seeds with which the interval would exclude zero, if mean and deviation stay the same.
+    """Return the number of seeds with which the interval would exclude zero, if mean and deviation stayed the same.
 
     Args:
-        difference: At least two differences that are not all equal.
-        together: The number of differences that are judged together, see ``t_interval``.
+        difference: A mean of at least two differences that are not all equal.
+        together: The number of differences that are judged together; see ``t_interval``.
 
     Returns:
         The number of seeds, which is at least ``MIN_SEEDS``; None if more than ``MOST_SEEDS`` seeds would be needed.
@@ -215,7 +216,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
-    """Cut an interval at the possible values, because a t interval over few seeds may contain impossible values.
+    """Cut an interval at the limits of possible values. A t interval over few seeds may contain impossible values.
 
     >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
     ((-100.0, 3.5), None)

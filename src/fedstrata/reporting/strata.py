@@ -1,4 +1,4 @@
-"""Draw strata (client groups): clients are points in the plane, with a line around each stratum."""
+"""Draw strata (client groups): clients are points in a plane, with a line around each stratum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedstrata.reporting.replayed_strata import View
 
 PIES = 200
-"""The largest number of clients that are drawn as pie charts of their class labels. If there are more clients, each
+"""The maximum number of clients that are drawn as pie charts of their class labels. If there are more clients, each
 client is a dot in the colour of its most frequent class label."""
 
 
@@ -47,14 +47,14 @@ def plane(points: Floats32) -> tuple[Floats, float]:
 
 
 def outline(points: Floats, pad: Floats) -> Floats:
-    """Return the convex hull around points with a rounded margin.
+    """Return the convex hull of points, with a rounded margin around the points.
 
     Args:
         points: The n ≥ 1 points, shape (n, 2).
         pad: The width of the margin in each direction, shape (2,).
 
     Returns:
-        The corners in order, shape (k, 2).
+        The corners of the outline in order, shape (k, 2).
     """
     from scipy.spatial import ConvexHull
 
@@ -68,7 +68,8 @@ def outline(points: Floats, pad: Floats) -> Floats:
 def draw_strata(view: View, path: Path | str) -> None:
     """Write a picture with two charts of the clients: one of the server's strata, and one of the class labels.
 
-    A line surrounds the clients of each stratum, with their number above the line. Colours stand for class labels.
+    A line surrounds the clients of each stratum. The number of clients is above the line. Colours stand for class
+    labels.
 
     Args:
         view: The strata.

@@ -1,4 +1,4 @@
-"""Make the summary of a run for the terminal, and count the failures of the run."""
+"""Summarise a run for the terminal, and count the failures in the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summary_panel(history: History) -> Panel:
 
 
 def failures(history: History) -> str | None:
-    """Return a text with the number of failures of each kind and their first reason; None if a run had no failures."""
+    """Describe a run's failures in words: the number per kind, and the first reason. Return None without failures."""
     path = history.path / "events.jsonl" if history.path is not None else None
     events = read_jsonl(path) if path is not None and path.exists() else []
     # After a crash, the log may contain an entry about its repair, which is not an event and has no kind.

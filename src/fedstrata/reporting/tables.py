@@ -1,4 +1,4 @@
-"""Write tables of methods with mean and standard deviation over seeds, as Markdown and JSON."""
+"""Write tables of methods with means and standard deviations over seeds, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Row:
     """A row of a table: the measures of one method, estimated over its runs.
 
     Args:
-        label: The name that the runs share, such as the name of the method.
+        label: The label of the runs, such as the method's name.
         seeds: The number of runs.
         cells: A mapping from the key of each measure to its estimate.
         stuck: The number of runs that broke down: from some round to the end, the server could not use any reply.
-        kept: A text about the round whose model the runs saved (see ``kept``); None for the last round.
+        kept: A string that names the round whose model the runs saved (see ``kept``); None for the last round.
         at_once: The keys ``rounds_to_T`` of the default targets that all runs reached in their first evaluated round.
     """
 
@@ -37,19 +37,19 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label, with the mark ``STUCK`` if at least one run broke down."""
+        """The label of the method, with the mark ``STUCK`` if at least one run broke down."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The display settings of a measure in a column of a table.
+    """The settings with which a table displays a measure in a column.
 
     Args:
         heading: The name of the column, with the unit.
         factor: The factor that converts recorded values to the unit in the heading.
         digits: The number of digits after the decimal point.
-        bounds: The smallest and the largest possible value, in the recorded unit.
+        bounds: The minimum and the maximum possible value, in the recorded unit.
     """
 
     heading: str
@@ -81,7 +81,7 @@ _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
 
 
 def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
-    """Return a row for each method.
+    """Return one row per method, with estimates of all measures over the method's runs.
 
     For each target accuracy, a row contains the first round in which the method reached the target.
 
@@ -90,9 +90,9 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
 
     Returns:
         The rows. Each row has cells for the keys of ``MEASURES``, for ``final_M`` and ``best_M`` of the primary metric
-        M, and for ``rounds_to_T`` of each target T. The cells ``test.NAME`` and ``clients.NAME.worst_10`` are other
-        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. The cell of a target
-        does not count seeds that never reached the target.
+        M, and for ``rounds_to_T`` of each target T. The cells ``test.NAME`` and ``clients.NAME.worst_10`` contain other
+        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. Seeds that never reached
+        a target are left out of the target's cell.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -117,7 +117,7 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
 
 
 def _measured(history: History) -> Iterator[str]:
-    """Yield the columns of test metrics, except the accuracy, and of metrics of the worst tenth of the clients."""
+    """Yield the columns of test metrics (except the accuracy), and of metrics for the worst tenth of the clients."""
     for name in history.columns:
         worst = name.startswith(_CLIENTS) and name.endswith(_WORST) and not name.startswith(f"{_CLIENTS}unheard.")
         if worst or (name.startswith(_TEST) and name != f"{_TEST}accuracy"):
@@ -125,9 +125,9 @@ def _measured(history: History) -> Iterator[str]:
 
 
 def worst_first(columns: Iterable[str], metric: str) -> list[str]:
-    """List the columns with the mean of a metric over the worst tenth of the clients.
+    """Select and sort the columns that contain a metric's mean over the worst tenth of the clients.
 
-    The column of ``metric`` comes first, and columns of metrics between 0 and 1 come next.
+    The column of ``metric`` comes first. Columns of metrics between 0 and 1 come next.
 
     >>> worst_first(["clients.log-loss.worst_10", "clients.auroc.worst_10", "clients.auroc.mean"], "accuracy")
     ['clients.auroc.worst_10', 'clients.log-loss.worst_10']
@@ -139,12 +139,12 @@ def worst_first(columns: Iterable[str], metric: str) -> list[str]:
 
 
 def primary(runs: Mapping[str, Sequence[History]]) -> str:
-    """Return the primary metric of the runs. If the runs differ, return the primary metric of the first run."""
+    """Return the runs' primary metric. If the runs have different primary metrics, return that of the first run."""
     return next((history.primary for members in runs.values() for history in members), "accuracy")
 
 
 def kept(members: Sequence[History]) -> str | None:
-    """Return a text about the round whose model the runs saved, such as ``round of the best validation auroc``.
+    """Return a string that names the round whose model was saved, such as ``round of the best validation auroc``.
 
     The result is None if all runs saved the model of the last round. The result is empty if the runs differ.
     """
@@ -165,7 +165,7 @@ def is_of_metric(key: str) -> bool:
 
 
 def value(history: History, key: str) -> float | None:
-    """Return a run's value for a key of its summary, or for a key ``final_M`` or ``best_M``."""
+    """Return a run's value for a key of the run's summary, or for a key ``final_M`` or ``best_M`` of a metric M."""
     if not is_of_metric(key):
         return history.summary[key]  # type: ignore[no-any-return]
     when, _, metric = key.partition("_")
@@ -186,12 +186,12 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """Return the first round in which a run reached the target T of a key ``rounds_to_T``; None if there is none."""
+    """Return the first round in which a run reached the target T of ``rounds_to_T``; None without such a round."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
 def _at_once(history: History, key: str) -> bool:
-    """Return True if a run has the default targets and reached this target in its first evaluated round."""
+    """Return True if a run has the default targets, and reached the target ``key`` in its first evaluated round."""
     first, _ = history.points("accuracy")
     return history.targets == TARGETS and len(first) > 0 and reached(history, key) == first[0]
 
@@ -217,7 +217,7 @@ def measure(key: str) -> Measure:
 
 
 def bounds(key: str) -> Range:
-    """Return the smallest and the largest possible value of a measure or column.
+    """Return the minimum and the maximum possible value of a measure or column.
 
     >>> bounds("final_auroc"), bounds("clients.macro-f1.worst_10"), bounds("test.log-loss")
     ((0, 1), (0, 1), (-inf, inf))
@@ -247,7 +247,7 @@ def show(row: Row, key: str) -> str:
 
 
 def shown(cell: Estimate, how: Measure, seeds: int) -> str:
-    """Format an estimate. If some seeds have no value, add the number of seeds with a value."""
+    """Format an estimate. If values of some seeds are missing, add the number of seeds with a value."""
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
@@ -266,9 +266,9 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """List the measures that get a column.
+    """List the measures that get a column in the table.
 
-    Leave out targets that no run reached, and targets that all runs reached at once.
+    Leave out targets that no run reached, and targets that all runs reached in their first evaluated round.
     """
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
@@ -277,7 +277,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the numbers. The text is empty if explanations are not needed."""
+    """Return sentences that explain the table's numbers. The text is empty if explanations are not needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -292,7 +292,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
     The list is empty if there is no such method.
 
     Args:
-        models: The result of ``kept`` for each method, which is a text about the round whose model the runs saved.
+        models: The result of ``kept`` for each method, which names the round whose model the runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are from the saved model (round of the best validation auroc).']
@@ -330,7 +330,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table in Markdown, whose first ``left`` columns are aligned to the left.
+    """Return a table in Markdown. The first ``left`` columns are aligned to the left.
 
     >>> print(markdown_table(["", "n"], [["a", "1"]]), end="")
     |  | n |
@@ -354,8 +354,8 @@ def markdown_row(cells: Iterable[str]) -> str:
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
-    If runs of a method broke down, ``stuck`` is the number of these runs. If final values do not describe the model of
-    the last round, ``kept`` names the round of the model that they describe.
+    If runs of a method broke down, ``stuck`` is the number of these runs. If final values do not belong to the model of
+    the last round, ``kept`` names the round of the model to which they belong.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

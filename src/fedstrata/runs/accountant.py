@@ -1,4 +1,4 @@
-"""Compute and limit the ε of clients with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
+"""Compute and limit each client's ε with ``privacy.dp``, by Rényi differential privacy (Mironov et al. 2019)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROUNDS = "privacy.dp"
 """The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
 
 SIZES = "privacy.dp sizes"
-"""The key in ``Simulation.memory`` for the numbers of samples that real sites have reported."""
+"""The key in ``Simulation.memory`` under which the sites' reported numbers of samples are stored."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The orders of the Rényi divergences, which are whole numbers, because sums for other orders may not converge."""
+"""The orders of the Rényi divergences. They are integers, because sums for other orders may not converge."""
 
 
 def dp_accounting() -> ModuleType:
-    """Return the library that computes privacy.
+    """Import the library that computes ε, ``dp_accounting``.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -50,7 +50,7 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
     """Return the Rényi divergence of one step for each of ``ORDERS``.
 
     Args:
-        noise: Standard deviation of the noise, as a multiple of the largest norm of a gradient.
+        noise: Standard deviation of the noise, as a multiple of the maximum norm of a per-sample gradient.
         rate: Probability that a sample is used in the step.
     """
     library = dp_accounting()
@@ -60,30 +60,30 @@ def divergences(noise: float, rate: float) -> NDArray[np.float64]:
 
 
 class RunAccountant(Protocol):
-    """A counter of the rounds in which clients take part, which computes the largest ε of all clients.
+    """Counts the rounds in which each client takes part, and computes the largest ε of all clients.
 
     The counts are stored in ``Simulation.memory``, which is part of every checkpoint.
     """
 
     def listening(self, listener: Listener | None) -> Listener | None:
-        """Return a listener of the run that may also read clients' replies for the accountant.
+        """Return a function that is called with the clients' replies, from which the accountant may read values.
 
         Args:
-            listener: The listener without the accountant.
+            listener: The run's own listener, which the returned function also calls.
         """
 
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
         """Return the clients that must no longer be invited."""
 
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round. Return the largest ε of all clients and, if necessary, a note on its meaning."""
+        """Count a round. Return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
-        """Return the reason why the run must end before its next round; empty if the run can continue."""
+        """Return the reason why the run must end before the next round; empty if the run can continue."""
 
 
 class Accountant(RunAccountant):
-    """An accountant that computes the ε of clients from the number of rounds in which they trained.
+    """Computes each client's ε from the number of rounds in which the client trained.
 
     The random choice of clients does not reduce ε, because the server knows which clients take part. Each step of a
     client is a Gaussian mechanism on a Poisson sample of its data. The Rényi divergences of all steps are added.
@@ -92,7 +92,7 @@ class Accountant(RunAccountant):
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
         sizes: Number of samples of each client, shape (N,). We assume that the numbers of samples are public.
-        known: Whether the sizes are known before the run. Otherwise, replies contain the sizes.
+        known: Whether the numbers of samples are known before the run. If not, replies contain the numbers of samples.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -133,7 +133,7 @@ class Accountant(RunAccountant):
         return f"privacy budget: in another round, a client could spend more than ε = {budget:g}"
 
     def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return each client's number of rounds so far, shape (N,)."""
+        """Return the number of past rounds in which each client trained, shape (N,)."""
         rounds: Ints | None = memory.get(ROUNDS)
         return np.zeros(len(self.sizes), dtype=np.int64) if rounds is None else rounds
 

@@ -5,7 +5,7 @@ Saved checkpoints stay usable even if the process is killed. Damaged files are d
 The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
 their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is written only if the state
 changed. Each file is written under a temporary name, synced to the disk and then renamed. The two newest checkpoints
-are kept.
+are kept; older checkpoints are deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedstrata.clients.store import StateStore
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
-"""The exceptions that reading a damaged checkpoint may raise."""
+"""The exceptions that may occur when a damaged checkpoint is read."""
 
 
 @record("Stored")
@@ -49,10 +49,10 @@ class Checkpoint:
     """A checkpoint that was read from a run folder.
 
     Args:
-        round: The last round that was complete when the checkpoint was saved.
+        round: The last finished round when the checkpoint was saved.
         state: The method's state.
-        clients: A mapping from each client with a state to the file of this state.
-        remote: Whether the sites (the clients' own machines) keep the clients' states, instead of the checkpoint.
+        clients: A mapping from each client to the file with the client's state. Clients without a state are left out.
+        remote: Whether the clients' states are stored at the sites (the clients' own machines), not in the checkpoint.
         identity: The run's identity; None if the checkpoint has no identity.
         logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
             checkpoint was saved.
@@ -68,11 +68,11 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return a copy of this checkpoint that contains only the states of these clients."""
+        """Return a copy of the checkpoint that contains only the states of the clients ``clients``."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
-        """Load the clients' states into a store."""
+        """Load the clients' states from the checkpoint into a store."""
         for client, path in self.clients.items():
             store.put(client, records.decode(path.read_bytes(), limit=None))
         store.changed.clear()
@@ -89,16 +89,16 @@ def save(
     logs: Mapping[str, str] | None = None,
     loop_state: Tree = None,
 ) -> None:
-    """Write the checkpoint of a round.
+    """Write a checkpoint after a round.
 
     Args:
         folder: The folder ``checkpoint/`` of the run.
-        round: The last complete round.
+        round: The last finished round.
         state: The method's state.
         store: The clients' states. A state is written only if it changed since the last checkpoint.
         remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has no states.
         identity: The run's identity; see ``fedstrata.runs.identity``.
-        logs: A mapping from the name of each log of the run to the checksum of its last line.
+        logs: A mapping from the name of each of the run's logs to the checksum of its last line.
         loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS
@@ -136,8 +136,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 
     Args:
         folder: The folder that ``save`` wrote to.
-        last: The last round to consider. Checkpoints of later rounds are ignored. With None, all checkpoints are
-            considered.
+        last: The last round to consider. Checkpoints of later rounds are ignored. None stands for all rounds.
 
     Raises:
         CheckpointError: There are checkpoints, but all of them are damaged.
@@ -152,7 +151,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
             problems.append(f"{path.name}: {error}")
     if problems:
         raise CheckpointError(
-            f"none of the checkpoints in {folder} can be used: {'; '.join(problems)}. Start another run."
+            f"all checkpoints in {folder} are damaged ({'; '.join(problems)}). Start another run in a new folder."
         )
     return None
 
@@ -162,10 +161,10 @@ def _read(path: Path) -> Checkpoint:
     if _name(manifest["round"]) != path.name:
         # The folder was renamed. ``save`` finds the newest checkpoint by the names of folders, and copies its list of
         # the clients' states. With a renamed folder, these states could belong to another round.
-        raise ValueError(f"it is the checkpoint of round {manifest['round']}")
+        raise ValueError(f"the folder was renamed, and contains the checkpoint of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
-        raise ValueError(f"{STATE} is damaged (its checksum is wrong)")
+        raise ValueError(f"the file {STATE} is damaged (its checksum is wrong)")
     files: dict[int, Path] = {}
     for client, (name, digest) in manifest["clients"].items():
         files[int(client)] = path.parent / CLIENTS / name
@@ -180,7 +179,7 @@ def _read(path: Path) -> Checkpoint:
 def _manifest(path: Path) -> dict[str, Any]:
     outer = json.loads((path / MANIFEST).read_bytes())
     if _digest(outer["manifest"].encode()) != outer["sha256"]:
-        raise ValueError(f"{MANIFEST} is damaged (its checksum is wrong)")
+        raise ValueError(f"the file {MANIFEST} is damaged (its checksum is wrong)")
     manifest: dict[str, Any] = json.loads(outer["manifest"])
     return manifest
 
@@ -190,7 +189,7 @@ def _name(round: int) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Return the folders of the checkpoints that were written completely, newest first."""
+    """Return the folders of all complete checkpoints, newest first."""
     return sorted((path for path in folder.glob("round-*") if path.suffix != ".part"), reverse=True)
 
 

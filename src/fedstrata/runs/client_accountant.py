@@ -1,4 +1,4 @@
-"""Compute the ε of clients with ``privacy.clients``, and limit the rounds to which each client is invited."""
+"""Compute the clients' ε with ``privacy.clients``, and limit the number of rounds to which each client is invited."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from fedstrata.spec.experiment import Experiment
 MEMORY = "privacy.clients"
 """The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
 LEAST_NOISE = 0.1
-"""The smallest noise for which the accountant takes client sampling into account. With less noise, sampling has nearly
-no effect on ε.
+"""The minimum noise for which the accountant takes client sampling into account.
+
+With less noise, sampling hardly affects ε.
 """
 
 
 def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
-    """Return the probability that a client takes part in a round if the random choice lowers ε; otherwise None.
+    """Return the probability that a client takes part in a round; None if client sampling does not lower ε.
 
-    The choice lowers ε only if each client is drawn independently in every round, and if others do not see which
-    clients take part. With a limit on the number of rounds per client, draws are not independent.
+    Sampling lowers ε only if each client is drawn independently in every round, and if others do not see which clients
+    take part. With a limit on the number of rounds per client, draws are not independent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
@@ -47,7 +48,7 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
 
 
 class ClientAccountant(RunAccountant):
-    """An accountant that computes the ε of a client from the number of rounds in which the client could take part.
+    """Computes the ε of a client from the number of rounds in which the client could take part.
 
     Without sampling, k rounds with noise z are equivalent to one Gaussian mechanism with noise z / √k. The ε of this
     mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, ε is computed from the distribution of
@@ -56,7 +57,7 @@ class ClientAccountant(RunAccountant):
     Args:
         dp: The settings of differential privacy.
         clients: Number of clients, N.
-        rate: The probability that a client takes part in a round; None if the choice of clients does not lower ε.
+        rate: The probability that a client takes part in a round; None if client sampling does not lower ε.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -70,10 +71,10 @@ class ClientAccountant(RunAccountant):
         self._library: Any = dp_accounting
         self.dp, self.rate, self._clients = dp, rate, clients
         self.epsilon = cache(self._epsilon)
-        """The function ``_epsilon`` with a cache, so that each value is computed only once."""
+        """The function ``_epsilon`` with a cache, which computes each value only once."""
 
     def _epsilon(self, rounds: int) -> float:
-        """Return the ε of a client that could take part in a number of rounds."""
+        """Return the ε of a client that could take part in ``rounds`` rounds."""
         if not rounds:
             return 0.0
         noise, delta, library = self.dp.noise, self.dp.delta, self._library
@@ -93,10 +94,10 @@ class ClientAccountant(RunAccountant):
 
     @override
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round; see ``RunAccountant``.
+        """Count a round for the clients that could take part; see ``RunAccountant``.
 
-        An invited client counts even if it did not answer, because its answers must not affect later invitations. With
-        Poisson sampling, every client counts, because every client could be drawn.
+        The round also counts for invited clients that did not reply, because replies must not affect later invitations.
+        With Poisson sampling, the round counts for all clients, because every client could be drawn.
         """
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1
@@ -104,7 +105,7 @@ class ClientAccountant(RunAccountant):
         return {"epsilon": self.epsilon(int(rounds.max())), "privacy": self._statement()}
 
     def _statement(self) -> dict[str, Any]:
-        """Return a description of ε for the record of a round."""
+        """Return the note on the meaning of ε that the record of a round contains."""
         sampled = self.rate is not None
         return {
             "unit": "client",
@@ -118,7 +119,7 @@ class ClientAccountant(RunAccountant):
 
     @override
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the clients that have already taken part in the largest allowed number of rounds."""
+        """Return the clients that have already taken part in the maximum number of rounds."""
         most = self.dp.participations
         return np.empty(0, dtype=np.int64) if most is None else np.flatnonzero(self._rounds(memory) >= most)
 
@@ -135,20 +136,20 @@ class ClientAccountant(RunAccountant):
         return ""
 
     def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return each client's number of rounds so far, shape (N,)."""
+        """Return the number of past rounds in which each client could take part, shape (N,)."""
         rounds: Ints | None = memory.get(MEMORY)
         return np.zeros(self._clients, dtype=np.int64) if rounds is None else rounds
 
 
 class SharesAccountant(ClientAccountant):
-    """Computes the ε of a client in sums to which the clients add Skellam noise.
+    """Computes the ε of a client if the clients add Skellam noise to their updates, which are then summed.
 
-    The server and other clients know who takes part, so the choice of clients does not lower ε.
+    The server and other clients know which clients take part, so client sampling does not lower ε.
 
     Args:
         dp: The settings of differential privacy.
         clients: Number of clients, N.
-        form: The form of the clients' updates, which determines the noise and the largest norms in the ring.
+        form: The form in which clients send updates, which determines the noise and the maximum norms of updates.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -158,7 +159,7 @@ class SharesAccountant(ClientAccountant):
         super().__init__(dp, clients, None)
         self._form = form
         self.secret = False
-        """Whether the noise comes from the operating systems of real sites instead of the spec's seed."""
+        """Whether the noise comes from the sites' operating systems. Otherwise, it comes from the spec's seed."""
 
     @override
     def _epsilon(self, rounds: int) -> float:
@@ -187,13 +188,13 @@ class SharesAccountant(ClientAccountant):
 
 
 def skellam_divergence(order: int, variance: float, most1: float, most2: float) -> float:
-    """Return a bound of the Rényi divergence of a sum with Skellam noise (Agarwal et al. 2021, Corollary 4.1).
+    """Return a bound on the Rényi divergence of a sum with Skellam noise (Agarwal et al. 2021, Corollary 4.1).
 
     Args:
-        order: The order α, a whole number above 1.
-        variance: The variance μ of the noise of each element.
-        most1: Δ₁, the largest change of the sum in the L1 norm.
-        most2: Δ₂, the largest change of the sum in the L2 norm.
+        order: The order α, an integer above 1.
+        variance: The variance μ of the noise in each element.
+        most1: Δ₁, the maximum change of the sum in the L1 norm.
+        most2: Δ₂, the maximum change of the sum in the L2 norm.
     """
     gaussian = order * most2**2 / (2 * variance)
     return gaussian + min(
@@ -203,7 +204,7 @@ def skellam_divergence(order: int, variance: float, most1: float, most2: float) 
 
 
 def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAccountant:
-    """Return the accountant of a run with ``privacy.clients``."""
+    """Return the accountant that computes ε in a run with ``privacy.clients``."""
     dp = spec.privacy.clients
     assert dp is not None
     if dp.noise_from == "server":
@@ -214,15 +215,15 @@ def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAc
 
 
 def accountant_of(spec: Experiment, config: FederationConfig, *, secret: bool) -> RunAccountant | None:
-    """Return the accountant of a run; None without differential privacy.
+    """Return the accountant that computes a run's ε; None without differential privacy.
 
-    With ``privacy.dp`` and secure sums at real sites, the result is None too. The reason is that ε depends on the
-    sites' numbers of samples, which replies do not contain. Each site then computes its own ε.
+    In a deployment with ``privacy.dp`` and secure sums, the result is also None. In this case, ε depends on the sites'
+    numbers of samples, which replies do not contain. Each site then computes its own ε.
 
     Args:
         spec: The experiment.
         config: The settings that server and clients share.
-        secret: Whether the noise of the clients comes from the operating systems of real sites.
+        secret: Whether the clients' noise comes from the sites' operating systems.
     """
     if spec.privacy.dp is not None:
         if config.sizes is None and spec.privacy.sums == "secure":

@@ -1,4 +1,4 @@
-"""Check before the first round whether a run can guarantee differential privacy of clients (``privacy.clients``)."""
+"""Check before the first round whether a run can guarantee client-level differential privacy (``privacy.clients``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 FEW = 100
-"""With fewer clients, the noise for a small ε is usually too large for a model to learn."""
+"""The minimum number of clients without a warning. With fewer clients and a small ε, a model usually cannot learn."""
 
 USE = "Use a method such as fedavg, fedprox or moon."
 
@@ -35,14 +35,20 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     """
     dp, privacy, tensors = spec.privacy.clients, spec.privacy, config.model.params().values()
     assert dp is not None
-    at_sites = "is only for simulations, because the noise follows from the spec's seed. Use 'sites'."
-    single = "the server must clip each update, but it sees only sums. Use 'plain', or noise_from = 'sites'."
-    online = "the clients that are online would affect which other clients are invited. Remove it."
-    colluding = "attackers may use the updates of other clients, so ε is not valid. Use 'label-flip', or remove it."
-    buffers = "has buffers or whole-number parameters, to which no noise is added. Use a model without BatchNorm."
+    at_sites = "is only for simulations, because the noise follows from the spec's seed. Use noise_from = 'sites'."
+    single = (
+        "the server must clip each update, but it sees only sums of updates. Use privacy.sums = 'plain', or "
+        "privacy.clients.noise_from = 'sites'."
+    )
+    online = "the online clients would affect which other clients are invited, so ε is not valid. Remove the setting."
+    colluding = (
+        "attackers may use the updates of other clients, so ε is not valid. Use the attack 'label-flip', or remove "
+        "the section."
+    )
+    buffers = "has buffers or integer parameters, to which noise is not added. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
-        (privacy.dp is not None, "privacy.dp", ..., "cannot be used together with privacy.clients. Remove one."),
+        (privacy.dp is not None, "privacy.dp", ..., "cannot be used with privacy.clients. Remove one of the sections."),
         (privacy.sums != "plain" and dp.noise_from == "server", "privacy.sums", privacy.sums, single),
         (spec.availability.announced, "availability.announced", True, online),
         (
@@ -55,13 +61,13 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             spec.evaluation.weight_diversity,
             "evaluation.weight_diversity",
             True,
-            "is recorded without noise. Remove the key.",
+            "is recorded without noise, so ε is not valid. Remove the setting.",
         ),
         (
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",
             "powersgd",
-            "decodes a client's update with the updates of other clients. Use another codec.",
+            "decodes a client's update with the updates of other clients, so ε is not valid. Use another codec.",
         ),
         (
             bool(config.model.buffers()) or not all(tensor.is_floating_point() for tensor in tensors),
@@ -75,7 +81,10 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             raise SpecError(key, problem, value)
     _check_method(spec.method, config)
     if dp.noise_from == "sites" and isinstance(getattr(spec.method, "client_sampler", None), Poisson):
-        problem = "invites a random number of clients, so a sum may have too few clients. Use 'uniform' or 'all'."
+        problem = (
+            "invites a random number of clients, so a sum may have too few clients. Use client_sampler = 'uniform' or "
+            "'all'."
+        )
         raise SpecError("method.client_sampler", problem, "poisson")
     accountant = client_accountant_of(spec, config)
     if accountant.ending({}):
@@ -98,17 +107,20 @@ def _check_method(method: Method, config: FederationConfig) -> None:
     assert isinstance(method, Recipe)
     sampler, data, objective, aggregator = method.choices()
     if type(sampler) not in (Uniform, Poisson, Everyone) or getattr(sampler, "replacement", False):
-        problem = "depends on what clients send, or can draw a client twice. Use 'poisson', 'uniform' or 'all'."
+        problem = (
+            "depends on what clients send, or can draw a client twice. Use client_sampler = 'poisson', 'uniform' or "
+            "'all'."
+        )
         raise SpecError("method.client_sampler", problem, sampler.name)
     if type(data) is not AllData:
-        problem = "asks clients for their sizes, which ε does not cover. Use 'all'."
+        problem = "asks clients for their numbers of samples, which ε does not cover. Use data_sampler = 'all'."
         raise SpecError("method.data_sampler", problem, data.name)
     if objective.expected(Weights(config.model.params(), {}), config):
         problem = f"lets clients send more than an update, but ε covers only the update. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if not is_plain(objective, "server_update"):
-        problem = f"uses the updates of individual clients, to which no noise is added. {USE}"
+        problem = f"uses the updates of individual clients, to which noise is not added. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if type(aggregator) is not Mean:
-        problem = "does not give all clients the same weight. Use 'mean', with any server optimiser."
+        problem = "does not give all clients the same weight. Use aggregator = 'mean', with any server optimiser."
         raise SpecError("method.aggregator", problem, aggregator.name)

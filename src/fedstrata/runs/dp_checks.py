@@ -1,4 +1,4 @@
-"""Check before the first round whether a run can guarantee differential privacy of samples (``privacy.dp``)."""
+"""Check before the first round whether a run can guarantee sample-level differential privacy (``privacy.dp``)."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
         raise SpecError(key, reason, value)
 
     if training.clip is not None:
-        refuse("privacy.dp clips the gradient of each sample. Remove training.clip.", "training.clip", training.clip)
+        problem = "cannot be used with privacy.dp, which already clips each sample's gradient. Remove training.clip."
+        refuse(problem, "training.clip", training.clip)
     if training.accumulate > 1:
         problem = (
-            "is not needed, because privacy.dp computes gradients of a few samples at a time. Use a larger batch_size."
+            "is not needed, because privacy.dp computes the gradients of a few samples at a time. Use a larger "
+            "batch_size."
         )
         refuse(problem, "training.accumulate", training.accumulate)
     if config.model.has_batchnorm:
-        refuse("BatchNorm lets a sample affect the gradients of other samples. Use a model without BatchNorm.")
+        refuse("with BatchNorm, a sample affects the gradients of other samples. Use a model without BatchNorm.")
     if config.task.weighted:
-        refuse(f"does not support the task {config.task.name!r}, which weights samples. Use another task.")
+        refuse(f"does not support the task {config.task.name!r}, in which samples have weights. Use another task.")
     if not vars(type(objective)).get("single_samples", False):
         refuse(f"the objective of {method.name!r} is not a sum of losses of individual samples. {USE}")
     if not is_plain(objective, "displacement"):
-        refuse(f"the objective of {method.name!r} computes gradients at moved parameters, unlike DP-SGD. {USE}")
+        refuse(f"the objective of {method.name!r} computes gradients at perturbed parameters, unlike DP-SGD. {USE}")
     asked = method.declared(config)
     unprotected = [each.label for each in asked or () if each.innermost.request is not Fit]
     if asked is None or unprotected:
-        replies = "replies that fedstrata does not know" if asked is None else f"replies to {', '.join(unprotected)}"
-        refuse(f"the method {method.name!r} needs {replies}, which have no noise. {USE}")
+        replies = "unknown replies" if asked is None else f"replies to {', '.join(unprotected)}"
+        refuse(f"the method {method.name!r} needs {replies}, to which noise is not added. {USE}")
     if any(each.innermost.where.get("keep") != 1 for each in asked or ()):
-        refuse(f"the method {method.name!r} lets clients train on a part of their samples. {USE}")
+        refuse(f"with the method {method.name!r}, clients train on a part of their samples. {USE}")
     _try_gradient(method, config, data)
     if dp.budget is not None and config.sizes is not None:
         epsilon = Accountant(dp, training, config.sizes).largest(np.ones_like(config.sizes))
@@ -67,9 +69,9 @@ def _two_zeros(tensor: Tensor) -> Tensor:
 
 
 def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> None:
-    """Raise ``SpecError`` if the gradients of individual samples cannot be computed together.
+    """Raise ``SpecError`` if PyTorch cannot compute the gradients of several samples in one call.
 
-    The samples are zeros, because the server of real sites may have no samples.
+    The samples in this test are zeros, because the server of a deployment may not have samples.
     """
     model, objective, dp = config.model, method.objective_in_use(), config.privacy.dp
     assert dp is not None
@@ -83,7 +85,5 @@ def _try_gradient(method: Method, config: FederationConfig, data: Dataset) -> No
         with model.loaded(params, model.buffers(), train=True) as loaded:
             gradient(loaded, names, batch)
     except Exception as error:  # PyTorch raises many kinds of exceptions
-        problem = (
-            f"PyTorch cannot compute the gradients of individual samples for this model ({error}). Use another model."
-        )
+        problem = f"PyTorch cannot compute per-sample gradients for the model ({error}). Use another model."
         raise SpecError("privacy.dp", problem, dp.noise) from error

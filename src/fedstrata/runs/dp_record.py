@@ -1,4 +1,4 @@
-"""Describe the meaning and the limits of ε in a run with differential privacy of samples (``privacy.dp``)."""
+"""Describe the meaning and the limits of ε in a run with sample-level differential privacy (``privacy.dp``)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ OUTSIDE = {
     "labels": "the statistics of the labels",
     "evaluation": "the results of evaluations on the clients' samples",
 }
-"""The values that depend on clients' samples and have no noise, each with its name in ``policy.outside_dp``."""
+"""The values that are computed from clients' samples without noise, and their names in ``policy.outside_dp``."""
 
 SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
 AT_SITES = "protects against everyone outside the site, including the server"
-"""The protection that the noise gives, in a simulation and at real sites, in words."""
+"""The protection by the noise, in words: in a simulation, and at the sites of a deployment."""
 
 
 def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:
-    """Return the names (see ``OUTSIDE``) of the values that a run computes from clients' samples without noise.
+    """Return the names of the values that a run computes from clients' samples without noise; see ``OUTSIDE``.
 
     Args:
         spec: The experiment.
@@ -40,11 +40,11 @@ def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:
 
 
 def privacy_record(spec: Experiment, *, secret: bool, evaluates: bool) -> dict[str, Any]:
-    """Return the description of a run's privacy for its folder; empty without ``privacy.dp``.
+    """Return the description of a run's privacy that the run folder contains; empty without ``privacy.dp``.
 
     Args:
         spec: The experiment.
-        secret: Whether the noise comes from the operating systems of real sites.
+        secret: Whether the noise comes from the sites' operating systems.
         evaluates: Whether clients evaluate models on their own samples.
     """
     dp = spec.privacy.dp

@@ -1,8 +1,8 @@
 """Compute the identity of a run: its spec, and checksums of its data, model, partition and code.
 
 The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
-identity. Only settings that are marked with ``config.MayChange`` may differ. If software versions or processors differ,
-a resumed run warns that the last bits of its results may change.
+identity, except for settings that are marked with ``config.MayChange``. If software versions or processors differ, a
+resumed run warns that results may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""The version of fedstrata's results. A commit that changes the results of any spec increases this version.
+"""The version of fedstrata's results. A commit that changes the results of any spec must increase this version.
 
 ``tests/integration/test_golden.py`` detects such changes. If the results of a table in ``fedstrata.papers`` change, the
-commit also increases the table's ``version``.
+commit must also increase the table's ``version``.
 """
 
 LONG = 20
-"""The limit on lists in the identity: a list with more than ``LONG * LONG`` characters is stored as a checksum.
-"""
+"""The limit for lists in the identity. A list with more than ``LONG * LONG`` characters is stored as a checksum."""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
 
 
 def well_formed(identity: object) -> bool:
-    """Return True if a value that was read from a file has the keys and types of an identity."""
+    """Return True if a value from a file has the keys and types of an identity."""
     kinds = {"results_version": int, "spec": dict, "data": str, "model": str, "partition": str, "code": dict}
     if not isinstance(identity, dict) or not isinstance(identity.get("frozen", {}), dict):
         return False
@@ -74,20 +73,20 @@ def well_formed(identity: object) -> bool:
 
 
 def about_data(data: Dataset) -> str:
-    """Return the text that stands for the user's data in a spec: checksum, numbers of samples and shape."""
+    """Return the string that represents the user's data in a spec: checksum, numbers of samples and shape."""
     outputs = "classes" if data.task.has_classes else "outputs"
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.outputs} {outputs}"
 
 
 def about_model(model: Model) -> str:
-    """Return the text that stands for the user's module in a spec: checksum, Python class and number of parameters."""
+    """Return the string that represents the user's module in a spec: checksum, class and number of parameters."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
 
 def fingerprint_of_data(data: Dataset) -> str:
-    """Return the SHA-256 of a data set: of its samples, labels, class names, normalisation and client ids (if any)."""
+    """Return the SHA-256 over a data set's samples, labels, class names, normalisation and client ids (if any)."""
     tensors = [data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale]
     names = [*data.class_names]
     if data.client_train is not None:
@@ -97,7 +96,7 @@ def fingerprint_of_data(data: Dataset) -> str:
 
 
 def fingerprint_of_model(model: Model) -> str:
-    """Return the SHA-256 of a model's architecture and of all its initial parameters and buffers."""
+    """Return the SHA-256 over a model's architecture, initial parameters and buffers."""
     named = {**model.params(), **model.untrained.all}
     parts = [part for name, tensor in named.items() for part in (name.encode(), tensor)]
     return _digest(str(model.module).encode(), *parts)
@@ -114,21 +113,21 @@ def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose
     Args:
         before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.
         now: The fingerprints of the given model's frozen tensors.
-        whose: The origin of the expected tensors, for the error message, such as ``the run in FOLDER``.
+        whose: The run with the expected tensors, for the error message, such as ``the run in FOLDER``.
     """
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             was, is_now = (f"{each[name][:12]}…" if name in each else "missing" for each in (before, now))
-            problem = f"the frozen tensor {name} is {is_now} here, but {was} in {whose}"
-            raise SpecError("model", f"{problem}. Use the same model weights or seed.")
+            problem = f"the frozen tensor {name} differs: its checksum is {is_now} here, but {was} in {whose}"
+            raise SpecError("model", f"{problem}. Use the same model weights, or the same seed.")
 
 
 @cache
 def environment(device: str = "cpu") -> dict[str, str]:
-    """Return the record of a run's environment: versions of fedstrata, PyTorch and Python, and the hardware.
+    """Return a description of the environment: versions of fedstrata, PyTorch and Python, and the hardware.
 
     Args:
-        device: The value of ``training.device``. If this value stands for a GPU, the name of the GPU is recorded too.
+        device: The value of ``training.device``. If the value stands for a GPU, the GPU's name is also returned.
     """
     place = device_of(device)
     gpu = {} if place.type == "cpu" else {"gpu": torch.cuda.get_device_name(place)}
@@ -143,7 +142,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name and the instruction sets of the processor, because equal processors compute the same bits."""
+    """Return the name and the instruction sets of the processor. Equal processors compute the same bits."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
@@ -158,17 +157,17 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
     Args:
         before: The identity of the run, which was read from JSON.
-        now: The identity of the experiment that would continue the run.
+        now: The identity of the experiment that would resume the run.
         where: The run folder, for the error message.
 
     Returns:
-        A description of each permitted difference.
+        One description for each permitted difference.
 
     Raises:
         SpecError: A difference is not permitted, because it would change the results.
     """
     elsewhere = f"or use another folder than {where}."
-    advice = f". Use the old value, {elsewhere}"
+    advice = f". Use the run's value, {elsewhere}"
     require_same_frozen(before.get("frozen", {}), now.get("frozen", {}), f"the run in {where}")
     changes = []
     old, new = before["spec"], now["spec"]
@@ -183,7 +182,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
         changes.append(f"{key} was {was!r} and is {will!r}")
     if any(change.startswith("training.rounds ") for change in changes) and (why := _rounds_decide(new)):
         problem = (
-            f"the run in this folder has {old['training.rounds']} rounds, and with {why} every round depends on the "
+            f"the run in this folder has {old['training.rounds']} rounds. With {why}, every round depends on the total "
             f"number of rounds{advice}"
         )
         raise SpecError("training.rounds", problem, new["training.rounds"])
@@ -196,12 +195,12 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
             )
     for name in sorted(before["code"].keys() | now["code"].keys()):
         if before["code"].get(name) != now["code"].get(name):
-            problem = f"the module {name!r} has changed since the run in this folder began"
+            problem = f"the Python module {name!r} has changed since the run in this folder began"
             raise SpecError("code", f"{problem}. Restore the module, {elsewhere}")
     if before["results_version"] != now["results_version"]:
         raise SpecError(
             "out",
-            "the run in this folder was made by a version of fedstrata that computes different results. Use that "
+            "the run in this folder was started with a version of fedstrata that computes different results. Use that "
             f"version, {elsewhere}",
             where,
         )
@@ -209,7 +208,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _may_change(key: str) -> MayChange | None:
-    """Return the ``MayChange`` mark of a setting, which permits changes in resumed runs; None without a mark."""
+    """Return the ``MayChange`` mark of a setting, which permits changes when a run is resumed; None without a mark."""
     section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None
@@ -223,7 +222,7 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return a setting that makes each round depend on the total number of rounds; None if no setting does."""
+    """Return a setting with which every round depends on the total number of rounds; None without such a setting."""
     for key, value in spec.items():
         if key.rpartition(".")[2] == "schedule" and value == "cosine":
             return f"{key} = 'cosine'"
@@ -231,7 +230,7 @@ def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each entry of a nested table; a long list is replaced with its checksum."""
+    """Yield the dotted key and the value of each entry of a nested dict. A checksum replaces each long list."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -242,7 +241,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the name and the SHA-256 of each of the user's modules that implement settings of the spec."""
+    """Yield the name and the SHA-256 of each user-written Python module that implements a setting of the spec."""
     for code in (value.implementation for value in _settings(spec)):
         if code.__module__.partition(".")[0] == "fedstrata":
             continue
@@ -264,7 +263,7 @@ def _settings(value: Any) -> Iterator[Setting]:
 
 
 def _digest(*parts: bytes | Inputs | None) -> str:
-    """Return the SHA-256 of several parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    """Return the SHA-256 over several parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Mapping):
@@ -279,7 +278,7 @@ def _digest(*parts: bytes | Inputs | None) -> str:
 
 
 def _add(digest: hashlib._Hash, *pieces: Any) -> None:
-    """Add a part's length, and then the bytes of all its pieces, to a digest."""
+    """Update a digest with the length of a part, and then with the bytes of the part's pieces."""
     digest.update(sum(map(len, pieces)).to_bytes(8, "little"))
     for piece in pieces:
         digest.update(piece)

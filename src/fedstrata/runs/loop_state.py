@@ -1,4 +1,4 @@
-"""Store the state of a run's loop over rounds: evaluations, rounds of the latest replies, and states of callbacks.
+"""Store the state of the loop over a run's rounds: evaluations, rounds of the latest replies, states of callbacks.
 
 The loop is in ``Simulation``. The method's state is stored separately.
 """
@@ -22,11 +22,11 @@ from fedstrata.federation.messages import Weights
 
 @record("Measured")
 class Measured:
-    """The part of an evaluation's results that checkpoints store.
+    """The results of an evaluation that are stored in checkpoints.
 
     Args:
         round: The round after which the model was evaluated.
-        value: The primary metric on the validation samples or, if there are none, on the test set.
+        value: The primary metric on the validation samples; on the test set, if there are no validation samples.
         confusion: The confusion matrix of the test set, shape (C, C). Rows are true classes, and columns are predicted
             classes.
     """
@@ -41,12 +41,12 @@ class SavedLoopState:
     """The fields of ``LoopState`` that checkpoints store, some under other names.
 
     Args:
-        heard: The latest round in which the server used a reply of each client (``last_reply`` of ``LoopState``).
+        heard: For each client, the latest round in which the server used its reply (``last_reply`` of ``LoopState``).
         evaluated: The most recently evaluated rounds.
         last: The latest evaluation.
         best: The best evaluation.
         memory: The state of each callback between rounds.
-        stopped: The reason why the run was stopped.
+        stopped: The reason why the run was stopped early; empty if the run was not stopped.
         channel: The server's state of the codecs, which compress messages; None without compression.
     """
 
@@ -61,12 +61,13 @@ class SavedLoopState:
 
 @dataclass
 class LoopState:
-    """The state of the loop over rounds.
+    """The state of the loop over a run's rounds.
 
     Args:
-        last_reply: The latest round in which the server used a reply of each client, shape (N,). The value is 0 if the
-            server has not used a reply of the client. The array is empty if clients have no test samples of their own.
-        evaluated: The most recently evaluated rounds; their number is at most ``evaluation.unheard``.
+        last_reply: For each client, the latest round in which the server used its reply, shape (N,). The value is 0 if
+            the server has not used a reply of the client. The array is empty if clients do not have their own test
+            samples.
+        evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The latest evaluation.
         best: The evaluation with the best primary metric; the first such evaluation if several are equally good.
         memory: A mapping from the name of each callback to its state between rounds.
@@ -87,11 +88,11 @@ class LoopState:
     late_events: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, channel: CompressionState | None) -> SavedLoopState:
-        """Return the state to store in a checkpoint. The argument ``channel`` is the server's state of compression."""
+        """Return the state to store in a checkpoint. The argument ``channel`` is the server's compression state."""
         return SavedLoopState(self.last_reply, self.evaluated, self.last, self.best, self.memory, self.stopped, channel)
 
     def restore(self, saved: SavedLoopState) -> None:
-        """Replace this state with the state in a checkpoint."""
+        """Replace this object's state with the state in a checkpoint."""
         if len(saved.heard) == len(self.last_reply):
             self.last_reply = saved.heard.copy()
         self.evaluated, self.last, self.best = list(saved.evaluated), saved.last, saved.best
@@ -111,10 +112,10 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of unheard clients: the server has not used a reply of these clients recently.
+        """Return the ids of *unheard* clients, which are clients without a recently used reply.
 
-        The word "recently" means since the first of the last ``evaluations`` evaluations, or since the start of the run
-        if there were fewer evaluations.
+        The word "recently" means since the first of the last ``evaluations`` evaluations. If there were fewer
+        evaluations, it means since the start of the run.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

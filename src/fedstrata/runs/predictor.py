@@ -37,20 +37,19 @@ from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
-"""The version of the format of ``model.json``. The version increases if older versions of fedstrata cannot read new
-files."""
+"""The format version of ``model.json``. It increases if older versions of fedstrata cannot read new files."""
 
 CUSTOM = "custom"
 """The value of ``model.name`` in a spec if the model is the user's own module."""
 
 OF_ROWS = ("label", "columns", "missing", "delimiter")
-"""The keys of a table's schema that inference needs; other keys only concern the division of rows in a run."""
+"""The keys of a table's schema that inference needs. All other keys only say how a run splits the rows."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
-    """Return the content of ``model.json``: everything that inference needs, except the parameters.
+    """Return the content of ``model.json``: all information that inference needs, except the parameters.
 
-    Each float is written as the shortest text that is read as the same float64.
+    Each float is written with the fewest digits that still represent the same float64.
 
     Args:
         prepared: The experiment.
@@ -140,12 +139,12 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names your own
-    factory of the model, the Python module of this factory is imported, except if you pass ``model``.
+    Only ``model.json`` and ``model.safetensors`` are read, and pickle is not used. If the run's spec names your own
+    function that creates the model, the Python module of this function is imported, except if you pass ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: A module with the same architecture, if the run trained a module of your own. As in ``fedstrata.run``,
+        model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. The module is not
             changed, and its trainable parameters are ignored. The module's frozen parameters must equal the run's
             frozen parameters, because the folder does not contain frozen parameters.
@@ -184,14 +183,14 @@ class Predictor:
     """A trained model for inference, which prepares new samples in the same way as the training samples.
 
     A model that was trained on a table takes rows with the columns of ``schema``, for example from a file or a data
-    frame. As in training, the predictor imputes missing values and encodes categories. The error about an invalid cell
-    contains the cell's row and column.
+    frame. As in training, the predictor imputes missing values and encodes categories. If a cell is invalid, the error
+    names the cell's row and column.
 
     On the run's test set, the accuracy is exactly ``final_accuracy``. To predict on a GPU, move ``module`` to the GPU.
 
-    With ``training.batch_norm = "local"``, ``predict`` normalises with the statistics of each batch, as the evaluation
-    of a run does. A prediction then depends on the other samples in the batch, so pass many samples of all classes at
-    once.
+    With ``training.batch_norm = "local"``, ``predict`` normalises with the statistics of each batch, as evaluations
+    during the run do. A prediction then depends on the other samples in the batch, so pass many samples of all classes
+    at once.
 
     Args:
         module: The module with its final parameters.
@@ -200,32 +199,36 @@ class Predictor:
 
     def __init__(self, module: nn.Module, about: Mapping[str, Any]) -> None:
         self.module = module
-        """The ``nn.Module``, in evaluation mode. The module takes normalised samples, which ``inputs`` returns."""
+        """The PyTorch module in evaluation mode. It takes normalised samples, which ``inputs`` returns."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
         """The labels that ``predict`` may return, in the order of the columns in ``predict_proba``."""
         self.shape: Shape = _shape_of(about)
-        """Shape of a sample for ``module``: (channels, height, width), (features,) or a mapping for several inputs."""
+        """The shape of one sample for ``module``, without the batch axis.
+
+        The shape is (channels, height, width) or (features,). For several inputs, it is a mapping from names to shapes.
+        """
         self.task: Task = _task_of(about)
-        """The task, which decides what ``predict`` returns."""
+        """The task, such as classification, which determines what ``predict`` returns."""
         self._keep = bool(about.get("keep", False))
         self._features = _features_of(about)
         self.schema: Schema | None = None if self._features is None else self._features.schema
         """The columns of a table and the values that each column accepts; None if the run trained on arrays.
 
-        ``schema.names()`` are the names of the features, in the order in which ``module`` takes them.
+        ``schema.names()`` returns the names of the features, in the order of the inputs of ``module``.
         """
         self._batch_size, self._batch_statistics = int(about["batch_size"]), bool(about["batch_statistics"])
         self._shift, self._scale = _all_normalisation(about)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """Return the most likely class of each sample or, for other tasks, predicted numbers, labels or tokens.
+        """Return the most likely class of each sample. For tasks without classes, return other predictions.
 
         Args:
-            x: The samples before normalisation. A model of a table takes rows. Rows are a pandas or polars data frame,
-                a mapping from column names to lists, or the path of a CSV or Parquet file. Other columns, such as the
-                label, are ignored. A model of arrays takes an array of shape (N, F), (N, H, W), (N, H, W, C) or (N, C,
-                H, W), as ``from_arrays`` does. A single sample has N = 1. A model of a table also takes an array (N, F)
-                of the features that ``schema.names()`` lists, with imputed values.
+            x: The samples before normalisation. A model that was trained on a table takes rows: a pandas or polars data
+                frame, a mapping from column names to lists, or the path of a CSV or Parquet file. Other columns, such
+                as the label, are ignored. Such a model also takes an array (N, F) of the features that
+                ``schema.names()`` lists, with imputed values. A model that was trained on arrays takes an array of
+                shape (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), as ``from_arrays`` does. For a single sample, N
+                is 1.
 
         Returns:
             The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. For
@@ -236,8 +239,8 @@ class Predictor:
             label. Next-token prediction and segmentation return a class for each token or pixel.
 
         Raises:
-            DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
-                values. The error is also raised if samples are not finite numbers, or differ in shape from the training
+            DataError: A cell does not match the schema, or a column without a rule for missing values has a missing
+                value. The error is also raised if the samples are not finite, or differ in shape from the training
                 samples.
             SpecError: The rows lack a column.
         """
@@ -292,7 +295,7 @@ class Predictor:
         n, device = len(data.y_test), next(self.module.parameters()).device
         if self._batch_statistics and n == 1:
             problem = "has one sample, but this model was trained with batch_norm = 'local' and normalises each batch"
-            raise DataError(f"x {problem} with the statistics of this batch. Give several samples at once.")
+            raise DataError(f"x {problem} with the statistics of the batch. Give several samples at once.")
         # Make batches of nearly equal size, as evaluation in a run does, so that the last batch is never a single
         # sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
@@ -302,7 +305,7 @@ class Predictor:
                 yield forward(self.module, part)
 
     def _samples(self, x: Any) -> Dataset:
-        """Return a data set that contains the samples and has the normalisation of the run's data set."""
+        """Return a data set that contains the samples, with the same normalisation as the run's data set."""
         if self._features is not None and isinstance(x, (str, Path)):
             x = read_table(Path(x), self._features.schema)
         if self._features is not None and (isinstance(x, (Table, Mapping)) or hasattr(x, "columns")):
@@ -331,7 +334,7 @@ class Predictor:
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
 
     def _named_samples(self, x: Any, shape: Mapping[str, tuple[int, ...]]) -> Dataset:
-        """Return a data set of samples that have several inputs."""
+        """Return a data set of samples in which each sample has several inputs."""
         needed = f"this model takes the inputs {described(shape)}"
         if not isinstance(x, Mapping) or x.keys() != shape.keys():
             given = (
@@ -368,7 +371,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Convert class names to labels: to integers if all names are integers; otherwise, return the names.
+    """Convert class names to labels. Labels are integers if all names are integers, and otherwise the names.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -389,17 +392,17 @@ def _require_model(folder: Path) -> None:
             hint = (
                 f"Use one of its runs: {', '.join(runs[:6])}{' …' * (len(runs) > 6)}" if runs else "Give a run folder."
             )
-            problem = f"is not a run folder, because it has neither {WEIGHTS} nor spec.toml. {hint}"
+            problem = f"is not a run folder, because it contains neither {WEIGHTS} nor spec.toml. {hint}"
             raise SpecError("run_dir", problem, str(folder))
         problem = (
-            f"the run has not ended, so it has no final model ({WEIGHTS}). Resume it with 'fedstrata run --resume "
-            f"{folder}', or fedstrata.run(…, resume=True)."
+            f"the run has not ended, so the final model ({WEIGHTS}) does not exist yet. Resume the run with 'fedstrata "
+            f"run --resume {folder}', or fedstrata.run(…, resume=True)."
         )
         raise SpecError("run_dir", problem, str(folder))
     if not (folder / MODEL).is_file():
         problem = (
-            f"the folder has no {MODEL}, which says how to use {WEIGHTS}. If the run has a checkpoint, 'fedstrata run "
-            f"--resume {folder}' writes the file."
+            f"the folder does not contain {MODEL}, which describes how to use {WEIGHTS}. If the run has a checkpoint, "
+            f"'fedstrata run --resume {folder}' writes the file."
         )
         raise SpecError("run_dir", problem, str(folder))
 
@@ -408,7 +411,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read ``model.json``.
 
     Raises:
-        DataError: The file is damaged, or a later version of fedstrata wrote it in a new format.
+        DataError: The file is damaged, or was written in a new format by a later version of fedstrata.
     """
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -433,7 +436,7 @@ def _task_of(about: Mapping[str, Any]) -> Task:
 
 
 def _trial_of(about: Mapping[str, Any], samples: int = 1) -> Trial:
-    """Return a trial of a model: samples of zeros, and a function that returns the expected shape of the outputs."""
+    """Return samples of zeros to try a model with, and a function that returns the expected shape of the outputs."""
     shape = _shape_of(about)
     if isinstance(shape, Mapping):
         types = {name: getattr(torch, one["dtype"]) for name, one in about["inputs"].items()}
@@ -464,10 +467,10 @@ def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs 
 
 
 def _features_of(about: Mapping[str, Any]) -> Features | None:
-    """Return the rule that computes the features of a table; None if the run trained on arrays.
+    """Return the object that computes the features of a table's rows; None if the run trained on arrays.
 
     Raises:
-        ValueError: Schema, imputed values and features do not match.
+        ValueError: The schema, the imputed values and the features do not match.
         SpecError: The schema is invalid.
     """
     if (table := about.get("table")) is None:
@@ -475,7 +478,7 @@ def _features_of(about: Mapping[str, Any]) -> Features | None:
     schema = build(Schema, table["schema"])
     columns, imputed = schema.inputs, {name: float(value) for name, value in table["imputed"].items()}
     if any(column.type == "category" and column.categories is None for column in columns.values()):
-        raise ValueError("table.schema lacks the categories of a column")
+        raise ValueError("table.schema does not list the categories of a column")
     if schema.names() != table["features"] or about["input_shape"] != [len(table["features"])]:
         raise ValueError("table.features differs from the features of table.schema, or does not fit input_shape")
     if [name for name, column in columns.items() if column.impute is not None] != list(imputed):
@@ -496,26 +499,26 @@ def _check(about: Mapping[str, Any]) -> None:
         _task_of(about)
     unnamed = about.get("task") is not None and not names
     if not unnamed and (not names or not all(isinstance(n, str) for n in names) or len(names) != about["classes"]):
-        raise ValueError("class_names is not a list with the name of each class")
+        raise ValueError("class_names is not a list with one name per class")
     if type(about["batch_size"]) is not int or about["batch_size"] < 1 or type(about["batch_statistics"]) is not bool:
         raise ValueError("batch_size or batch_statistics has the wrong type")
     if not isinstance(about["model"]["name"], str):
-        raise ValueError("model.name is not a text")
+        raise ValueError("model.name is not a string")
     _features_of(about)
     if (frozen := about.get("frozen")) is not None and not (
         type(frozen["seed"]) is int and frozen["fingerprints"].keys()
     ):
-        raise ValueError("frozen.seed must be a whole number, and frozen.fingerprints must not be empty")
+        raise ValueError("frozen.seed must be an integer, and frozen.fingerprints must not be empty")
 
 
 def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> None:
     """Check the shape and the normalisation of an input.
 
     Args:
-        key: The key of the shape.
-        shape: The shape of a sample.
+        key: The key of the shape in ``model.json``.
+        shape: The shape of one sample.
         normalisation: The normalisation of the input.
-        image: True for an image, which is normalised along its first axis (channels), and for a vector. Other inputs
+        image: True for images, which are normalised along their first axis (channels), and for vectors. Other inputs
             are normalised along their last axis.
     """
     if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):
@@ -531,7 +534,7 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
 
 
 def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Model:
-    """Build a model with the architecture of the run and arbitrary parameters."""
+    """Build a model with the run's architecture and with arbitrary parameters."""
     shape, classes, seed = _shape_of(about), about["classes"], about.get("frozen", {}).get("seed", 0)
     if model is not None:
         module = own_module(model, shape, classes, seed)
@@ -539,7 +542,7 @@ def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Mo
     name = about["model"]["name"]
     if name == CUSTOM:
         own = about["model"].get("class")
-        problem = f"the run in {folder} trained your own module {own}, which is not stored in a file"
+        problem = f"the run in {folder} trained your own module {own}, whose code the folder does not contain"
         raise SpecError("model", f"{problem}. Pass the module: fedstrata.load(…, model=…).")
     try:
         table = under("model", lambda: MODELS.parse(about["model"]))
@@ -547,12 +550,12 @@ def _build(about: Mapping[str, Any], model: OwnModel | None, folder: Path) -> Mo
     except SpecError as error:
         if ":" not in name:
             raise
-        advice = ". Or pass the module itself: fedstrata.load(…, model=…)."
+        advice = ". Alternatively, pass the module itself: fedstrata.load(…, model=…)."
         raise SpecError(error.key, error.problem.rstrip(".") + advice, error.value) from None
 
 
 def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
-    """Return the user's own module in the memory format that training uses, after a test on two samples.
+    """Test the user's own module on two samples. Return the module in the memory format that training uses.
 
     Raises:
         SpecError: The module fails on the samples, or does not return one logit per class.
@@ -576,9 +579,9 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 
 
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise ``SpecError`` if a tensor's name, dtype or shape differs between module and file.
+    """Raise ``SpecError`` if a tensor's name, dtype or shape differs between the module and the file.
 
-    Files of earlier versions also contain frozen parameters. The model then uses these parameters.
+    Files of earlier versions also contain frozen parameters, which the model then uses.
     """
     stored_frozen = {name: tensor for name, tensor in model.untrained.frozen.items() if name in tensors}
     expected = {**model.params(), **model.buffers(), **stored_frozen}

@@ -1,4 +1,4 @@
-"""Prepare an experiment: load the data, divide them among clients, build the model, and check all settings."""
+"""Prepare an experiment: load the data, split them among clients, build the model, and check all settings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Prepared:
         data: The data set.
         assignment: The training samples of each client.
         config: The configuration that the server and the clients share.
-        held: The samples that are not used for training, such as validation samples.
+        held: The samples that are not used in training, such as validation samples.
     """
 
     spec: Experiment
@@ -67,7 +67,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of the run, which must not change when it is resumed; see ``fedstrata.runs.identity``."""
+        """The run's identity, which must be the same when the run is resumed; see ``fedstrata.runs.identity``."""
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 
@@ -133,11 +133,12 @@ def assemble(
         dataset: The data set.
         assignment: The indices of each client's samples in ``dataset``.
         model: See ``prepare``.
-        sizes_known: Whether ``assignment`` has the samples of all clients; False at real sites, which keep their data.
+        sizes_known: Whether ``assignment`` has the samples of all clients; False in a deployment, in which sites keep
+            their data.
         validation: The indices of training samples that were held out before the partition.
         brought: The test samples of each client, if a site or the data set has separate test samples for clients.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
-            samples; None if neither is known yet.
+            samples; None if both are unknown.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -210,7 +211,7 @@ def assemble(
 
 
 def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, held: HeldOut) -> None:
-    """Raise ``SpecError`` if the method of the spec does not fit the federation, the data or other settings.
+    """Raise ``SpecError`` if the spec's method does not fit the federation, the data or other settings.
 
     Args:
         spec: The experiment.
@@ -219,8 +220,8 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
         held: The samples that are not used for training.
     """
     if spec.attack is not None and spec.attack.alters_replies and not isinstance(spec.method, Recipe):
-        problem = f"changes updates of local training, which clients of {spec.method.name!r} do not send. "
-        raise SpecError("attack", f"{problem}Use 'label-flip', or a method such as fedavg.", spec.attack.name)
+        problem = f"changes updates of local training, but clients of {spec.method.name!r} do not send such updates. "
+        raise SpecError("attack", f"{problem}Use attack 'label-flip', or a method such as fedavg.", spec.attack.name)
     if spec.privacy.sums == "secure":
         check_secure_sums(spec, config, held)
     _check_optimizer(spec.method, config)
@@ -232,24 +233,25 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
         check_client_privacy(spec, config)
     for allowed in spec.method.declared(config) or ():
         if limit := allowed.limit_below(spec.privacy):
-            problem = f"the reply to {allowed.label} {limit.reason}, so no client could answer. "
-            raise SpecError("privacy.min_samples", f"{problem}Use at most {limit.samples}.", spec.privacy.min_samples)
+            problem = f"the reply to {allowed.label} {limit.reason}, so all clients would refuse to reply. "
+            problem += f"Set privacy.min_samples to at most {limit.samples}."
+            raise SpecError("privacy.min_samples", problem, spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = (
             f"has no effect, because {spec.method.name} does not send the same model to all clients. "
-            "Remove this section."
+            "Remove the section."
         )
         raise SpecError("communication", problem)
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Refuse an attack at real sites, because the replies of real sites must not be changed.
+    """Refuse attacks in a deployment, because the sites' replies must not be changed.
 
     Raises:
         SpecError: The spec has a section ``attack``.
     """
     if spec.attack is not None:
-        problem = "attacks can be simulated, but not run at real sites. Remove the section [attack]."
+        problem = "attacks are possible only in simulations, not in deployments. Remove the section [attack]."
         raise SpecError("attack", problem, spec.attack.name)
 
 
@@ -277,11 +279,11 @@ def _check_optimizer(method: Method, config: FederationConfig) -> None:
     training, objective = config.training, method.objective_in_use()
     reason = method.needs_sgd or objective.needs_sgd
     if reason and not training.optimizer.is_sgd:
-        raise SpecError("training.optimizer", f"{reason}. Use 'sgd'.", training.optimizer.label)
+        raise SpecError("training.optimizer", f"{reason}. Use optimizer = 'sgd'.", training.optimizer.label)
     if method.needs_sgd and training.accumulate > 1:
-        raise SpecError("training.accumulate", f"{reason}. Use 1.", training.accumulate)
+        raise SpecError("training.accumulate", f"{reason}. Use accumulate = 1.", training.accumulate)
     if method.needs_sgd and training.optimizer_state == "keep":
-        raise SpecError("training.optimizer_state", f"{reason}. Use 'reset'.", "keep")
+        raise SpecError("training.optimizer_state", f"{reason}. Use optimizer_state = 'reset'.", "keep")
     if not training.optimizer.is_sgd:
         params = config.model.params()
         try_optimizer(training, {name: w for name, w in params.items() if objective.trains(name, config.model)})
@@ -295,7 +297,7 @@ def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator
 
 
 def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
-    """Return an assignment of all samples that the server may not use: clients' samples and held-out samples."""
+    """Return an assignment of all samples that the server may not use: the clients' samples and held-out samples."""
     if held.validation is None:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
@@ -307,12 +309,12 @@ def _check_start(model: Model, spec: Experiment) -> None:
     for name, tensor in {**model.params(), **model.buffers()}.items():
         if not torch.isfinite(tensor).all():
             problem = (
-                f"{name} contains NaN or infinity, which the server refuses. Initialise it with other numbers, or "
+                f"{name} contains NaN or infinity, which the server refuses. Initialise it with finite numbers, or "
             )
             raise SpecError("model", problem + "register constants with persistent=False.")
     local = spec.training.batch_norm == "local" and model.has_batchnorm
     if local and spec.evaluation.batch_size == 1:
-        problem = "with training.batch_norm = 'local', statistics are computed from each batch. Use at least 2."
+        problem = "with training.batch_norm = 'local', statistics are computed per batch. Set batch_size to at least 2."
         raise SpecError("evaluation.batch_size", problem, 1)
 
 
@@ -323,13 +325,11 @@ def _check_task(method: Method, config: FederationConfig) -> None:
         if is_plain(objective, "loss") or objective.tasks is None:
             continue
         if task not in objective.tasks:
-            problem = (
-                f"has a loss of its own for the tasks {', '.join(sorted(objective.tasks))}, but the task is {task!r}."
-            )
+            problem = f"has its own loss for the tasks {', '.join(sorted(objective.tasks))}, but the task is {task!r}."
             raise SpecError("method", f"{problem} Use another method, such as fedavg or fedprox.", method.name)
         if config.task.has_classes and not config.task.plain:
             changed = ", ".join(key for key in config.task.to_spec() if key != "name")
-            problem = f"has a loss of its own, which would ignore the task's settings ({changed}). Remove them, or use "
+            problem = f"has its own loss, which would ignore the task's settings ({changed}). Remove them, or use "
             raise SpecError("method", f"{problem}another method, such as fedavg or fedprox.", method.name)
     if method.needs_strata and not config.strata:
         problem = f"needs classes, and the task {task!r} has none. {config.task.stratum_hint}".rstrip()
@@ -352,12 +352,12 @@ def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
 
 
 def _one(samples: Tensor) -> Tensor:
-    """Return one sample of zeros."""
+    """Return one sample whose values are all 0, in the form of ``samples``."""
     return samples.new_zeros(1, *samples.shape[1:])
 
 
 def _trial_of(dataset: Dataset) -> Trial:
-    """Return a trial of a model: a sample, and a function that returns the expected shape of the outputs."""
+    """Return a sample to try a model with, and a function that returns the expected shape of the model's outputs."""
     split: Split = "train" if dataset.train_size else "test"
     x, y = dataset.inputs(slice(0, 1), split), dataset.targets(slice(0, 1), split)
     if not len(y):  # the server of a deployment may have no samples
@@ -366,7 +366,7 @@ def _trial_of(dataset: Dataset) -> Trial:
 
 
 def _check_outputs(model: Model, dataset: Dataset) -> None:
-    """Raise ``SpecError`` if the outputs of the user's own module do not have the shape that the task needs."""
+    """Raise ``SpecError`` if the outputs of the user's own model do not have the shape that the task needs."""
     x, y = dataset.inputs(slice(0, 2)), dataset.targets(slice(0, 2))
     form = dataset.task.check_outputs(torch.empty(0), y, dataset.outputs)
     needed = f"must take batches of shape {described(dataset.shape)} and return outputs of shape {form}"
@@ -381,16 +381,16 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
 
 
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
-    """Return the user's own arrays as a data set."""
+    """Convert the user's own arrays to a data set."""
     if isinstance(data, Dataset):
         if spec.task not in (None, data.task):
-            problem = f"is not the task of the data set, which is {data.task.name!r}. Give task= to from_arrays too."
+            problem = f"differs from the data set's task {data.task.name!r}. Pass the same task to from_arrays."
             raise SpecError("task", problem, spec.task.name if spec.task is not None else "")
         return data
     if isinstance(data, Mapping):
         accepted = inspect.signature(from_arrays).parameters
         if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
-            problem = f"a mapping must have {', '.join(ARRAYS)}, and may only add arguments of from_arrays"
+            problem = f"a mapping must have the keys {', '.join(ARRAYS)}, and may also have arguments of from_arrays"
             raise SpecError("data", problem, sorted(map(str, wrong)))
         return from_arrays(**{"normalize": spec.data.normalize, "task": spec.task, **data})
     if not isinstance(data, Sequence) or len(data) != len(ARRAYS):

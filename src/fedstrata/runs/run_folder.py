@@ -1,4 +1,4 @@
-"""Lock the folder of a run, append the records of rounds, save checkpoints, and write the results."""
+"""Lock a run folder, append the records of rounds, save checkpoints, and write the results."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""A mapping from the last part of the name of each column ``clients_…`` to the reason for the missing replies that the
-column counts."""
+"""For each column ``clients_…`` that counts missing replies: a mapping from the last part of the column's name to the
+reason why the replies are missing."""
 
 LONG = 100
-"""The largest number of sample indices of a ``given`` partition in ``spec.toml``; longer lists are stored in a separate
+"""The maximum number of sample indices of a ``given`` partition in ``spec.toml``. Longer lists are stored in a separate
 file."""
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the number of rounds that a run has recorded so far. The run may be in progress in another process."""
+    """Return the number of rounds that a run has recorded. The run may be in progress in another process."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -81,7 +81,7 @@ def last_number(folder: Path, column: str) -> float | None:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Return True if a folder contains a finished run, which did all its ``rounds`` or was stopped early."""
+    """Return True if a folder contains a finished run: a run with all ``rounds``, or that was stopped early."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
@@ -89,13 +89,13 @@ def is_over(path: Path, rounds: int) -> bool:
 
 
 class RunFolder:
-    """The folder of a run. If ``path`` is None, no files are written, and only the history is kept in memory.
+    """Writes the files of a run. If ``path`` is None, only the history is kept in memory.
 
     Args:
         path: The folder; None to write no files.
         prepared: The experiment.
         checkpoint: The checkpoint from which the run continues; None for a new run.
-        notes: Texts to record as events when the run is resumed, such as the description of a changed setting.
+        notes: Strings to record as events when the run is resumed, such as the description of a changed setting.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RunFolder:
         Args:
             path: The folder; None to write no files.
             prepared: The experiment.
-            resume: Whether to continue the run in the folder.
+            resume: Whether to resume the run in the folder.
 
         Raises:
             SpecError: The folder contains a run although ``resume`` is False, or a run of another experiment.
@@ -141,9 +141,9 @@ class RunFolder:
             raise
 
     def finished(self) -> History | None:
-        """Return the history of the folder's run if the run is over and has no checkpoint; otherwise None.
+        """Return the history of the folder's run if the run is finished and has no checkpoint; otherwise None.
 
-        A resumed run without a checkpoint would start again and delete the results.
+        Without a checkpoint, a resumed run would start from round 1 and delete the results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -153,10 +153,10 @@ class RunFolder:
         return history
 
     def begin(self, simulation: Simulation) -> None:
-        """Write the first files of a run, and remove records of rounds after the checkpoint.
+        """Write the first files of a run. If the run is resumed, remove the records of rounds after the checkpoint.
 
         Raises:
-            DataError: The records end before the round of the checkpoint.
+            DataError: The records end before the checkpoint's round.
         """
         if self.path is None:
             return
@@ -171,7 +171,7 @@ class RunFolder:
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
-                notes.append(f"{damage} The damaged file was kept under another name.")
+                notes.append(f"{damage} The damaged file was renamed and kept.")
             # Without a checkpoint, round 0 (the method's ``init``) is repeated, so remove its events too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
@@ -179,8 +179,8 @@ class RunFolder:
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(
-                f"{self.path / METRICS} ends before round {done}, which has a checkpoint. Restore the file, or start "
-                "another run."
+                f"{self.path / METRICS} ends before round {done}, but a checkpoint of this round exists. Restore the "
+                "file, or start another run."
             )
         history, loop_state = self.history, simulation.loop_state
         validated = history.best_on == "validation"
@@ -197,7 +197,7 @@ class RunFolder:
                 )
                 if name == METRICS:
                     raise DataError(problem)
-                notes.append(f"{problem}: the records of some events are lost")
+                notes.append(f"{problem} Some events may be missing.")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Remove the files that exist only if a run is over.
         for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
@@ -217,7 +217,7 @@ class RunFolder:
         replace_file(folder / SPEC, tomli_w.dumps(table).encode())
 
     def _other_environment(self) -> list[str]:
-        """Warn, and return a note, if the run began with other software versions or on another processor."""
+        """If the run began with other software versions or on another processor, warn and return a note."""
         assert self.path is not None
         try:
             before = json.loads((self.path / RUN).read_text(encoding="utf-8"))["made_with"]
@@ -242,9 +242,9 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Write events that happened after the round's events were written, and save a checkpoint if one is due.
+        """Write late events, which happened after the round's events were written, and save a checkpoint if one is due.
 
-        If ``force`` is true, a checkpoint is saved even if none is due, except if ``evaluation.checkpoint_every`` is 0.
+        If ``force`` is True, a checkpoint is saved in every case, except if ``evaluation.checkpoint_every`` is 0.
         """
         self._log(EVENTS, *simulation.take_late_events())
         every, round = self.prepared.spec.evaluation.checkpoint_every, simulation.round
@@ -285,7 +285,7 @@ class RunFolder:
         return history
 
     def _untrained(self, simulation: Simulation) -> str:
-        """Return a warning if the model never changed because no reply could be used; otherwise, an empty text."""
+        """Return a warning if the model never changed because no reply could be used; otherwise, an empty string."""
         history, initial = self.history, self.prepared.config.model.params()
         absent = {column: int(history.total(f"clients_{column}")) for column in ABSENT}
         trained = any(isinstance(record.get("train_loss"), (int, float)) for record in history)
@@ -298,9 +298,9 @@ class RunFolder:
         return f"the model never changed, because no reply could be used in {len(history)} rounds ({why})"
 
     def _broken_down(self) -> str:
-        """Return a warning if clients failed and no reply could be used in the last rounds; otherwise, an empty text.
+        """Return a warning if clients failed and no reply could be used in the last rounds; else an empty string.
 
-        The warning needs at least two rounds without usable replies, because a single round may be chance.
+        The warning requires at least two rounds without usable replies, because a single round may be chance.
         """
         dead = list(takewhile(lambda r: r["clients_failed"] and not r["clients_returned"], reversed(self.history)))
         if len(dead) < 2:
@@ -320,7 +320,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     Args:
         path: The folder; None if no files are written.
         prepared: The experiment to run in the folder.
-        resume: Whether to continue the run in the folder.
+        resume: Whether to resume the run in the folder.
 
     Returns:
         Descriptions of the permitted differences between the two experiments.
@@ -335,16 +335,16 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
     if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []
     if not resume:
-        raise SpecError("out", "already contains a run. Give another folder, or resume this run.", str(path))
+        raise SpecError("out", "the folder already contains a run. Give another folder, or resume the run.", str(path))
     before = identity_in(path)
     if before is None:
-        problem = f"contains a run, but its {RUN}, which describes the run, cannot be read. Give another folder."
+        problem = f"contains a run whose file {RUN}, which describes the run, cannot be read. Give another folder."
         raise SpecError("out", problem, str(path))
     return require_same(before, prepared.identity, str(path))
 
 
 def identity_in(path: Path) -> dict[str, Any] | None:
-    """Return the identity of the run in a folder, or None if the identity cannot be read.
+    """Return the identity of the run in a folder; None if the identity cannot be read.
 
     The identity is read from the newest checkpoint or, without a checkpoint, from ``run.json``. The file ``spec.toml``
     is not used, because a user may have edited this file since the run began.
@@ -361,7 +361,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
 
 
 def about(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of ``History`` that the spec of a run determines, such as the method's name."""
+    """Return the arguments of ``History`` that follow from a run's spec, such as the method's name."""
     evaluation, task = spec.evaluation, spec.task
     has_accuracy = task is None or task.has_classes or task.has_accuracy
     return {
@@ -375,12 +375,12 @@ def about(spec: Experiment) -> dict[str, Any]:
 
 
 def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment:
-    """Return the spec of a run.
+    """Read the spec in a run folder.
 
     Args:
         folder: The run folder.
-        key: The name of the option that gave the folder, for the error message.
-        overrides: Changed settings as ``section.key=value``. Only some settings may change if a run is resumed.
+        key: The name of the option with the folder, for the error message.
+        overrides: Changed settings as ``section.key=value``. Only some settings may change when a run is resumed.
 
     Raises:
         SpecError: The folder is not a run folder.
@@ -395,11 +395,11 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
 
 def prepare_again(folder: Path, key: str) -> Prepared:
-    """Prepare the experiment of a run again, for example to show its strata.
+    """Prepare the experiment of an existing run, for example to show the run's strata.
 
     Args:
         folder: The run folder.
-        key: The name of the option that gave the folder, for the error message.
+        key: The name of the option with the folder, for the error message.
 
     Raises:
         SpecError: The folder is not a run folder, or its spec, data or code have changed since the run.

@@ -18,14 +18,14 @@ from fedstrata.methods.base import READING, Method
 from fedstrata.methods.recipe import CHOICES, Recipe
 from fedstrata.spec.experiment import Experiment
 
-UNDECLARED = "does not declare that sums over clients are enough (needs_replies)"
+UNDECLARED = "does not declare that the server needs only sums of replies (needs_replies)"
 
 
 def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut) -> None:
     """Check that the method, the model and the settings allow ``privacy.sums = "secure"``.
 
     Raises:
-        SpecError: The server would need individual replies, or the sum is not implemented for a setting.
+        SpecError: The server would need individual replies, or secure sums are not implemented for a setting.
         ExtraMissingError: The extra ``secure`` is not installed.
     """
     from fedstrata.federation.secure import protocol
@@ -37,12 +37,12 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
     single = "the server does not see individual updates with privacy.sums = 'secure'"
     refusals: list[tuple[bool, str, Any, str]] = [
         (spec.attack is not None, "attack", getattr(spec.attack, "name", ""), f"{single}. Remove the section."),
-        (evaluation.weight_diversity, "evaluation.weight_diversity", True, f"{single}. Remove it."),
+        (evaluation.weight_diversity, "evaluation.weight_diversity", True, f"{single}. Remove the setting."),
         (
             held.own_test is not None and config.sizes is not None,
             "evaluation",
             ...,
-            "the metrics of individual clients are not sums. Remove client_test.",
+            "metrics of individual clients are not sums, and the server sees only sums. Remove client_test.",
         ),
     ]
     for refused, key, value, problem in refusals:
@@ -57,12 +57,13 @@ def check_secure_sums(spec: Experiment, config: FederationConfig, held: HeldOut)
         raise SpecError("partition.clients" if everyone else "training.clients_per_round", problem, invited)
     forms = spec.method.forms(config)
     if not forms:
-        raise SpecError("method.name", f"{UNDECLARED}. Use another method, or 'plain' sums.", spec.method.name)
+        problem = f"{UNDECLARED}. Use another method, or privacy.sums = 'plain'."
+        raise SpecError("method.name", problem, spec.method.name)
     with_codec(forms, spec.communication.up)
 
 
 def _check_codecs(communication: Communication) -> None:
-    """Check that the replies have secure sums with the codecs.
+    """Check that the codecs of requests and replies support secure sums.
 
     Raises:
         SpecError: A codec is not supported.
@@ -70,19 +71,19 @@ def _check_codecs(communication: Communication) -> None:
     up, down = communication.up, communication.down
     if not isinstance(down, Uncompressed):
         problem = "clients have different versions of the model, but a secure sum needs the same request for all"
-        raise SpecError("communication.down", f"{problem}. Use 'none'.", down.name)
+        raise SpecError("communication.down", f"{problem}. Use communication.down = 'none'.", down.name)
     if isinstance(up, PowerSGD):
         for key, only in (("factors", "float32"), ("start", 1)):
             if (value := getattr(up, key)) != only:
-                problem = f"is not supported with privacy.sums = 'secure'. Use {only!r}."
+                problem = f"is not supported with privacy.sums = 'secure'. Use {key} = {only!r}."
                 raise SpecError(f"communication.up.{key}", problem, value)
     elif not isinstance(up, Uncompressed):
-        problem = "has no secure sum, because the sum of encoded updates is not an encoded update"
-        raise SpecError("communication.up", f"{problem}. Use 'powersgd' or 'none'.", up.name)
+        problem = "is not possible with secure sums, because the sum of encoded updates is not an encoded update"
+        raise SpecError("communication.up", f"{problem}. Use communication.up = 'powersgd' or 'none'.", up.name)
 
 
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
-    """Return the settings with the number of clients that a sum needs as ``privacy.parties``.
+    """Return the settings in which ``privacy.parties`` is the number of clients that a sum needs.
 
     If the clients add the noise, this number must be the same in all rounds, because each client's share of the noise
     depends on the number.
@@ -115,21 +116,21 @@ def check_replies(method: Method) -> None:
         if reason:
             key, other = ("method.name", "method") if part is method else (f"method.{kind}", kind.replace("_", " "))
             problem = f"{reason}, but the server sees only sums with privacy.sums = 'secure'."
-            raise SpecError(key, f"{problem} Use another {other}, or 'plain' sums.", part.name)
+            raise SpecError(key, f"{problem} Use another {other}, or privacy.sums = 'plain'.", part.name)
 
 
 def _check_sites(spec: Experiment) -> None:
-    """Refuse settings with which real sites would send more than sums, or sums of numbers without a known bound."""
+    """Refuse settings with which sites would send more than sums, or sums of numbers without a known bound."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
-            problem = "the metrics of individual sites are not sums. Remove this key, and give the server test samples."
+            problem = "metrics of individual sites are not sums. Remove the setting, and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None and spec.privacy.clients is None:
-        problem = "is required at real sites, because the server does not know their numbers of samples. Set a bound"
-        raise SpecError("privacy.largest", f"{problem} that is not a secret.")
+        problem = "is required, because the server does not know the sites' numbers of samples"
+        raise SpecError("privacy.largest", f"{problem}. Set an upper bound that is not a secret.")
     if spec.privacy.dp is not None and spec.privacy.dp.budget is not None:
-        problem = "needs each site's number of samples, but replies contain only their sum. Remove this key, and let "
-        problem += "each site set 'budget' in its policy."
+        problem = "needs each site's number of samples, but the server learns only the sum of these numbers. Remove "
+        problem += "the setting, and let each site set 'budget' in its policy."
         raise SpecError("privacy.dp.budget", problem, spec.privacy.dp.budget)
 
 
@@ -147,22 +148,25 @@ def refuse_secure_sums(spec: Experiment) -> None:
 
 
 def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener | None) -> None:
-    """Check that a run with secure sums is started with a suitable engine and listener.
+    """Check that a run with secure sums has a suitable engine and listener.
 
     Args:
-        privacy: The settings of privacy.
+        privacy: The spec's section ``privacy``.
         engine: The engine, or its name.
-        listener: The listener of the run.
+        listener: The function that is called with the clients' replies, if there is one.
 
     Raises:
         SpecError: The engine cannot simulate masks, or a listener needs individual replies.
     """
     if listener is not None:
-        problem = "a listener, such as an audit, needs the reply of each client. Use 'plain', or remove the listener."
+        problem = (
+            "a listener, such as an audit, needs each client's reply. Use privacy.sums = 'plain', or remove the "
+            "listener."
+        )
         raise SpecError("privacy.sums", problem, privacy.sums)
     if privacy.simulate_masks and isinstance(engine, str) and engine != "local":
         raise SpecError(
             "privacy.simulate_masks",
-            f"has no effect with the engine {engine!r}. Use the engine 'local', or remove this key.",
+            f"has no effect with the engine {engine!r}. Use the engine 'local', or remove the setting.",
             True,
         )

@@ -48,7 +48,7 @@ from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
-"""The type of a callback that is a function, which is called with the record of each round."""
+"""The type of a callback function, which is called with the record of each round."""
 
 HANDLERS = Handlers(
     [
@@ -86,11 +86,11 @@ HANDLERS = Handlers(
         masking.report_shares,
     ]
 )
-"""Functions by which clients answer fedstrata's own requests; ``make_context`` adds functions of the method."""
+"""The functions with which clients answer requests. ``make_context`` adds functions of the method."""
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """Return the context of the clients in a process: the settings, data and handlers that these clients share.
+    """Return the context of a process's clients: the settings, data and handlers that these clients share.
 
     Args:
         prepared: The experiment.
@@ -115,16 +115,16 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
 
 
 class Simulation:
-    """A run that your program controls: each call of ``step`` does one round.
+    """A run that your program controls. Each call of ``step`` runs one round.
 
     Args:
         prepared: The experiment.
         engine: The name of an engine, or an engine object. The engine is closed together with the simulation.
         checkpoint: The checkpoint from which the run continues; None for a new run.
-        listener: A function that is called after each exchange with clients, with the round and the replies.
+        listener: A function that is called with the round and the accepted replies, whenever clients have replied.
 
     Raises:
-        SpecError: The engine is unknown, or cannot continue from the checkpoint; see ``refuse_elsewhere``.
+        SpecError: The engine is unknown, or cannot resume the run from the checkpoint; see ``refuse_elsewhere``.
 
     >>> import fedstrata as fs
     >>> spec = fs.Experiment(training={"rounds": 3}, partition=fs.IID(clients=4), evaluation={"every": 0})
@@ -211,7 +211,7 @@ class Simulation:
 
     @property
     def privacy(self) -> dict[str, Any]:
-        """The description of the run's ε (see ``privacy_record``); empty without ``privacy.dp``."""
+        """The record of the run's ε (see ``privacy_record``); empty without ``privacy.dp``."""
         return privacy_record(self.spec, secret=self.engine.secret, evaluates=bool(self.prepared.held))
 
     @property
@@ -231,7 +231,7 @@ class Simulation:
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended, because all rounds are done or because the run was stopped."""
+        """Whether the run has ended: all rounds are finished, or the run was stopped."""
         return bool(self.stopped) or self.round >= self.spec.training.rounds
 
     def step(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class Simulation:
         return self.spec.method.evaluated(self.prepared.config, self.state)
 
     def evaluate(self) -> Score:
-        """Evaluate the global model on the test set and on other samples that the section ``evaluation`` selects."""
+        """Evaluate the global model on the test set, and on other samples according to the section ``evaluation``."""
         return self._evaluate(self.evaluated(), self.round)
 
     def _evaluate(self, weights: Weights, round: int) -> Score:
@@ -313,13 +313,13 @@ class Simulation:
         return score
 
     def stop(self, reason: str) -> None:
-        """End the run after this round. The reason is recorded as an event and in the summary."""
+        """End the run after this round. Record the reason as an event and in the summary."""
         if not self.stopped:
             self.loop_state.stopped = reason
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Choose the model that is saved at the end of the run, instead of the model of the last round.
+        """Choose a model that is saved at the end of the run. By default, the model of the last round is saved.
 
         Args:
             weights: The parameters and buffers to save.
@@ -328,7 +328,7 @@ class Simulation:
         self.loop_state.final_model = weights, round
 
     def take_late_events(self) -> list[dict[str, Any]]:
-        """Return events that happened after the round's events were written, and remove them from the state."""
+        """Return the events that happened after the round's events were written, and remove them from the state."""
         events, self.loop_state.late_events = self.loop_state.late_events, []
         return events
 
@@ -359,7 +359,7 @@ class Simulation:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def saved_loop_state(self) -> SavedLoopState:
-        """Return the part of the loop's state that is stored in a checkpoint."""
+        """Return the part of the training loop's state that is stored in a checkpoint."""
         return self.loop_state.save(self.compression.state if self.compression is not None else None)
 
     def _restore(self, saved: Tree) -> None:
@@ -369,7 +369,7 @@ class Simulation:
                 self.compression.state = saved.channel
 
     def _record_evaluation(self) -> dict[str, Any]:
-        """Evaluate the model, store the result in the loop's state, and return it as columns of the round's record."""
+        """Evaluate the model, store the result, and return the result as columns of the round's record."""
         score = self.evaluate()
         self.loop_state.add_score(score, self.round, self.spec.evaluation)
         return self._columns(score)
@@ -382,7 +382,7 @@ class Simulation:
     def evaluate_saved(self) -> dict[str, Any]:
         """Evaluate the model that ``leave`` chose.
 
-        The result is empty without such a model, or if the model was evaluated before.
+        The result is empty if ``leave`` was not called, or if the model was evaluated before.
         """
         final = self.loop_state.final_model
         if final is None or final[1] in self._evaluated_rounds:
@@ -402,7 +402,7 @@ class Simulation:
         self.close()
 
     def _collect_events(self) -> None:
-        """Set ``events`` to the engine's events and the events of the round."""
+        """Set ``events`` to the round's events and the engine's events."""
         self.events = []
         for kind, clients, reason in self.engine.events():
             event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
@@ -425,7 +425,7 @@ def run_prepared(
         path: The run folder; None to write no files.
         engine: The name of an engine, or an engine object. At the end, the engine is closed.
         callbacks: Callbacks in addition to the spec's callbacks.
-        resume: Whether to continue the run in the folder.
+        resume: Whether to resume the run in the folder.
     """
     tracking = prepared.spec.tracking.callbacks
     watching = [*tracking, *prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
@@ -497,20 +497,20 @@ def _close(
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
-    """Raise ``SpecError`` if the engine that would continue a run could not find the clients' states.
+    """Check that an engine that resumes a run can find the clients' states.
 
     Args:
-        was: Whether the clients' states are so far at the sites (the clients' own machines), instead of in the
-            checkpoint.
-        will: Whether the sites keep the clients' states when this engine continues the run.
+        was: Whether the clients' states are stored at the sites (the clients' own machines). Otherwise, the states are
+            in the checkpoint.
+        will: Whether the engine that resumes the run leaves the clients' states at the sites.
         engine: The name of the engine.
 
     Raises:
-        SpecError: The engine could not find the states.
+        SpecError: The engine cannot find the states.
     """
     if was and not will:
-        problem = "the clients' states of this run are at its sites, not in its checkpoint. Resume a simulated run with"
-        raise SpecError("engine", f"{problem} 'nvflare', and a deployed run with 'fedstrata submit'.", engine)
+        problem = "the clients' states of this run are at the sites, not in the checkpoint. Resume a simulation with"
+        raise SpecError("engine", f"{problem} engine 'nvflare', and a deployment with 'fedstrata submit'.", engine)
     if will and not was:
-        problem = "the clients' states of this run are in its checkpoint, not at sites"
-        raise SpecError("engine", f"{problem}. Resume it with 'local' or 'ray'.", engine)
+        problem = "the clients' states of this run are in the checkpoint, not at the sites"
+        raise SpecError("engine", f"{problem}. Resume the run with engine 'local' or 'ray'.", engine)

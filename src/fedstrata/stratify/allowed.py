@@ -1,4 +1,4 @@
-"""The requests that Stratify may send to real sites. Sites refuse all other requests."""
+"""List the requests that Stratify may send to the sites of a deployment. Sites refuse all other requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def allowed_in_batches(
     rounds: range | None,
     label_weights: bool = False,
 ) -> list[Allowed]:
-    """Return the requests of batch mode: to reserve samples, and to compute gradients.
+    """Return the requests that the server sends in batch mode: to reserve samples, and to compute gradients.
 
     Args:
         size: The number of samples in a batch, over all clients.
@@ -58,11 +58,11 @@ def allowed_in_batches(
 
 
 def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) -> list[Allowed]:
-    """Return the request of single-sample mode.
+    """Return the request that the server sends in single-sample mode.
 
     Args:
         window: The accepted values of ``Steps.window``, the range (from, to) of a client's samples that may be used.
-        longest: The largest number of samples per request.
+        longest: The maximum number of samples per request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """
     where = {"window": window, "labels": Bound(f"at most {longest} labels", lambda value, _: len(value) <= longest)}
@@ -71,7 +71,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Return the requests of enrolment, in which the server learns which clients have samples of the same label.
+    """Return the requests of the enrolment, in which the server learns which clients have samples of the same label.
 
     Args:
         masking: How labels are hidden from the server; see ``Stratify``.

@@ -1,4 +1,4 @@
-"""Stratify's batch mode: each batch of an epoch consists of samples of many clients (Algorithms 2 and 4)."""
+"""Run Stratify's batch mode on the server: each batch consists of samples of many clients (Algorithms 2 and 4)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LRRule = Literal["none", "linear", "sqrt"]
 
 @cache
 def sgd(momentum: float, weight_decay: float) -> ServerOptimizer:
-    """Return the server's optimiser if the spec does not choose one: SGD with the settings of ``training``."""
+    """Return the server's default optimiser: SGD with the momentum and the weight decay of ``training``."""
     return ServerOptimizer(momentum=momentum, weight_decay=weight_decay)
 
 
@@ -58,7 +58,7 @@ class BatchMode:
         """Raise ``SpecError`` if BatchNorm would get batches with only one sample."""
         if config.model.has_batchnorm and (self.batch_size or config.training.batch_size) == 1:
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
-            raise SpecError(key, "BatchNorm requires at least two samples in a batch. Use at least 2.", 1)
+            raise SpecError(key, "BatchNorm requires at least two samples per batch. Set batch_size to at least 2.", 1)
 
     def rate(self, training: Training, round: int) -> float:
         """Return the learning rate of a round's batches, which is the product of three factors.
@@ -156,7 +156,7 @@ class BatchMode:
         while samples := plan.work(request.batch):
             if together and sum(samples.values()) < 2:
                 # The remaining client did not fail, so it stays in the plan for later batches.
-                federation.note("batch skipped", samples, "it has only one sample left, but BatchNorm needs two")
+                federation.note("batch skipped", samples, "the batch has only one sample, but BatchNorm needs two")
                 return None
             work = samples if steps == 1 else {client: steps * count for client, count in samples.items()}
             total = federation.ask_sum(samples, request, together=together, work=work)
@@ -172,14 +172,14 @@ class BatchMode:
         return None
 
     def _secure_sum(self, plan: BatchPlan, request: Gradient, form: GradientForm) -> Summed | None:
-        """Return the sum of the clients' replies for one batch; None if too few clients have samples or answer.
+        """Return the sum of the clients' replies for one batch; None if too few clients have samples or reply.
 
-        The clients are never asked again for a batch, because two sums over different clients could reveal a reply.
+        Clients are asked only once per batch, because two sums over different clients could reveal a single reply.
         """
         federation, samples = plan.roster.federation, plan.work(request.batch)
         least = federation.config.privacy.parties
         if len(samples) < least:
-            reason = f"it has samples of {len(samples)} clients, but a secure sum needs {least}"
+            reason = f"the batch has samples of {len(samples)} clients, but a secure sum needs at least {least}"
             federation.note("batch skipped", samples, reason)
             return None
         work = {client: self.local_steps * count for client, count in samples.items()}
@@ -223,7 +223,7 @@ class BatchPlan:
         more positions.
         """
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
-        """For each label, whether clients hold back all its unused samples, shape (P,)."""
+        """For each label, whether clients hold back all unused samples of the label, shape (P,)."""
 
     def work(self, batch: int) -> dict[int, float]:
         """Return a mapping from each client of a batch, in ascending order, to its number of samples in the batch."""
@@ -263,8 +263,8 @@ class BatchPlan:
             wanted: The labels, as indices into ``roster.holders.placeholders``.
 
         Returns:
-            Two mappings from each label (its index): to these clients, and to the weights of these clients. The second
-            mapping is None if selection is uniform.
+            Two mappings. The first maps each label's index to the clients with unused samples, the second to the
+            weights of these clients. The second mapping is None if selection is uniform.
         """
         roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
@@ -327,9 +327,9 @@ class BatchPlan:
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
         """Decide which positions are *given up* (trained by no client), because a client held back its samples.
 
-        A client holds back a sample if it has too few samples for a batch. A position is given up if clients hold back
-        all unused samples of its label. Without this rule, a client would train a sample a second time. All other
-        positions are given to other clients.
+        A client holds back a sample if the client has too few samples for a batch. A position is given up if clients
+        hold back all unused samples of the position's label. Without this rule, a client would train on a sample a
+        second time. All other positions are given to other clients.
 
         Args:
             client: The client.
@@ -351,7 +351,7 @@ class BatchPlan:
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
             self.held_back += count
-            reason = f"{count} positions: the client has too few samples in the batch"
+            reason = f"{count} positions are not trained: the client has too few samples in the batch"
             self.roster.federation.note("held back", [client], reason)
         return given_up
 

@@ -1,4 +1,4 @@
-"""Run Stratify's batch mode on a client, which reserves samples of each label and computes gradients of their loss.
+"""Run Stratify's batch mode on a client: reserve samples of each label, and compute the gradients of their loss.
 
 A *placeholder* is a number that stands for a label. A client's *part* of a batch consists of the samples that the
 client reserved for this batch.
@@ -46,8 +46,9 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Two keys of a client's state: for its used, unused and reserved samples, and for the labels of placeholders (numbers
-that stand for labels).
+"""The keys in a client's state for its samples (used, unused and reserved), and for the labels of placeholders.
+
+A placeholder is a number that stands for a label.
 """
 
 
@@ -58,7 +59,7 @@ class Pool:
     Args:
         order: Shuffled indices into the client's samples.
         used: The number of used samples, which are the first entries of ``order``.
-        refills: The number of times that all samples were shuffled and made available again in this epoch.
+        refills: How often all samples were shuffled and made unused again in this epoch.
     """
 
     order: Ints
@@ -84,7 +85,7 @@ class Reserved:
 
     @cached_property
     def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two mappings from the index of a batch: to the start and to the end of its samples in ``places``.
+        """Two mappings from the index of a batch: one to the start of its samples in ``places``, one to their end.
 
         The values are numbers and not pairs, because Python's garbage collector skips dicts of numbers, which saves
         time.
@@ -112,14 +113,14 @@ def opened(
     Args:
         client: The client.
         pools: A mapping from each placeholder to its pool, before the request.
-        request: The request, which says which pools to refill, and which range (``window``) of the samples may be used.
+        request: The request. It lists the pools to refill, and the range (``window``) of samples that may be used.
         placeholders: The placeholders from which the request draws samples.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes. Many refills could exhaust the memory.
+        FedstrataError: The request refills more pools than there are classes, which could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
-        raise FedstrataError("the request refills more pools than there are classes")
+        raise FedstrataError("the request refills the samples of more labels than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
     labels: Ints | None = None
@@ -154,7 +155,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = sorted(set(wanted.tolist()))
     if len(asked) > client.context.config.strata:
-        raise FedstrataError("the request names more placeholders than there are classes")
+        raise FedstrataError("the request contains more different placeholders than there are classes")
     pools = opened(client, before.pools, request, asked)
     for p in asked:
         served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True
@@ -182,7 +183,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Move a client's new samples between batches, so that no batch has too few samples of the client.
+    """Move a client's new samples to other batches, so that the client has enough samples in each of its batches.
 
     The client's samples of one batch are called a *part*. A part that is too small is merged with the client's next
     parts or, at the end, with the previous part. Samples that were reserved earlier stay in their batches. No sample is
@@ -192,7 +193,7 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
         batches: The batch of each new sample, ascending, shape (n,).
         before: The batch of each sample that was reserved earlier, ascending. The parts of these samples are large
             enough.
-        least: The smallest number of samples in a part.
+        least: The minimum number of samples in a part.
 
     Returns:
         The batch in which each new sample is trained, shape (n,). The value is −1 if no part can be large enough.
@@ -221,7 +222,7 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
 
 
 def reserved(clients: Sequence[Client], request: Gradient) -> Batch:
-    """Return the samples that clients reserved for a batch, in client order and with each client's augmentation.
+    """Return the augmented samples that clients reserved for a batch, in the order of the clients.
 
     Raises:
         WithheldError: A client reserved fewer samples than ``privacy.min_samples``.
@@ -241,19 +242,19 @@ def reserved(clients: Sequence[Client], request: Gradient) -> Batch:
 
 @handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
-    """Compute the gradient over a client's samples of a batch. BatchNorm uses the statistics of the whole batch."""
+    """Compute the gradient over a client's samples in a batch. BatchNorm uses the statistics of the whole batch."""
     return _part(client, request, summed_gradient)
 
 
 @handles(GradientSteps)
 def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
-    """Take several SGD steps on a client's samples of a batch, and return the sum of the gradients of these steps."""
+    """Take several SGD steps on a client's samples in a batch, and return the sum of the gradients of these steps."""
     return _part(client, request, stepped)
 
 
 @handles(LabelWeightedGradient)
 def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> GradientReply:
-    """Compute the gradient of a client's part of a batch, in which the weight of a loss depends on the label.
+    """Compute the gradient over a client's samples in a batch, in which each loss is weighted by the sample's label.
 
     Raises:
         FedstrataError: ``privacy.min_samples`` is more than 1.
@@ -264,7 +265,10 @@ def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> G
 def _factors(clients: Sequence[Client], request: LabelWeightedGradient) -> Tensor:
     """Return the weight of each sample of ``reserved(clients, request)``."""
     if any(client.context.privacy.min_samples > 1 for client in clients):
-        raise FedstrataError("weights of labels could reduce a sum to fewer samples than privacy.min_samples")
+        raise FedstrataError(
+            "label weights could reduce the gradient to fewer samples than privacy.min_samples. Use "
+            "method.label_weights = false."
+        )
     factors = []
     for client in clients:
         by_label = torch.ones(client.context.config.strata)
@@ -308,9 +312,9 @@ def stepped(
 
 @handles_sum(Gradient)
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
-    """Compute the sum of all clients' gradients in one pass over the whole batch, for clients that share a process.
+    """Compute the sum of all clients' gradients in one pass over the whole batch, if the clients share a process.
 
-    The sums are the same as with one pass per client, and BatchNorm sees the whole batch. For 100 clients and an MLP,
+    The sum is the same as with one pass per client, and BatchNorm sees the whole batch. For 100 clients and an MLP,
     this function is nine times as fast as one pass per client (``benchmarks/fast_paths.py``).
     """
     first = next(iter(clients.values()))
@@ -327,15 +331,15 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
 def fused_label_weighted_gradient(
     clients: Mapping[ClientId, Client], requests: Mapping[ClientId, LabelWeightedGradient]
 ) -> Reply:
-    """Compute the sum of the answers of ``label_weighted_gradient`` in one pass, like ``fused_gradient``."""
+    """Compute the sum of the clients' label-weighted gradients in one pass; see ``fused_gradient``."""
     return fused_gradient(clients, requests)
 
 
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
-    """Seed the random numbers of layers such as dropout; the seed depends on the batch and on ``client``.
+    """Seed the random numbers of layers such as dropout layers. The seed depends on the batch and on ``client``.
 
     ``client`` is the server's id if the whole batch is computed in one pass. The seed is set only if a layer of the
-    model draws random numbers, because seeding takes a tenth of the time of a small batch.
+    model draws random numbers. Seeding takes a tenth of the time of a small batch.
     """
     if not context.config.random:
         return nullcontext()
@@ -369,7 +373,7 @@ def summed_gradient(
         params: The loaded parameters.
         request: The request.
         batch: The samples.
-        factors: The factor by which the loss of each sample is multiplied, shape (B,); None stands for 1.
+        factors: The factor by which the loss of each sample is multiplied, shape (B,); None for 1.
     """
     task, size = shared.config.task, len(batch.y)
     chain = shared.cached(_chain) if factors is None else None

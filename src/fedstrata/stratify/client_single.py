@@ -30,19 +30,19 @@ from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 TRIAL = 3
-"""The number of trial steps in which a ``TracedStepper`` must give the same model as autograd, before it is used."""
+"""The number of trial steps. A ``TracedStepper`` is used only if these steps give the same model as autograd."""
 
 BLOCK_BYTES = 16 << 20
-"""The size in bytes of a block of inputs, after which ``FusedSteps`` checks that the model is finite."""
+"""The size of a block of inputs in bytes. ``FusedSteps`` checks after each block that the model is finite."""
 
 
 @record("Stepped")
 class Stepped:
-    """A client's used and unused samples of each label in an epoch of single-sample mode, and its steps so far.
+    """A client's used and unused samples of each label in an epoch, and the number of steps that the client took.
 
     Args:
         round: The epoch, counted from 1.
-        pools: A mapping from each placeholder (a number that stands for a label) to the samples of the label.
+        pools: A mapping from each placeholder (a number that stands for a label) to the client's samples of this label.
         steps: The number of samples on which the client has trained in this epoch.
     """
 
@@ -83,7 +83,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
 
 @handles_hop(Steps)
 def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, StepsReply]:
-    """Take the steps of one task, starting at ``weights``. Return the new model and the reply."""
+    """Take one SGD step per sample of a task, starting from the model ``weights``. Return the new model and a reply."""
     indices, steps, reply = draw_samples(client, request)
     if len(indices) == 0:
         return weights, reply
@@ -95,11 +95,11 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """The training in a relay, in which the model travels from client to client, for clients that share one process.
+    """Trains a model that travels from client to client (a *relay*), if all clients share one process.
 
-    Each task first only draws its samples. The steps for many tasks (a *block*) are taken later, all at once. The model
-    is bit for bit the same as if each client took its own steps. If the model is not finite after a block, the block is
-    repeated task by task, and each task with this result is undone.
+    At first, each task only draws its samples. The SGD steps for many tasks (a *block*) are taken later, all at once.
+    The result is bit for bit the same as with separate steps at each client. If the model is not finite after a block,
+    the block is repeated task by task. Each task after which the model is not finite is then undone.
 
     Args:
         context: The context that the clients share.
@@ -164,18 +164,18 @@ class FusedSteps:
                 self._done.append(replace(reply, loss=outcome.sum()))
 
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
-        """Train some tasks; return the losses of their samples, or a failure if the model is not finite afterwards."""
+        """Train several tasks. Return the losses of their samples, or a failure if the model is not finite then."""
         try:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}", error)
         if all(map(finite, [losses, *self._stepper.weights().params.values()])):
             return losses
-        return Failure(f"its steps led to NaN or infinity. {DIVERGED}")
+        return Failure(f"the client's SGD steps led to NaN or infinity. {DIVERGED}")
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest stepper that works for the model. The stepper is cached until a call with another model."""
+    """Return the fastest stepper that works for the model. The stepper is cached for later calls with this model."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -183,7 +183,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """A cache of the last stepper (an object that takes SGD steps) and of its model."""
+    """A cache of the last stepper (an object that takes SGD steps) and of the model that this stepper trains."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None
@@ -205,7 +205,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 
 
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
-    """Return True if two steppers take equal steps on some samples.
+    """Return True if two steppers give the same losses and the same model on a few samples.
 
     A trace assumes that every step does the same operations as the first step, which is wrong for some models.
     """
@@ -302,11 +302,11 @@ class AutogradStepper:
 
 
 Stepper = TracedStepper | AutogradStepper
-"""An object that contains a model and changes it by one SGD step per sample."""
+"""An object that contains a model, and takes one SGD step per sample."""
 
 
 def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:
-    """Take the steps of some tasks, one task after another.
+    """Take the SGD steps of several tasks, one task after another.
 
     Args:
         context: The context that the clients share.

@@ -25,8 +25,8 @@ class HybridMode:
         self.singles.check(config, "hybrid")
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
-            smaller = f"Use at most {rounds - 1}, or set" if rounds > 1 else "Set"
-            problem = f"leaves no rounds for single-sample mode. {smaller} training.rounds to at least {before + 1}."
+            smaller = f"Set pretraining to at most {rounds - 1}, or set" if rounds > 1 else "Set"
+            problem = f"does not leave rounds for mode 'single'. {smaller} training.rounds to at least {before + 1}."
             raise SpecError("method.pretraining", problem, before)
 
     def batch_rounds(self, agreed: Agreed) -> int:

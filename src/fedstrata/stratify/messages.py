@@ -1,4 +1,4 @@
-"""Requests and replies of Stratify for reserved samples, gradients and SGD steps.
+"""Requests of Stratify to reserve samples, compute gradients and take SGD steps, and the replies to these requests.
 
 The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
 a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server does
@@ -33,7 +33,7 @@ from fedstrata.stratify.masking.messages import CountReport
 ALL = (0.0, 1.0)
 """The value of ``Reserve.window`` that lets a client use all its samples."""
 
-NO_SUCH_BATCH = "a sample was moved to a batch that is over or does not exist"
+NO_SUCH_BATCH = "the reply moves a sample to a batch that is finished or does not exist"
 """The reason for refusing a reply that moves a sample to a finished or unknown batch."""
 
 
@@ -57,10 +57,10 @@ class Epoch(Order):
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
-                return f"batches must come in strictly ascending order, but {request.batch} came after {self._last}"
+                return f"batches must be in strictly ascending order, but batch {request.batch} came after {self._last}"
             return "" if request.batch in self._set_aside else f"no samples were reserved for batch {request.batch}"
         if not (_numbers(request.labels) and _numbers(request.refill) and len(request.labels)):
-            return "labels and refill must be lists of whole numbers, and labels must not be empty"
+            return "labels and refill must be lists of integers (int64), and labels must not be empty"
         if request.fresh == self._begun:
             again = "has already begun" if self._begun else "has not begun"
             return f"fresh = {request.fresh}, but the epoch {again}"
@@ -106,15 +106,15 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply of a client that moves its samples between batches, so that no batch has too few samples of the client.
+    """The reply to ``Reserve`` of a client that may move its samples to other batches.
 
-    Samples are moved because the client never computes a gradient over fewer samples than ``privacy.min_samples``.
+    Samples are moved because the client never computes a gradient over fewer than ``privacy.min_samples`` samples.
 
     Args:
-        batches: The batch in which a client now trains on the sample for each entry of the request's list of labels,
-            int64. The value has no meaning if ``missing`` is True.
+        batches: For each entry of the request's list of labels, the batch in which the client now trains on the sample,
+            int64. Ignore the value if ``missing`` is True.
         held: True for each entry for which the client holds its sample back, because the client has too few samples for
-            any batch. In this case, ``missing`` is True, too, and the sample stays unused.
+            any batch. In this case, ``missing`` is also True, and the sample stays unused.
     """
 
     batches: Tensor
@@ -152,7 +152,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """Refuse replies without an answer for a sample, or with an impossible batch for a sample."""
+        """Refuse replies that do not cover every requested sample, or that move a sample to an impossible batch."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -160,7 +160,7 @@ class Reserve(Request):
             require_shape(reply.held, (len(self.labels),), torch.bool, "held")
             moved = reply.batches[~reply.missing]
             if bool((reply.held & ~reply.missing).any()):
-                raise ReplyRefusedError("a position is marked both as held back and as used")
+                raise ReplyRefusedError("the reply marks a sample both as held back and as used")
             # A batch that was already trained cannot get more samples.
             if len(moved) and int(moved.min()) < int(self.batches.min()):
                 raise ReplyRefusedError(NO_SUCH_BATCH)
@@ -168,7 +168,7 @@ class Reserve(Request):
 
 @record("GradientReply")
 class GradientReply(Reply):
-    """Sums over the samples that a client reserved for a batch.
+    """The gradient and the loss of a client, summed over the samples that the client reserved for a batch.
 
     Args:
         gradient: A mapping from each parameter's name to the gradient of the summed loss with respect to this
@@ -199,7 +199,7 @@ class GradientReply(Reply):
 
 @record("WeightedGradientReply")
 class WeightedGradientReply(GradientReply):
-    """Sums over the samples of a batch, for tasks in which samples have different weights.
+    """The summed gradient and loss for a batch, for tasks in which samples have different weights.
 
     Args:
         weight: The sum of the weights of the samples, such as their number of tokens.
@@ -241,7 +241,7 @@ class Gradient(ModelRequest):
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """Refuse gradients and buffers with other shapes than in the model, and a batch without samples."""
+        """Refuse gradients and buffers whose shapes differ from the model's, and replies that cover zero samples."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
@@ -266,7 +266,7 @@ class LabelWeightedGradient(Gradient):
     """A request for the gradient of a weighted sum of losses, in which a sample's weight depends on its label.
 
     Args:
-        factors: The weight of the label for which each placeholder 0 … C − 1 stands, shape (C,), float32.
+        factors: For each placeholder 0 … C − 1, the weight of the label for which it stands, shape (C,), float32.
     """
 
     factors: Tensor = field(default_factory=lambda: torch.ones(0))
@@ -274,7 +274,7 @@ class LabelWeightedGradient(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The labels for which a client had no unused sample, and the summed loss of the trained samples.
+    """The labels for which a client had no unused sample, and the summed loss over the samples used in training.
 
     Args:
         missing: True for each label of the request for which the client did not train, because all samples of the label
@@ -320,8 +320,8 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """Refuse replies without an answer for a label of the request, or with a loss that is not a scalar."""
+        """Refuse replies that do not cover every label of the request, or whose loss is not a scalar."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():
-            raise ReplyRefusedError("the loss must be one number")
+            raise ReplyRefusedError("the loss must be a scalar of a floating-point type")

@@ -115,7 +115,7 @@ class Stratify(Method):
         check_masking(self.masking, config.strata)
         check_secure_batches(config, self.mode)
         if config.training.batch_norm == "local" and config.model.has_batchnorm:
-            problem = "Stratify computes BatchNorm statistics over batches of all clients. Use 'average'."
+            problem = "Stratify computes BatchNorm statistics over batches of all clients. Use batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "single":
             problem = (
@@ -137,7 +137,7 @@ class Stratify(Method):
         """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose hidden values."""
         problems = {
             "requires batches. Use method.mode = 'batch'.": self.mode != "batch",
-            "is the gradient of the mean loss only for one local step. Use method.local_steps = 1.": (
+            "gives the gradient of the mean loss only with one local step. Use method.local_steps = 1.": (
                 self.local_steps > 1
             ),
             "tells clients how frequent each label is, which masking hides. Use method.masking = 'none'.": (
@@ -174,7 +174,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests of enrolment, and the requests of training in batches, sample by sample, or both."""
+        """Return the requests that the server may send: in the enrolment, and in batch or single-sample mode."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         before, window = 0, by_round("all", lambda _: ALL)

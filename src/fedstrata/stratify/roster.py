@@ -32,7 +32,7 @@ class Roster:
     Args:
         federation: The federation, which lists the available clients and records events.
         holders: The clients with samples of each placeholder's label.
-        weighted: Whether clients are drawn in proportion to their numbers of samples; False for uniform draws.
+        weighted: True to draw clients in proportion to their numbers of samples; False for uniform draws.
         window: The range of samples that a client may use: two fractions (from, to) in [0, 1]. The client's samples of
             each label are sorted by their time of arrival.
     """
@@ -55,10 +55,10 @@ class Roster:
         """For each pair (placeholder, holder): whether the client is present and has samples of the label that are not
         used yet, shape (R,)."""
         self.answered: set[int] = set()
-        """The clients that answered a request of this epoch."""
+        """The clients that replied to a request in this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """A mapping from each client to labels. From its next request on, the client may use all samples of these
-        labels again.
+        """A mapping from each client to the labels of which the client may use all samples again from its next request
+        on.
 
         A label is given as an index into ``holders.placeholders``.
         """
@@ -99,7 +99,7 @@ class Roster:
         rows = self.rows[place]
         clients = self.holders.clients[rows][self.present[rows]].tolist()
         if not clients:
-            reason = f"{positions} positions of placeholder {place}: no client with this label is present"
+            reason = f"{positions} positions are not trained: no client with samples of placeholder {place} is present"
             self.federation.note("label skipped", reason=reason)
             return False
         self.available[rows] = self.present[rows]
@@ -108,7 +108,7 @@ class Roster:
         return True
 
     def request(self, client: int, places: Ints, refill: Iterable[int]) -> dict[str, Any]:
-        """Return the fields that the requests ``Reserve`` and ``Steps`` have in common, as a mapping from their names.
+        """Return the fields that ``Reserve`` and ``Steps`` requests have in common, as a mapping from names to values.
 
         Args:
             client: The client to ask.

@@ -72,7 +72,7 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
         totals: The number of samples of each label, shape (P,).
         rule: The rule for f_l. ``uniform``: the mean of ``totals`` for every label. ``capped``: ``totals``, but at most
             ``cap``. ``uncapped``: ``totals``.
-        cap: The largest number for ``capped``; by default, the median of ``totals``.
+        cap: The maximum of f_l for the rule ``capped``. Default: the median of ``totals``.
 
     Returns:
         The number f_l for every label, shape (P,).
@@ -95,7 +95,7 @@ def label_weights(totals: Ints, frequency: Ints) -> Floats:
 
     The schedule draws label l with the probability f_l / Σ f. The fraction of the samples with this label is n_l / Σ n.
     With the weights w_l, the expected gradient of a scheduled sample is the gradient of the mean loss over all samples.
-    The paper does not have these weights.
+    These weights are not part of the paper.
 
     Args:
         totals: The number n_l of samples of each label, shape (P,).

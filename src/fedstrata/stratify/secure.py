@@ -29,13 +29,13 @@ from fedstrata.stratify.messages import Gradient, GradientReply, WeightedGradien
 
 
 class GradientForm(ModelForm):
-    """The form of replies to ``Gradient``: mean gradients and losses, weighted by the clients' numbers of samples.
+    """The form in which clients mask their replies to ``Gradient``: means, weighted by the clients' sample counts.
 
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of steps. The gradients of these steps are added up. The range of a gradient is ``privacy.range``
-            per step.
+        steps: Number of local steps whose gradients are added up. The range of a gradient is ``privacy.range`` per
+            step.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:
@@ -68,7 +68,7 @@ class GradientForm(ModelForm):
 def ask_gradients(
     federation: Federation, clients: Iterable[int], request: Gradient, form: GradientForm, work: Work
 ) -> Summed | None:
-    """Ask the clients of a batch for the sum of their gradients. Return None if too few clients answer."""
+    """Ask the clients of a batch for the sum of their gradients. Return None if too few clients reply."""
     from fedstrata.federation.secure.simulated import ask_sums
 
     summed = ask_sums(federation, clients, request, form, work=work)
@@ -79,7 +79,7 @@ def ask_gradients(
 
 
 def check_secure_batches(config: FederationConfig, mode: str) -> None:
-    """Check that secure sums are possible for batches.
+    """Check that Stratify's mode and the model support secure sums (``privacy.sums``).
 
     Raises:
         SpecError: The model has buffers, or training does not use batches.
@@ -87,10 +87,10 @@ def check_secure_batches(config: FederationConfig, mode: str) -> None:
     if config.privacy.sums != "secure":
         return
     if mode != "batch":
-        problem = "sends the model from sample to sample, but with privacy.sums = 'secure' the server sees only sums."
-        raise SpecError("method.mode", f"{problem} Use 'batch', or privacy.sums = 'plain'.", mode)
+        problem = "trains on single samples, but with privacy.sums = 'secure' the server sees only sums."
+        raise SpecError("method.mode", f"{problem} Use method.mode = 'batch', or privacy.sums = 'plain'.", mode)
     if config.model.buffers():
-        problem = "BatchNorm adds up the clients' statistics in each batch, which secure sums do not support yet."
+        problem = "BatchNorm adds up the clients' statistics in each batch, which secure sums do not support."
         raise SpecError("model", f"{problem} Use a model without BatchNorm.")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from fedstrata.base.arrays import Bools, Floats, Ints
 
 _CELLS = 1 << 21
-"""The largest product of positions and clients that is processed at once, to limit memory."""
+"""The maximum number of pairs (position, client) that are processed at once, which limits the memory."""
 
 
 def assign_runs(
@@ -99,15 +99,15 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Divide a schedule into tasks, each for consecutive positions of one client in a chunk (Algorithm 3, line 8).
+    """Divide a schedule into tasks: consecutive positions that one client trains in one chunk (Algorithm 3, line 8).
 
     Args:
         owner: The client of every position of the schedule, shape (L,); −1 for positions without a client.
         chunk_size: The number of positions in a chunk.
 
     Returns:
-        The first position of each of T tasks, and the position after its last position, both of shape (T,). Positions
-        without a client do not belong to a task.
+        Two arrays of shape (T,) for T tasks: the first position of each task, and the position after its last position.
+        Positions without a client do not belong to a task.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]
@@ -182,9 +182,9 @@ def select_batch(
 
     Args:
         wanted: The placeholder of every position, shape (B,).
-        available: A mapping from each placeholder to the clients with samples of this placeholder.
-        weights: A mapping from each placeholder to the weights of these clients, in the same order; None for uniform
-            selection.
+        available: A mapping from each placeholder to the clients with samples of its label.
+        weights: A mapping from each placeholder to the weights of the clients in ``available``, in the same order; None
+            for uniform selection.
         generator: The random generator.
 
     Returns:
@@ -205,8 +205,9 @@ def select_batches(
     Args:
         wanted: The placeholder (a number that stands for a label) of every position of the schedule, shape (L,).
         batch_of: The index of the batch to which each position belongs, ascending, shape (L,).
-        available: A mapping from each placeholder to the clients with samples of this placeholder.
-        weights: A mapping from each placeholder to the weights of these clients, or None; see ``select_batch``.
+        available: A mapping from each placeholder to the clients with samples of its label.
+        weights: A mapping from each placeholder to the weights of the clients in ``available``; None for uniform
+            selection.
         generator: The random generator.
 
     Returns:

@@ -20,15 +20,16 @@ from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 MOST_CELLS = 2**31
-"""The largest product of ``chunk_size`` and the number of clients, which limits the memory for the plan of a chunk."""
+"""The maximum of ``chunk_size`` times the number of clients, which limits the memory for the plan of a chunk."""
 
 QUEUE = 2
-"""The number of tasks that are decided in advance, so that a client knows where to send the model (Algorithm 3, line
-5).
+"""The number of tasks that are planned in advance, so that a client knows where to send the model.
+
+See Algorithm 3, line 5.
 """
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""The smallest and the largest number of chunks of the schedule for which clients are chosen at once."""
+"""The minimum and the maximum number of chunks of the schedule for which clients are chosen at once."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,28 @@ class SingleMode:
         """Raise ``SpecError`` if a setting does not allow steps on single samples."""
         if config.privacy.min_samples > 1:
             problem = (
-                f"with method.mode = {mode!r}, each update is computed from a single sample. Use 1, or "
+                f"with method.mode = {mode!r}, each update is computed from a single sample. Use min_samples = 1, or "
                 "method.mode = 'batch'."
             )
             raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
         if self.chunk_size * config.clients > MOST_CELLS:
             most = MOST_CELLS // config.clients
-            problem = f"is too large for this number of clients. Use at most {most}."
+            problem = f"needs too much memory with {config.clients:,} clients. Set chunk_size to at most {most}."
             raise SpecError("method.chunk_size", problem, self.chunk_size)
         if config.model.has_batchnorm:
-            raise SpecError("method.mode", "BatchNorm cannot normalise batches of one sample. Use 'batch'.", mode)
+            problem = "BatchNorm cannot normalise batches of one sample. Use method.mode = 'batch'."
+            raise SpecError("method.mode", problem, mode)
         if config.training.momentum > 0:
-            problem = "in single-sample mode, clients cannot pass momentum on with the model. Use 0."
+            problem = "clients cannot send momentum with the model in single-sample mode. Use training.momentum = 0."
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Let the model travel until the schedule is complete; see ``BatchMode.run_epoch`` for arguments and results.
+        """Train the model at one client after another until the schedule is complete; see ``BatchMode.run_epoch``.
 
-        This mode does not use a server optimiser. The argument ``optimizer`` is ignored, and the returned state is
-        None.
+        Single-sample mode does not use a server optimiser. The argument ``optimizer`` is ignored, and the returned
+        state is None.
         """
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
@@ -82,14 +84,14 @@ class SingleMode:
 
 @dataclass(frozen=True)
 class Task:
-    """A client, and the consecutive entries of the schedule that the client trains.
+    """A client, and the consecutive entries of the schedule on which the client trains.
 
     Labels are indices into ``Roster.holders.placeholders``.
 
     Args:
         client: The client's id.
         places: The label of each of these entries, shape (n,).
-        refill: The labels whose samples the client may all use again.
+        refill: The labels of which the client may use all samples again.
     """
 
     client: int
@@ -98,7 +100,7 @@ class Task:
 
 
 class Route:
-    """The plan for the path of the model from client to client: the remaining schedule, and a queue of tasks.
+    """Plans the path of the model from client to client: the remaining schedule and a queue of tasks.
 
     The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
     because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
@@ -152,8 +154,8 @@ class Route:
 
         Args:
             position: The index of the task among the tasks that were sent.
-            reply: The client's reply; None if the task failed. If a failure is noticed later, this method is called
-                again with None.
+            reply: The client's reply; None if the task failed. If a failure is noticed later, the method is called a
+                second time with None.
         """
         task, roster = self._sent[position], self.roster
         if reply is None:
@@ -180,7 +182,7 @@ class Route:
     def _put_back(self, places: Ints) -> None:
         """Put labels that were not trained back into the remaining schedule, each at a random position.
 
-        The step is line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
+        See line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """
         if len(places):
             self._replan()

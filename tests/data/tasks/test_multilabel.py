@@ -114,7 +114,7 @@ def test_refuses_metrics_of_other_tasks(metric):
 @pytest.mark.parametrize("method", ["fedrs", "moon", "rebafl", "fedlc", "bsm-fedavg"])
 def test_refuses_methods_with_a_loss_of_their_own(method):
     words = refusal(generated(), spec({"stratum": "0"}, method=method))
-    assert words.startswith(f"method = '{method}': has a loss of its own for the tasks classification")
+    assert words.startswith(f"method = '{method}': has its own loss for the tasks classification")
 
 
 @pytest.mark.parametrize("table", [{"partition": {"name": "dirichlet", "clients": 2}}, {"method": "stratify"}])

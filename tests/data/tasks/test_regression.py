@@ -189,7 +189,7 @@ def test_classification_refuses_metrics_of_numbers():
 @pytest.mark.parametrize("method", ["fedrs", "moon", "rebafl", "fedlc", "bsm-fedavg"])
 def test_refuses_methods_with_a_loss_of_their_own(method):
     words = refusal(arrays(), spec({"bins": 2}, method=method))
-    assert words.startswith(f"method = '{method}': has a loss of its own for the tasks classification")
+    assert words.startswith(f"method = '{method}': has its own loss for the tasks classification")
 
 
 @pytest.mark.parametrize("table", [{"partition": {"name": "dirichlet", "clients": 2}}, {"method": "stratify"}])

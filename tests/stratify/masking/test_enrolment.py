@@ -407,8 +407,8 @@ def test_places_that_cannot_be_true_leave_their_client_out(site: Sites) -> None:
     claimed = Claimed(federation, {0: [0, 1], 1: [1, 1], 2: [0, -1]})
     assert claimed.locate([0, 1, 2]).keys() == {0}
     same, unknown = federation.reasons("refused")
-    assert "two of its labels match the same entry" in same
-    assert "room for only 0" in unknown
+    assert "two of the client's labels match the same entry" in same
+    assert "but only 0 of" in unknown
     assert claimed.discover([1, 2])[0].keys() == {2}
 
 

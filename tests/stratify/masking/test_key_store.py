@@ -82,7 +82,7 @@ def test_keys_go_into_no_message_no_checkpoint_and_no_pickle() -> None:
     assert keys.prf.hex() not in repr(keys)
     travelled = pickle.loads(pickle.dumps(ring))
     with pytest.raises(
-        FedstrataError, match=r"this client has no keys, because they were created in another process\."
+        FedstrataError, match=r"the client does not have the keys, because another process created them\."
     ):
         travelled.open()
 

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
 const EVERY = 2000, STALE = 10;
-const NAMES = {loss: "loss", train_loss: "training loss", returned: "clients that returned"};
+const NAMES = {loss: "loss", train_loss: "training loss", returned: "clients that replied"};
 const find = id => document.getElementById(id);
 const charts = new Map();
 let last = null, missed = 0;
@@ -37,14 +37,14 @@ function show(status) {
   const age = status?.at == null ? 0 : status.now - status.at;
   find("title").textContent = status == null ? "No run is active" : away != null ? "The server cannot be reached"
     : waiting != null ? "A run is waiting"
-    : site ? "This site's part"
+    : site ? "Status of this site"
     : status.title || "Run";
   const rounds = nothing || site ? "" : `round ${status.round} of ${status.rounds}`;
   document.title = `${[find("title").textContent, rounds].filter(Boolean).join(", ")} – fedstrata`;
   find("setup").textContent = nothing || site ? "" : [status.run, status.setting].filter(Boolean).join(" · ");
   find("round").textContent = rounds;
   find("facts-head").textContent = status?.over ? "Result" : "Progress";
-  find("state").textContent = nothing ? away ?? waiting ?? "" : status.over ? `over: ${status.over}`
+  find("state").textContent = nothing ? away ?? waiting ?? "" : status.over ? `ended: ${status.over}`
     : age > STALE ? `last contact ${duration(age)} ago`
     : site ? (status.working ? "working" : "waiting for the next request") : "running";
   find("report").hidden = !status?.report;
@@ -53,10 +53,10 @@ function show(status) {
   find("done").value = status?.rounds ? status.round / status.rounds : 0;
   sites(Object.entries(status?.sites ?? {}));
   const facts = nothing ? [] : site
-    ? [["questions", text(status.questions)], ["bytes in", amount(status.bytes_in)],
+    ? [["requests", text(status.questions)], ["bytes in", amount(status.bytes_in)],
       ["bytes out", amount(status.bytes_out)], ["refused", status.refused || null]]
     : [...(status.primary ? result(status) : []),
-      ["clients of the last round", ["returned", "dropped", "late", "failed"].filter(key => status[key])
+      ["clients in the last round", ["returned", "dropped", "late", "failed"].filter(key => status[key])
         .map(key => `${status[key]} ${key}`).join(", ") || null],
       ["sent up", amount(status.bytes_up)], ["sent down", amount(status.bytes_down)],
       ["duration", duration(status.seconds)], ["time left", duration(status.seconds_left)]];

@@ -113,14 +113,14 @@ class Block {
       new Heat(this, box, "Accuracy by class, %", [], () => ({rows: names, rowName: "", columns: classes.names,
         columnName: "class ", values: classes.rows, ...percent(classes.rows), methods: true}));
       const with_ = names.map((name, i) => [String(i), name]).filter(([i]) => classes.confusion[i]);
-      if (with_.length) new Heat(this, box, "Confusion, % of the true class", [with_], chosen => {
+      if (with_.length) new Heat(this, box, "Confusion matrix, % of the true class", [with_], chosen => {
         const counts = classes.confusion[chosen];
         const shares = counts.map(row => {
           const sum = row.reduce((a, b) => a + b, 0);
           return row.map(count => sum ? 100 * count / sum : null);
         });
         return {rows: classes.names, rowName: "class ", columns: classes.names, columnName: "predicted as ",
-          values: shares, low: 0, high: 100, silent: 0, note: "Rows are true classes; columns are predicted classes."};
+          values: shares, low: 0, high: 100, silent: 0, note: "Rows are true classes, columns are predicted classes."};
       });
     }
     if (clients.length) {
@@ -132,8 +132,8 @@ class Block {
         const first = `${names.length > 1 ? "mean " : ""}${clients[0].column}${names.length > 1 ? " over the methods" : ""}`;
         return {rows: names, rowName: "", columns: map.clients.map(String), columnName: "client ", values, methods: true,
           ...(map.percent ? percent(values) : {low: 0, high: Math.max(...every, 0)}),
-          note: `Clients are sorted by ${first}, from the lowest to the highest` +
-            (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of} clients are shown, evenly spaced.` : ".")};
+          note: `Clients are sorted by ${first}, from the lowest to the highest.` +
+            (map.of > map.clients.length ? ` ${map.clients.length} of ${map.of} clients are shown, evenly spaced.` : "")};
       }, "full");
     }
     function percent(values) { // The scale begins at the multiple of ten below the lowest value.
@@ -171,10 +171,10 @@ class Block {
         [...row].map((digit, bar) => Number(digit) === level ? `M${bar} ${place}h1v1h-1z` : "").join(""))]);
       return {
         bars: run.rows[0].length, paths: levels, height: run.rows.length,
-        told: `a class in ${run.some} of ${run.rounds} rounds`,
+        told: `a class was absent in ${run.some} of ${run.rounds} rounds`,
         tell: bar => {
           const absent = absences.names.filter((_, place) => Number(run.rows[place][bar]));
-          return absent.length ? `absent: ${absent.join(", ")}` : "no class was absent";
+          return absent.length ? `absent: ${absent.join(", ")}` : "all classes were present";
         },
       };
     });

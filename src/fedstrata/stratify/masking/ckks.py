@@ -1,4 +1,4 @@
-"""Encrypt vectors with the scheme CKKS, which TenSEAL (extra ``he``) implements.
+"""Encrypt vectors with the homomorphic encryption scheme CKKS, which TenSEAL (extra ``he``) implements.
 
 CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
 Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
@@ -24,7 +24,7 @@ Cipher = Any
 """An encrypted vector: TenSEAL's ``CKKSVector``."""
 
 LARGEST = 1 << 20
-"""The largest size of a ciphertext in bytes."""
+"""The maximum size of a ciphertext in bytes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def generate(parameters: Parameters) -> tuple[bytes, bytes]:
 
 
 def _exact(context: Any) -> None:
-    """Turn off the automatic operations that change a ciphertext's scale or modulus."""
+    """Turn off all automatic operations that would change a ciphertext's scale or modulus."""
     context.auto_rescale = context.auto_mod_switch = context.auto_relin = False
 
 
@@ -88,7 +88,7 @@ class Sealer:
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, or the context has other parameters or contains a secret key.
+        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters or contains a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:
@@ -173,21 +173,21 @@ class Opener(Sealer):
         self.parameters = parameters
         self.context = self._load_context(secret)
         if not self.context.is_private():
-            raise FedstrataError("this context has no secret key")
+            raise FedstrataError("the CKKS context does not contain a secret key, which is needed to decrypt")
 
     def open_whole(self, cipher: Cipher, *, tolerance: float) -> Ints:
         """Decrypt a ciphertext of integers.
 
         Args:
             cipher: The ciphertext.
-            tolerance: The largest accepted distance of a decrypted number from an integer, at most 0.25.
+            tolerance: The maximum accepted distance of a decrypted number from an integer, at most 0.25.
 
         Returns:
             The integers, one per slot, with the dtype int64.
 
         Raises:
-            FedstrataError: A number differs from every integer by more than ``tolerance``, so that rounding could be
-                wrong.
+            FedstrataError: A decrypted number differs from every integer by more than ``tolerance``, so rounding could
+                give a wrong integer.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)
@@ -195,7 +195,7 @@ class Opener(Sealer):
         # Beyond 2^50, doubles are so coarse that all numbers look like integers.
         if not error <= tolerance or not float(np.abs(values).max(initial=0.0)) < 2.0**50:
             raise FedstrataError(
-                f"a decrypted number is {error:.3g} away from a whole number, but at most {tolerance} is allowed. A "
-                "ciphertext is damaged, or was made with another key."
+                f"a decrypted number is {error:.3g} away from an integer, but at most {tolerance} is allowed. A "
+                "ciphertext is damaged, or was encrypted with another key."
             )
         return whole.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Enrol a client before the first round: the client reports its labels, and decrypts totals over clients.
+"""Enrol a client before the first round: the client reports its labels, and decrypts sums over all clients.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels. The
 secret keys come from the key ring of the client's context (``key_store.KeyRing``). No reply contains a secret key.
@@ -42,7 +42,7 @@ from fedstrata.stratify.masking.prf import TAG_SIZE, tag
 from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 
 _WHOLE = 0.1
-"""The largest accepted distance of a decrypted total from an integer.
+"""The maximum accepted distance of a decrypted sum over clients from an integer.
 
 The error of the encryption is below 0.001 for 1,000 clients.
 """
@@ -82,7 +82,7 @@ def assign(client: Client, request: Assign) -> Assigned:
 def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
     if len(placeholders) != len(labels) or len(np.unique(placeholders)) != len(placeholders):
         raise FedstrataError(
-            f"there are {len(placeholders)} placeholders for {len(labels)} labels, or a placeholder occurs twice"
+            f"the request has {len(placeholders)} placeholders for {len(labels)} labels, or a placeholder occurs twice"
         )
     client.state[PLACEHOLDERS] = dict(zip(placeholders.tolist(), labels.tolist(), strict=True))
 
@@ -159,6 +159,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report the fraction of all clients' samples that the client has, for each of the client's labels."""
+    """Report, for each label of the client, the fraction of all clients' samples that the client has."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -23,18 +23,18 @@ TOGETHER = 64
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
-    """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted counts.
+    """Tell clients the placeholders (numbers) that stand for their labels, and add up their encrypted sample counts.
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         public: The clients' public keys.
         held: A mapping from each client to its placeholders, in the server's numbering.
         names: The random number that each placeholder has for clients, shape (P,).
 
     Returns:
-        Two values: the entries of ``held`` for the clients that answered, and the encrypted number of samples of each
-        placeholder over exactly these clients. The numbers are sorted by name, and each ciphertext contains many
-        numbers.
+        Two values: the entries of ``held`` for the clients that replied, and the encrypted number of samples of each
+        placeholder over exactly these clients. The encrypted numbers are sorted by name, and each ciphertext contains
+        many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -53,10 +53,10 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
 
 def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """Return the number of samples of each placeholder over all clients, which the first answering client decrypts.
+    """Return the number of samples of each placeholder over all clients. The first client that replies decrypts it.
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         pages: The ciphertexts of the totals, which are sorted by name.
         held: A mapping from each client with counted samples to its placeholders (numbers that stand for labels).
         names: The random number that each placeholder has for clients, shape (P,).
@@ -65,7 +65,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         The totals, shape (P,).
 
     Raises:
-        QuorumError: No client could decrypt the totals. Clients refuse to decrypt totals that are not close to an
+        QuorumError: No client could decrypt the totals. Clients refuse to report totals that are not close to an
             integer.
     """
     size = len(names)
@@ -80,15 +80,15 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their fractions of the totals. Return each client's sample counts per label.
+    """Ask clients for their fractions of the totals. Compute each client's sample counts per label.
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         held: A mapping from each client to its placeholders (numbers that stand for its labels).
         totals: The number of samples of each placeholder over all clients, shape (P,).
 
     Returns:
-        A mapping from each client that answered to its counts, in the order of its placeholders. If the counts
+        A mapping from each client that replied to its counts, in the order of its placeholders. If the counts
         contradict a total, the mapping is empty.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
@@ -101,7 +101,8 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))
     if wrong.any():
         # The sum does not show which client sent a wrong fraction, so no fraction is used.
-        federation.note("refused", list(counts), f"the shares of {int(wrong.sum())} placeholders do not add up")
+        problem = f"the shares of {int(wrong.sum())} placeholders do not add up to the total"
+        federation.note("refused", list(counts), problem)
         return {}
     return counts
 

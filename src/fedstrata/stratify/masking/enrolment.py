@@ -1,10 +1,10 @@
-"""Enrol clients: the server learns sample counts, and which clients have labels in common, but not the labels.
+"""Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
 
 The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
-a label. The server numbers placeholders in the order in which it discovers their labels. This order is the same in
-every mode of masking, so that training is the same, too. Clients know the placeholders only by random numbers, called
-*names*, because the server's own numbers would reveal which client added a label. Neither this module nor its imports
-can access a secret key.
+a label. The server numbers placeholders in the order in which it discovers their labels. The order is the same in
+every mode of masking, so that masking does not change the training. Clients know the placeholders only by random
+numbers (*names*), because the server's own numbers would reveal which client added a label. Neither this module nor its
+imports can access a secret key.
 
 The page ``docs/privacy/masked-labels.md`` lists what each party learns in each mode of masking (Stratify §IV-A).
 """
@@ -45,9 +45,9 @@ class Roll:
         names: The random numbers that the P placeholders have for clients: a permutation of 0 … P − 1. All other fields
             use the server's own numbers 0 … P − 1 of the placeholders.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
-        counts: A mapping from each client to its numbers of samples, in the order of the client's placeholders in
-            ``held``. The mapping contains only clients that reported counts. Clients report counts if labels are not
-            masked, or if selection is weighted.
+        counts: A mapping from each client to its sample counts, in the order of the client's placeholders in ``held``.
+            The mapping contains only clients that reported counts. Clients report counts if labels are not masked, or
+            if selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With this knowledge, the server recognises the labels of clients that join later.
@@ -61,7 +61,7 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Return the clients that have each placeholder (a number that stands for a label), and their sample counts.
+        """Return, for each placeholder (a number that stands for a label), its clients and their sample counts.
 
         The unreported samples of a label (the total minus the reported counts) are divided equally among the clients
         that did not report their counts.
@@ -87,7 +87,7 @@ class Roll:
 
 @record("OpenRegister")
 class OpenRegister:
-    """The labels, which the server knows without masking.
+    """The list of labels, which the server knows if labels are not masked.
 
     Args:
         labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
@@ -98,7 +98,7 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """The keyed hashes of the labels, which the server knows with masking ``prf``.
+    """The keyed hashes of the labels, which the server knows with ``masking = "prf"``.
 
     Args:
         keys: The clients' public keys.
@@ -120,7 +120,9 @@ def check(masking: Masking, classes: int) -> None:
         tenseal()
     if masking == "ckks" and classes > MOST_CLASSES:
         raise SpecError(
-            "masking", f"supports at most {MOST_CLASSES} classes, but the data have {classes}. Use 'prf'.", masking
+            "masking",
+            f"supports at most {MOST_CLASSES} classes, but the data have {classes}. Use masking = 'prf'.",
+            masking,
         )
 
 
@@ -135,24 +137,24 @@ def enrol(
     """Ask clients for their labels, and give each label a placeholder (a number that stands for the label).
 
     Args:
-        federation: The federation, through which the server asks clients.
+        federation: The federation, through which the server sends requests to clients.
         masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
             (``ckks``). With ``ckks``, the server compares labels under encryption.
         weighted: Whether clients also report which fraction of all samples of a label they have.
-        before: The result of an earlier enrolment. The server asks only clients that are missing in the earlier result,
-            and placeholders keep their labels.
-        watch: A function that is called with the name of each phase when it begins. The phases are "unique list" (find
+        before: The result of an earlier enrolment. The server then asks only clients that are not enrolled yet, and
+            placeholders keep their labels.
+        watch: A function that is called with a phase's name when the phase begins. The phases are "unique list" (find
             all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
-        The roll of all clients that answered every request. Events record why other clients are missing.
+        The enrolled clients, which replied to every request. Events record why other clients are missing.
 
     Raises:
-        QuorumError: No client answered, or no client could decrypt the totals.
+        QuorumError: No client replied, or no client could decrypt the totals.
         ClientsFailedError: All clients raised an exception.
     """
     if before is not None and before.masking != masking:
-        raise ValueError(f"the clients enrolled with masking {before.masking!r}, not {masking!r}")
+        raise ValueError(f"the earlier enrolment used masking = {before.masking!r}, not {masking!r}")
     joined = before.held if before is not None else {}
     clients = [client for client in range(federation.config.clients) if client not in joined]
     roll = _MODES[masking](federation, clients, before, watch, weighted)
@@ -162,7 +164,7 @@ def enrol(
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
         roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
-        raise QuorumError(f"no client could enrol ({len(clients)} clients were asked)")
+        raise QuorumError(f"none of {len(clients)} clients could enrol. The events record the reasons.")
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
     federation.note("enrolled", reason=f"{len(roll.held)} of {federation.config.clients} clients, {reason}")
     return roll
@@ -223,7 +225,7 @@ _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _pack
 
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
-    """Return the clients' public keys, from an earlier enrolment or from the first client that answers."""
+    """Return the clients' public keys, from an earlier enrolment or from the first client that replies."""
     if before:
         return Public(before.register.keys)
     _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
@@ -240,7 +242,7 @@ def _names(before: Roll | None, size: int) -> Ints:
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Ask clients one by one until the list of labels has all classes; then compare all other clients with the list."""
+    """Ask clients one by one until the list of labels has all classes. Then compare all other clients with the list."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")
@@ -250,12 +252,12 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
 ) -> tuple[Held, Ints, Held]:
-    """Add up the encrypted counts, let a client decrypt the totals, and ask for shares if selection is weighted.
+    """Add up encrypted sample counts, and let a client decrypt the sums; if selection is weighted, ask for shares.
 
     Returns:
-        Three values: the placeholders (numbers that stand for labels) of each client that answered; the number of
-        samples of each placeholder over all clients, shape (P,); and the counts of each client (empty if selection is
-        not weighted).
+        Three values: the placeholders (numbers that stand for labels) of each client that replied, the number of
+        samples of each placeholder over all clients, shape (P,), and the sample counts of each client. The last value
+        is empty if selection is not weighted.
     """
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
@@ -263,7 +265,7 @@ def _counted(
 
 
 def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
-    """Number labels in the order in which clients present them.
+    """Give numbers to labels, in the order in which clients report the labels.
 
     Args:
         known: The labels that already have a number; new labels are appended.
@@ -284,7 +286,7 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
 
 
 def _assign(federation: Federation, held: Held, names: Ints) -> Held:
-    """Tell clients which numbers stand for their labels; return the entries of ``held`` for clients that confirmed."""
+    """Tell clients which numbers stand for their labels. Return the entries of ``held`` for clients that confirmed."""
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests, requests)
     return {client: held[client] for client in replies}

@@ -1,4 +1,4 @@
-"""Store the secret keys that one client makes, that all clients share, and that the server never sees.
+"""Store the secret keys that all clients share. One client makes the keys, and the server never sees them.
 
 A client gets the keys from ``ClientContext.keys`` in its context, which the server cannot access. Keys can be neither
 encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of its folder. Only the
@@ -32,7 +32,7 @@ class Keys:
     """The secret and public keys that the clients of a federation share.
 
     Args:
-        parts: A mapping from the name of each key to the key's bytes. ``_NAMES`` lists the names.
+        parts: A mapping from each key's name to the key's bytes. ``_NAMES`` lists the names.
 
     Raises:
         DataError: A key is missing or unknown.
@@ -56,7 +56,7 @@ class Keys:
         return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
     def __reduce__(self) -> Any:
-        raise TypeError("keys cannot be pickled, because they must not leave this process")
+        raise TypeError("secret keys cannot be pickled, because they must not leave this process")
 
     def __repr__(self) -> str:
         return f"Keys({self.name})"
@@ -110,36 +110,36 @@ class Keys:
             data = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"there are no keys at {path} ({error.strerror}). Create keys with 'fedstrata keys --out DIR', and "
-                f"copy them to the site of every client. Set {VARIABLE}=DIR at the sites, but never on the server."
+                f"the key file {path} cannot be read ({error.strerror}). Create keys with 'fedstrata keys --out DIR', "
+                f"and copy them to the site of every client. Set {VARIABLE}=DIR at the sites, but never on the server."
             ) from None
         if os.name == "posix" and mode & 0o077:
-            raise DataError(f"{path} can be read by other users (mode {mode:o}). Change its mode to 600.")
+            raise DataError(f"{path} can be read by other users (mode {mode:o}). Change the file's mode to 600.")
         try:
             parts = records.decode(data)
         except WireError as error:
             raise DataError(f"{path} is damaged: {error}. Restore the file.") from None
         if not isinstance(parts, dict) or parts.pop("format", None) != _FORMAT:
-            raise DataError(f"{path} is not a key file. Create one with 'fedstrata keys'.")
+            raise DataError(f"{path} is not a key file. Create a key file with 'fedstrata keys'.")
         return cls(parts)
 
 
 class KeyRing:
-    """A source of the shared keys for the clients of one process.
+    """Provides the shared keys to all clients in one process.
 
     The keys come from one of three places:
 
-    - Without a folder, the keys are in memory, and the first client that is asked makes the keys. This case is for
-      simulations in one process.
+    - In simulations in one process, the keys are in memory. The first client that is asked makes the keys, and
+      ``folder`` is None.
 
-    - With a folder and ``create``, the first client that is asked writes the key file. This case is for simulations in
-      several processes.
+    - In simulations in several processes, the first client that is asked writes the key file. In this case, ``folder``
+      is set and ``create`` is True.
 
-    - With a folder and without ``create``, the folder must already contain the key file, which an operator has put
-      there. This case is for real sites.
+    - In deployments, an operator puts the key file into the folder before the run. In this case, ``folder`` is set and
+      ``create`` is False.
 
     Args:
-        folder: The folder of the key file.
+        folder: The folder of the key file; None to keep the keys in memory.
         create: Whether a client may make the key file when the server asks for keys.
     """
 
@@ -172,14 +172,14 @@ class KeyRing:
         if self._keys is None:
             if self.folder is None:
                 raise FedstrataError(
-                    "this client has no keys, because they were created in another process. Create key files with "
+                    "the client does not have the keys, because another process created them. Create key files with "
                     f"'fedstrata keys', and set {VARIABLE}."
                 )
             self._keys = Keys.read(self.folder)
         return self._keys
 
     def make(self) -> Keys:
-        """Return the keys. If there are no keys yet and this ring may make keys, make new keys."""
+        """Return the keys. If there are no keys yet and this key ring may make keys, make new keys."""
         if self._keys is None and (self.folder is None or (self.create and not (self.folder / FILE).exists())):
             self._keys = Keys.make()
             if self.folder is not None:
@@ -189,9 +189,9 @@ class KeyRing:
     def order_seed(self, seed: int) -> int:
         """Return the seed of the random order in which clients report their labels.
 
-        A server that guesses this order can tell which label each placeholder (a number) stands for. At real sites, the
-        seed is therefore derived from a secret in the key file. In a simulation, the function returns the experiment's
-        seed, so that a spec always has the same result.
+        A server that guesses this order can tell which label each placeholder (a number) stands for. In a deployment,
+        the seed is therefore derived from a secret in the key file. In a simulation, the function returns the
+        experiment's seed, so that a spec always gives the same result.
 
         Args:
             seed: The experiment's seed.

@@ -60,7 +60,7 @@ class OpenKeys(Request):
 
 @record("Assigned")
 class Assigned(Reply):
-    """The confirmation of ``Assign``.
+    """The reply to ``Assign``, in which the client confirms the placeholders of its labels.
 
     Args:
         labels: The number of different labels of the client.
@@ -96,10 +96,10 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were made with the wrong keys, and replies with more tags than classes."""
+        """Refuse tags that were computed with other keys, and replies with more tags than there are classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
-            raise ReplyRefusedError(f"there are {len(self.tags)} tags, but only {classes} classes")
+            raise ReplyRefusedError(f"the reply has {len(self.tags)} tags, but there are only {classes} classes")
 
 
 @record("TagReport")
@@ -113,7 +113,7 @@ class TagReport(Request):
         """Refuse duplicate tags."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
-            raise ReplyRefusedError("a tag occurs twice")
+            raise ReplyRefusedError("the reply contains a tag twice")
 
 
 @record("SealedLabels")
@@ -144,9 +144,10 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Refuse a reply without ciphertexts, or with more ciphertexts than all classes need."""
+        """Refuse a reply that has zero ciphertexts, or more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
-            raise ReplyRefusedError(f"the reply has {len(reply.sheets)} ciphertexts for {self.classes} classes")
+            problem = f"the reply has {len(reply.sheets)} ciphertexts, which does not fit {self.classes} classes"
+            raise ReplyRefusedError(problem)
 
 
 @record("CompareReply")
@@ -154,9 +155,9 @@ class CompareReply(Reply):
     """The positions at which the server's encrypted list of labels (the unique list) contains the client's labels.
 
     Args:
-        places: The position of a zero difference for each label of the client, int64, shape (L,). Column c of the
-            request's ciphertext i has the position i · width + c. A label with a zero difference is on the list, and
-            other labels have the position −1. ``SlotLayout`` defines columns and width.
+        places: For each label of the client, the position of a zero difference, int64, shape (L,). Column c of the
+            request's ciphertext i has the position i · width + c. A label with a zero difference is on the server's
+            list. All other labels have the position −1. ``SlotLayout`` defines columns and width.
     """
 
     places: Tensor
@@ -222,7 +223,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Refuse a reply that does not have exactly one ciphertext for each page of the list that gets an entry."""
+        """Refuse a reply without exactly one ciphertext for each page of the list that gets an entry."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -233,7 +234,7 @@ class Enlist(Request):
 
 @record("CountReply")
 class CountReply(Reply):
-    """A client's encrypted counts.
+    """A client's encrypted number of samples of each label.
 
     Args:
         key: The keys' fingerprint.
@@ -247,7 +248,7 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """A request for a client's encrypted sample counts, which also tells the client the placeholders of its labels.
+    """A request for encrypted sample counts. The request also tells a client the placeholders of the client's labels.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
@@ -263,7 +264,8 @@ class CountReport(Request):
     def check(self, reply: CountReply) -> None:
         """Refuse a reply if its number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
-            raise ReplyRefusedError(f"the reply has {len(reply.pages)} ciphertexts for {self.size} placeholders")
+            problem = f"the reply has {len(reply.pages)} ciphertexts, which does not fit {self.size} placeholders"
+            raise ReplyRefusedError(problem)
 
 
 @record("Totals")
@@ -285,7 +287,7 @@ class Totals(Reply):
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "a label has fewer samples than clients, or has samples although no client has the label"
+                "the totals are impossible: a label has fewer samples than clients, or has samples but not a client"
             )
 
 
@@ -305,17 +307,17 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """Refuse a reply that does not have exactly one total per label."""
+        """Refuse a reply without exactly one total per label."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """For each of a client's labels, the fraction of all clients' samples that the client has.
+    """For each label of a client, the client's fraction of all clients' samples of this label.
 
     Args:
-        shares: The client's number of samples of each label, divided by the number over all clients, float64, shape
-            (L,).
+        shares: The client's number of samples of each label, divided by the number of samples over all clients,
+            float64, shape (L,).
     """
 
     shares: Tensor
@@ -323,7 +325,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request for the fraction of all samples of each label that a client has.
+    """A request for the fraction of all clients' samples that a client has, for each of its labels.
 
     The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
     this fraction.
@@ -345,4 +347,4 @@ class ShareReport(Request):
         """Refuse fractions that amount to less than one sample, or to more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
-            raise ReplyRefusedError("a fraction of samples is above 1, or amounts to less than one sample")
+            raise ReplyRefusedError("a fraction of samples is above 1, or is less than one sample")

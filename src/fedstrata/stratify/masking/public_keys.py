@@ -1,4 +1,4 @@
-"""Send requests to individual clients during an enrolment, and use the clients' public keys."""
+"""Send requests to one client at a time during an enrolment, and check replies with the clients' public keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Ask one client. Return its reply, or None if the client fails. An event then records the reason."""
+    """Send a request to one client. Return its reply, or None if the client fails. An event then records the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
@@ -33,17 +33,17 @@ def ask_until(
     *,
     check: Check | None = None,
 ) -> tuple[ClientId, Any]:
-    """Ask clients one after another until a client answers. Return this client and its reply.
+    """Send a request to one client after another until a client replies. Return this client and its reply.
 
     Raises:
-        QuorumError: No client answers. The error message says why the last client failed.
+        QuorumError: No client replies. The error message says why the last client failed.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)
         if reply is not None:
             return client, reply
     reasons = [event["reason"] for event in federation.events if event["kind"] in ("failed", "refused")]
-    last = f". The last client's reason: {reasons[-1]}" if reasons else ""
+    last = f". The last client failed: {reasons[-1]}" if reasons else ""
     raise QuorumError(f"no client could {purpose}{last}")
 
 
@@ -68,14 +68,14 @@ class Public:
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Refuse a reply with data that were encrypted with other keys.
+        """Refuse a reply that was encrypted with other keys.
 
         Args:
             key: The fingerprint in the reply.
         """
         if key != self.keys.key:
             raise ReplyRefusedError(
-                f"the reply was encrypted with the keys {key!r}, but other clients used {self.keys.key!r}"
+                f"the reply was encrypted with the keys {key!r}, but other clients used the keys {self.keys.key!r}"
             )
 
     def check_counts(self, reply: CountReply) -> None:

@@ -35,12 +35,12 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
 
 MOST_CLASSES = 60_000
-"""The largest supported number of classes, for which p / S is at most 2⁻¹²; see the module's docstring."""
+"""The maximum number of classes, for which p / S is at most 2⁻¹²; see the module's docstring."""
 
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
 _SPAN = 2**44
-"""The largest absolute value of z (see the module's docstring) that CKKS encodes with an error below 1/256."""
+"""The maximum absolute value of z (see the module's docstring) that CKKS encodes with an error below 1/256."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SlotLayout:
     """The layout of ciphertexts for C classes. The module's docstring describes the layout.
 
     Args:
-        classes: The largest number C of labels on the unique list (the encrypted list of all labels).
+        classes: The maximum number C of labels on the unique list (the encrypted list of all labels).
         slots: The number of slots of a ciphertext.
 
     >>> layout = SlotLayout(10)
@@ -83,7 +83,7 @@ class SlotLayout:
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of ciphertexts (sheets) of a client with ``labels`` labels, which is at least 1."""
+        """Return the number of ciphertexts (sheets, at least 1) that a client with ``labels`` labels sends."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
@@ -121,7 +121,7 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """Draw the random numbers r and p·s + u that hide differences (see the module's docstring), shape (slots,).
+        """Draw the random numbers r and p·s + u (see the module's docstring), which hide differences, shape (slots,).
 
         The numbers come from the operating system's randomness. If the numbers depended on the experiment's seed,
         clients could repeat the draws, because clients know the seed.
@@ -148,8 +148,8 @@ class SlotLayout:
             ciphertext i. If a label has no zero difference, the position is −1.
 
         Raises:
-            FedstrataError: A label equals two entries of the list, or an unused row equals an entry. This error cannot
-                occur if all parties follow the protocol and use the same key.
+            FedstrataError: A label equals two entries of the list, or an unused row equals an entry of the list. The
+                error cannot occur if all parties follow the protocol and use the same key.
         """
         places = np.full(labels, -1, dtype=np.int64)
         for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):

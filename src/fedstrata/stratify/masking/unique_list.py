@@ -2,9 +2,9 @@
 
 The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
 the list has all classes, the server compares the labels of all other clients at once. For a comparison, the server
-subtracts ciphertexts and scrambles the differences, and the client decrypts the differences and reports where they are
-zero. A zero means that the labels are equal, and all other differences look random
-(``fedstrata.stratify.masking.slot_layout``). The server has only public keys, so it cannot decrypt labels.
+subtracts ciphertexts and scrambles the differences. The client decrypts the differences and reports which are zero. A
+zero means that two labels are equal. All other differences look random (``fedstrata.stratify.masking.slot_layout``).
+The server has only public keys, so the server cannot decrypt labels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class UniqueList:
     placeholder 0, the second label has the placeholder 1, and so on.
 
     Args:
-        federation: The federation, through which the server asks clients. The list is complete when it has as many
+        federation: The federation, through which the server sends requests. The list is complete when it has as many
             labels as the federation has classes.
         public: The clients' public keys.
         register: The list of an earlier enrolment; None for a new list.
@@ -76,7 +76,7 @@ class UniqueList:
         return len(self.places)
 
     def register(self) -> PackedRegister:
-        """Return the list as a record, for clients that join later."""
+        """Return the list as a record, which is needed when clients join later."""
         pages = {page: cipher.serialize() for page, cipher in self.pages.items()}
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
@@ -92,8 +92,8 @@ class UniqueList:
 
         Returns:
             A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
-            value −1 means that a label is not on the list. Clients that did not answer, or sent an impossible answer,
-            are left out.
+            value −1 means that a label is not on the list. Clients that did not reply, or sent an impossible reply, are
+            left out.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -110,7 +110,7 @@ class UniqueList:
         for client, reply in self.ask(requests, requests).items():
             placeholders = self._resolve(reply.places.numpy(), order[client])
             if placeholders is None or self.grid.sheets(len(placeholders)) != len(clients[client].sheets):
-                self.refuse(client, "its reply matches an empty entry, or does not fit its number of labels")
+                self.refuse(client, "the reply matches an empty entry, or does not fit the client's number of labels")
             else:
                 held[client] = placeholders
         return held
@@ -124,7 +124,7 @@ class UniqueList:
             labels: The indices of the new labels among the client's labels.
 
         Returns:
-            True if the client answered.
+            True if the client replied.
         """
         places = self._free[: len(labels)]
         request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64))
@@ -142,8 +142,8 @@ class UniqueList:
         """Compare the labels of one client after another with the list, and add new labels until the list is complete.
 
         Returns:
-            A mapping from each client that answered to its placeholders (the numbers that stand for its labels), and
-            the clients that were not asked.
+            A mapping from each client that replied to its placeholders (the numbers that stand for its labels), and the
+            clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
@@ -172,11 +172,11 @@ class UniqueList:
         return held
 
     def _fits(self, client: ClientId, placeholders: Ints, room: int) -> bool:
-        """Return True if a client's answer is possible; otherwise, refuse the client.
+        """Return True if a client's reply is possible. Otherwise, refuse the client and return False.
 
         Args:
             client: The client.
-            placeholders: The number that stands for each of the client's labels, −1 for labels that are not on the
+            placeholders: The number that stands for each of the client's labels; −1 for labels that are not on the
                 list.
             room: The number of labels that can still be added to the list.
         """
@@ -184,15 +184,15 @@ class UniqueList:
         new = len(placeholders) - len(known)
         defect = ""
         if new > room:
-            defect = f"{new} labels are not on the list, which has room for only {room} of {self.classes} labels"
+            defect = f"{new} labels are not on the list, but only {room} of {self.classes} labels are missing there"
         elif len(np.unique(known)) != len(known):
-            defect = "two of its labels match the same entry of the list"
+            defect = "two of the client's labels match the same entry of the list"
         if defect:
             self.refuse(client, defect)
         return not defect
 
     def refuse(self, client: ClientId, defect: str) -> None:
-        """Count a client as failed, and record an event with the reason."""
+        """Count a client as failed, and record an event with the reason ``defect``."""
         self.federation.log.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
@@ -203,9 +203,9 @@ class UniqueList:
         *,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
-        """Ask clients, and return the reply of each client that answered.
+        """Send requests to clients, and return all replies.
 
-        A single client that raises an exception counts as a client that did not answer.
+        If only one client is asked and raises an exception, this client counts as a client that did not reply.
         """
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
@@ -222,7 +222,7 @@ class UniqueList:
         return product.serialize()  # type: ignore[no-any-return]
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
-        """Find the entries of the list that equal a client's labels, from the client's answer to ``Compare``.
+        """Find the entries of the list that equal a client's labels, from the client's reply to ``Compare``.
 
         Args:
             places: For each label of the client, the position of a zero difference, or −1; see ``CompareReply``.
@@ -231,7 +231,7 @@ class UniqueList:
 
         Returns:
             The placeholder of each label (the number that stands for the label), or −1 if the label is not on the list.
-            None if the answer is impossible.
+            None if the reply is impossible.
         """
         placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
         placeholders = np.full(len(places), -1, dtype=np.int64)
