@@ -125,8 +125,8 @@ def input_columns(features: Any) -> list[str]:
             )
     numbers = [name for name, feature in features.items() if name != label and _is_number(feature)]
     if not numbers:
-        columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise DataError(f"the data set has no column of images, arrays or numbers. Its columns are: {columns}.")
+        kinds_of = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        raise DataError(f"the data set has no column of images, arrays or numbers. Its columns are: {kinds_of}.")
     return numbers
 
 

@@ -95,9 +95,8 @@ class _Exchange:
 class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
-    The secrets of a site are never saved: a site that restarts gets new secrets, and joins the next roster. Only the
-    hashes in ``answered`` must be saved. Otherwise, a server could repeat a request without one of the sites, and
-    compute the site's vector from the two sums.
+    A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
+    Otherwise, a server could repeat a request without a site, and compute the site's vector from the two sums.
 
     Each method answers one message of the server, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
