@@ -40,9 +40,8 @@ class Dirichlet(Partition):
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e-3, nearly all samples of a class go to one client.
             With 1e6, the partition is nearly IID.
-        balance: Meaning of each Dirichlet draw. ``class``: the draw divides the samples of one class among the clients,
-            so clients differ in size. ``client``: the draw gives the class probabilities of one client, and all clients
-            have the same size (±1).
+        balance: Meaning of each Dirichlet draw. ``class``: how one class is divided among the clients, so clients
+            differ in size. ``client``: the class probabilities of one client, with equal sizes (±1).
         prior: Parameters of the Dirichlet distribution, with ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
