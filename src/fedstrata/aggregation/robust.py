@@ -116,8 +116,8 @@ class TrimmedMean(RobustAggregator):
     """The mean of each coordinate of the updates, without the smallest and largest values (Yin et al. 2018).
 
     Args:
-        attackers: Maximum number f of attackers' replies per round. In each coordinate, the f smallest and f largest
-            values are left out.
+        attackers: Maximum number f of replies from attackers per round. In each coordinate, the f smallest and f
+            largest values are left out.
     """
 
     attackers: NonNegativeInt = 1
@@ -149,7 +149,7 @@ class Krum(RobustAggregator):
     update with the smallest score is used, and all other updates are ignored.
 
     Args:
-        attackers: Maximum number f of attackers' replies per round. A round needs at least 2 f + 3 replies.
+        attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
     """
 
     attackers: NonNegativeInt = 1
@@ -187,7 +187,7 @@ class MultiKrum(Krum):
     """Multi-Krum: the mean of several updates with the smallest distances to their nearest neighbours.
 
     Args:
-        attackers: Maximum number f of attackers' replies per round. A round needs at least 2 f + 3 replies.
+        attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
         chosen: Number of updates to average. With n replies and f attackers, the maximum and default is n − f.
     """
 

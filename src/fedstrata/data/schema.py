@@ -214,8 +214,8 @@ class Schema(Setting):
             order.
         missing: Contents of cells, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, stratified by class. Or the name of a column
-            that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false``.
+        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, the name
+            of a column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character that separates the cells of a CSV file.
     """
 

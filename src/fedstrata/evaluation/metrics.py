@@ -415,7 +415,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Perplexity: the exponential of the mean cross-entropy in nats."""
+    """Exponential of the mean cross-entropy in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:

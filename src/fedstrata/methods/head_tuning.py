@@ -21,9 +21,9 @@ class HeadTuning(Setting):
     the head) once, in evaluation mode. The clients' optimiser (``training.optimizer``) is not used.
 
     Args:
-        per_class: Number of the server's samples per class.
+        per_class: Number of samples per class for training the head.
         steps: Number of gradient steps per training of the head.
-        lr: Learning rate of the head.
+        lr: Learning rate for training the head.
         momentum: Momentum for training the head.
         weight_decay: Factor of the L2 penalty on the head's parameters.
     """

@@ -64,7 +64,7 @@ class Rebalanced(CountsIdle):
         mu: Weight μ of the loss on augmented features. The published code uses 0.5, with ``training.momentum = 0.5``.
         transfer: Factor λ in an augmented feature, which is another class's prototype plus λ times a sample's deviation
             from its own class's prototype.
-        relaxed: Whether the loss uses the class prior. If false, both terms of the loss are plain cross-entropy.
+        relaxed: Whether the loss uses the class prior, instead of plain cross-entropy.
         keep_prototypes: Whether each client stores its latest prototypes, which ``fedstrata audit prototypes`` needs.
         prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only the current
             round counts, as in the paper.

@@ -120,8 +120,8 @@ class Stratified(ClientSampler):
         allocation: Number of draws from each stratum. ``neyman``: in proportion to the stratum's size times its spread,
             possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding. ``neyman-at-least-one``: as
             ``neyman``, but at least one. ``proportional``: in proportion to the stratum's size, but at least one.
-            Default: ``neyman-random`` with replacement or systematic draws. For sequential draws, the default is
-            ``neyman`` with ``refresh = "all"``, otherwise ``neyman-at-least-one``.
+            Default: ``neyman-random`` with replacement or systematic draws. Otherwise ``neyman`` with ``refresh =
+            "all"``, and ``neyman-at-least-one`` with ``participants``.
     """
 
     needs_replies = "groups clients by their gradients"
