@@ -30,8 +30,7 @@ class Aggregator(Setting):
     """Base class of the aggregators, which combine the clients' updates with one weight a_k per client.
 
     Args:
-        server: Server optimiser, which applies the combined update to the global model. Default: the server adds the
-            update unchanged.
+        server: Server optimiser. Default: the server adds the combined update unchanged.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()

@@ -118,8 +118,7 @@ class Extrapolated(Mean):
     and weights updates by numbers of samples.
 
     Args:
-        eps: Constant ε in the denominator of the factor that multiplies the mean update. It limits the factor if the
-            mean update is near zero.
+        eps: Constant ε in the factor's denominator. With a mean update near zero, ε limits the factor.
     """
 
     needs_replies = ""

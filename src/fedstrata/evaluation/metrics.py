@@ -335,8 +335,7 @@ class AUROC(_ByClient):
     the record also contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in the histogram of each class's scores. The sites of a deployment send this histogram
-            instead of scores.
+        bins: Number of bins in each class's histogram of scores, which sites of a deployment send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -416,7 +415,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Perplexity: the exponential of the mean cross-entropy in nats."""
+    """Exponential of the mean cross-entropy in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -445,7 +444,7 @@ class ECE(_ByClient):
     weighted by the bins' numbers of samples.
 
     Args:
-        bins: Number of bins of equal width into which samples are divided by confidence.
+        bins: Number of confidence bins of equal width.
     """
 
     higher_is_better = False

@@ -166,7 +166,7 @@ class MLflow(Tracker):
             ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: a name built from the method, data set and seed.
-        tags: Additional tags of the run in MLflow: a table of names and values.
+        tags: Table with additional tags of the run in MLflow.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
 
