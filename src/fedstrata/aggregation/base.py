@@ -52,7 +52,7 @@ class Aggregator(Setting):
     server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the aggregator does not work with the federation or the client sampler."""
+        """Raise ``SpecError`` if the aggregator does not work with the federation's settings or the client sampler."""
 
     @abstractmethod
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -105,7 +105,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model that is evaluated, and that is saved at the end of a run. Default: the global model."""
+        """Return the model to evaluate, and to save at the end of a run. Default: the global model."""
         return weights
 
     def combine(

@@ -33,11 +33,12 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The maximum value of an integer setting without a limit of its own. Counts that are computed from this value fit into
-64 bits."""
+"""The maximum value of an integer setting that does not declare its own limit. Counts that are computed from this value
+fit into 64 bits."""
 
 LARGEST = 1e18
-"""The maximum value of a float setting without a limit of its own. The square of this value fits into float32."""
+"""The maximum value of a float setting that does not declare its own limit. The square of this value fits into
+float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
@@ -47,7 +48,7 @@ _REGISTRIES: list[Registry[Any]] = []
 
 
 class _SpecName:
-    """A descriptor that returns the name of a class in specs.
+    """A descriptor that returns the name that stands for a class in specs.
 
     A class in a registry has its registered name. A user's own class has the name ``"module:Class"``. Other classes
     have an empty name.
@@ -85,8 +86,8 @@ class Setting(BaseModel):
     """The name that selects this class in a spec; empty if the section has only one class."""
 
     later_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that earlier versions did not have. To keep the hashes of old specs, ``to_spec`` omits their default
-    values."""
+    """Names of settings that earlier versions of fedstrata did not have. ``to_spec`` omits these settings if they have
+    their default values, so that old specs keep their hashes."""
 
     @property
     def implementation(self) -> Any:
@@ -111,7 +112,7 @@ class Setting(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false as values of numeric settings, because pydantic would read them as 1 and 0."""
+        """Raise an error if a numeric setting is true or false, because pydantic would read these values as 1 and 0."""
         types = list(_types(cls.model_fields[info.field_name or ""].annotation))
         if bool not in types and (int in types or float in types) and _has_truth_value(value):
             raise ValueError("must be a number, not true or false.")
@@ -120,7 +121,7 @@ class Setting(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_served(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers that would cause an overflow or would need too much memory."""
+        """Raise an error for numbers that would cause an overflow or would need too much memory."""
         limits = cls.model_fields[info.field_name or ""].metadata
         if not any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in limits):
             _check_size(value)
@@ -174,7 +175,7 @@ class Registry(Generic[T]):
     """A mapping from names to Python classes. A class is imported when it is first used.
 
     Args:
-        kind: What error messages call these classes, such as ``"method"``.
+        kind: The word for these classes in error messages, such as ``"method"``.
         base: The base class of these classes.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
@@ -232,13 +233,13 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation for fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation for fields whose values a registry creates, as in ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     The field accepts a name, a mapping with the key ``name``, or an instance. Errors show the field's key.
 
     Args:
         registry: The registry that contains the names.
-        default: The name for mappings without the key ``name``. By default, such mappings are refused.
+        default: The name to use for mappings without the key ``name``. By default, such mappings cause an error.
     """
 
     registry: Registry[Any]
@@ -255,7 +256,8 @@ class FromRegistry:
         except SpecError as error:
             if "is not a known key" not in error.problem or "did you mean" in error.problem:
                 raise
-            problem = f"{error.problem.rstrip('.')}. The key 'name' is not set, so {self.default!r} is used. Set name."
+            problem = f"{error.problem.rstrip('.')}. The key 'name' is not set, so {self.default!r} is used. "
+            problem += "Set 'name'."
             raise SpecError(error.key, problem, error.value) from None
 
 
@@ -291,7 +293,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
 
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
-    """Convert the first problem of a pydantic error to a ``SpecError``."""
+    """Convert a pydantic error to a ``SpecError`` that describes the first problem."""
     # Unknown keys come first, because a misspelt key may be the reason why another key is missing.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
@@ -346,7 +348,10 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence that names the classes with a setting ``word`` in the registry of ``cls``, if there are any."""
+    """Return a sentence that names the classes in the registry of ``cls`` that have a setting ``word``.
+
+    Return an empty string if none of the classes has this setting.
+    """
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
             owners = []

@@ -34,7 +34,7 @@ DEFAULT_LIMIT = 2 << 30
 """The maximum size of a message that ``decode`` accepts by default, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""A mapping from wire names to the Python classes of declared records; ``decode`` only creates objects of these
+"""A mapping from wire names to the Python classes of declared records; ``decode`` creates objects of only these
 classes."""
 _WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
@@ -139,7 +139,7 @@ def size(tree: Tree) -> int:
 def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
-    The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, texts, shapes and
+    The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, strings, shapes and
     dtypes. The key does not contain values of numbers and tensors. The children of a node follow the node.
     """
     form: list[Any] = []
@@ -480,5 +480,5 @@ def add(first: Any, second: Any) -> Any:
 
 
 def same() -> Any:
-    """Declare a field that is equal in all replies, so that ``add`` keeps the value instead of adding values."""
+    """Declare a record field whose value is equal in all replies. ``add`` keeps this value instead of adding values."""
     return dataclasses.field(metadata={"same": True})

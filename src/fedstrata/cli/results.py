@@ -169,11 +169,11 @@ def add_sweep(commands: Commands) -> None:
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
-    overrides = "key and its values to try, separated by commas; a single value is fixed; may be repeated"
+    overrides = "key and the values to try, separated by commas (one value: the key does not vary); may be repeated"
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
     ranges = "key and the range that Optuna searches: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "number of trials of the search, including earlier trials in the folder of --out (default: 20)"
+    trials = "total number of trials, including earlier trials in the folder --out (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
     no_pruning = "run every trial to its end, instead of stopping poor trials early"
     parser.add_argument("--no-pruning", action="store_true", help=no_pruning)

@@ -69,8 +69,8 @@ def _run(options: argparse.Namespace) -> int:
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = (
-                f"'fedstrata run' ignores [{COMPARE}], and runs only {spec.method.name}. To run all, use 'fedstrata "
-                "compare'."
+                f"'fedstrata run' ignores [{COMPARE}], and runs only {spec.method.name}. To run all methods, use "
+                "'fedstrata compare'."
             )
             say(f"fedstrata: note: {note}")
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"

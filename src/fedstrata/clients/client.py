@@ -60,11 +60,12 @@ class ClientContext:
             reply always contains sums, from which the server computes the metrics over all clients.
         privacy: The privacy settings. The clients' site may require more samples per reply than the spec does.
         forms: A function that returns how secure sums (``privacy.sums``) add up the replies to each kind of request.
-        prepared: The cache of ``cached``: a mapping from each function to its result.
+        prepared: The results that ``cached`` stores, as a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
             server knows. Sites of a deployment need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
-        member: The site's part in secure sums; None in simulations, and in runs without secure sums.
+        member: The object that takes part in secure sums for the site; None in simulations, and in runs without secure
+            sums.
     """
 
     config: FederationConfig
@@ -167,7 +168,7 @@ class Client:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The stratum of each of the client's samples, such as its class, shape (n_k,)."""
+        """The stratum of each of the client's samples, such as the sample's label, shape (n_k,)."""
         return self.context.data.require_strata("method", "stratify")[self.indices]
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Inputs, Tensor]:

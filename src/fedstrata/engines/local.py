@@ -21,7 +21,7 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Minimum amount of work, in seconds, to start worker processes, and to use workers that are already running.
+"""Minimum work, in seconds, for which it pays to start worker processes, or to use workers that already run.
 
 The decision to start workers also counts work that this process has already done without workers. Two processes do 0.05
 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
@@ -299,7 +299,7 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers, for requests that clients compute in parallel threads.
+    """Raise an error if a model draws random numbers, because clients in parallel threads share one generator.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.

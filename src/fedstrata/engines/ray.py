@@ -53,7 +53,7 @@ MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""Number of workers that may die during a call. The clients of the call then count as failed."""
+"""Number of workers that must die during a call before the call's clients count as failed."""
 
 CALL_PAYS = 0.005
 """Minimum amount of work per call, in seconds. Clients with less work are combined in one call."""
@@ -287,7 +287,7 @@ class WorkerPool:
         return len(self._all)
 
     def enter(self, worker_payload: Any) -> None:
-        """Send a context to all workers, and wait until the first worker is ready.
+        """Send the clients' context to all workers, and wait until the first worker is ready.
 
         The other workers join later, because some processes start more slowly, and because a cluster may not have free
         cores yet.
@@ -349,8 +349,8 @@ class WorkerPool:
         """Wait until a call is finished or a worker is ready.
 
         Returns:
-            The worker, and Ray's reference to its finished call. Instead of the reference, the second value is None if
-            the worker has just become ready.
+            The worker, and Ray's reference to its finished call. The second value is None if the worker has just become
+            ready.
         """
         waiting = {ref: worker for worker in self._all for ref in worker.running}
         waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}

@@ -76,7 +76,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Restore the context. Its data set uses the arrays without a copy."""
+        """Restore the context. Its data set uses the arrays without copying them."""
         records.register(self.declared)
         tensors: dict[str, Any] = {}
         for name, array in self.arrays.items():

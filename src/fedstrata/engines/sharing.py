@@ -1,7 +1,8 @@
 """Exchange nested structures (trees) of tensors and other values between a process and its forks via shared memory.
 
-Tensors and arrays are written to shared memory, and read from there without a copy. All other values are pickled, as
-``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same machine.
+Tensors and arrays are written to shared memory, and readers use them there without copying them. All other values are
+pickled, as ``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same
+machine.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""The file in a run folder with the names of the run in each tracker. A resumed run uses these names again."""
+"""The file in a run folder that stores the run's name in each tracker. A resumed run uses these names again."""
 
 LONGEST = 500
 """The maximum number of characters of a setting's value. Longer values are cut off, so that every tracker accepts
@@ -82,19 +82,19 @@ class Tracker(Callback):
     def begin(self, simulation: Simulation) -> None:
         """Begin to track a run; see ``on_start``.
 
-        Exceptions except ``SpecError`` only stop the tracker, not the run.
+        Exceptions other than ``SpecError`` stop only the tracker, not the run.
         """
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
         """Track the metrics of a round; see ``on_round``.
 
-        Exceptions except ``SpecError`` only stop the tracker, not the run.
+        Exceptions other than ``SpecError`` stop only the tracker, not the run.
         """
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Stop tracking a run; see ``on_close``. Exceptions except ``SpecError`` cause only a warning."""
+        """Stop tracking a run; see ``on_close``. Exceptions other than ``SpecError`` cause only a warning."""
 
 
 class TensorBoard(Tracker):

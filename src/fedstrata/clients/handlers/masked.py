@@ -1,4 +1,4 @@
-"""Answer requests of secure sums with vectors modulo 2³², with or without masks."""
+"""Answer requests for secure sums with vectors of integers modulo 2³², with or without masks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return how the replies to each kind of request are added up."""
+    """Return a mapping that defines how secure sums add up the replies to each kind of request."""
     return with_codec(context.forms(context.config), context.communication.up)
 
 

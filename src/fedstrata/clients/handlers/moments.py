@@ -34,7 +34,7 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Refuse tensors of the wrong shape, and numbers of samples that are negative or not integers.
+        """Raise an error for tensors of the wrong shape, and for numbers of samples that are negative or not integers.
 
         Args:
             classes: The number of classes C.

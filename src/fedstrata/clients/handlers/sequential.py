@@ -47,7 +47,7 @@ class Visit(Request):
     round: int
 
     def check(self, reply: VisitReply) -> None:
-        """Refuse replies with negative counts."""
+        """Raise an error if a count in the reply is negative."""
         if reply.samples < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
 
