@@ -307,7 +307,10 @@ class HorvitzThompson(Aggregator):
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with known probabilities: draws with replacement, systematic draws, or uniform draws."""
+        """Raise ``SpecError`` if probabilities of draws are unknown, or if some strata may never be drawn.
+
+        The probabilities are known for draws with replacement, systematic draws and uniform draws.
+        """
         allocation, draws = getattr(sampler, "allocation", None), config.training.invited(config.clients)
         all_drawn = allocation in (None, "neyman-random") or (
             allocation != "neyman" and draws >= getattr(sampler, "strata", 0)

@@ -3,7 +3,7 @@
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
 fields of the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts
 ``{"name": "dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is
-needed. Users name their own classes by ``"module:Class"``.
+needed. A spec names a user's own class as ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Values are checked when an object is created, and unknown keys are errors.
+    """Base class of groups of settings. Values are checked when an object is created, and unknown keys cause an error.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -181,7 +181,7 @@ class Registry(Generic[T]):
     """
 
     path_form = "class as 'module:Class'"
-    """How a spec refers to a user's own class, for error messages."""
+    """A phrase for error messages, which says how a spec refers to a user's own class."""
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
@@ -334,7 +334,7 @@ def _reworded(message: str) -> str:
 
 
 def _unknown(cls: type[BaseModel], word: str) -> str:
-    """Return the text of an error about an unknown key ``word``, with the most similar key and all keys of ``cls``."""
+    """Return an error message about an unknown key ``word``, with a similar key and a list of all keys of ``cls``."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
@@ -365,7 +365,7 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
-    """Return the settings class that a path of keys leads to."""
+    """Return the settings class of the section at a path of keys, such as ``["training", "optimizer"]``."""
     for part in path:
         field = cls.model_fields.get(part)
         inner = field.annotation if field else None

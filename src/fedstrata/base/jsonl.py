@@ -15,7 +15,7 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The name of the last key in each line. Its value is a hash of the rest of the line and of the previous line's
+"""The name of the last key in each line. This key's value is a hash of the rest of the line and of the previous line's
 checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
@@ -75,8 +75,8 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if the line has no checksum. If ``after``, the previous line's checksum, is given, also return None if
-    the line's checksum is wrong.
+    Return None if the line has no checksum, or if the checksum is wrong. Wrong checksums are detected only if
+    ``after``, the previous line's checksum, is given.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):

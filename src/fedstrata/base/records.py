@@ -140,7 +140,7 @@ def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
     The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, strings, shapes and
-    dtypes. The key does not contain values of numbers and tensors. The children of a node follow the node.
+    dtypes. The key does not contain values of numbers and tensors. In the tuple, each node comes before its children.
     """
     form: list[Any] = []
     pending = [tree]
@@ -398,7 +398,7 @@ def _obvious(message: Message) -> bool:
 
 
 def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """Return a quick test of whether a value has the type ``hint``.
+    """Return a function that quickly tests whether a value has the type ``hint``.
 
     True means that the value has the type. False means that pydantic must check the value.
     """

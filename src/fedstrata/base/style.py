@@ -50,9 +50,9 @@ COLOURED = 6
 INK = Colour("#1f242b", "#e4e7eb")
 """The colour of text and axes."""
 SOFT = Colour("#59626d", "#a3acb8")
-"""The colour of notes and of headings of tables."""
+"""The colour of notes and table headings."""
 GRID = Colour("#e5e8ec", "#353b43")
-"""The colour of grids in charts and of lines between rows of tables."""
+"""The colour of grids in charts, and of lines between table rows."""
 PAPER = Colour("#ffffff", "#14171b")
 """The colour of the background."""
 PANEL = Colour("#f6f7f9", "#1c2025")

@@ -205,7 +205,7 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
     """Parse the option ``--seeds``. Return None if the option was not given.
 
     Raises:
-        SpecError: A seed is not an integer of at least 0, or occurs twice.
+        SpecError: A seed is negative, is not an integer, or occurs twice.
     """
     if options.seeds is None:
         return None
@@ -233,7 +233,7 @@ def jobs(options: argparse.Namespace) -> int | None:
 
 
 def stamp() -> str:
-    """Return the current date and time in a form for folder names."""
+    """Return the current date and time in a format that is suitable for folder names."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 

@@ -45,7 +45,7 @@ def add_table(commands: Commands) -> None:
     metrics = "comma-separated results to compare, such as final_accuracy, rounds_to_0.8 or a key of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
     budgets = (
-        "cost at which the primary metric is compared: bytes, samples, seconds or simulated_seconds (default amount: "
+        "cost at which the primary metric is compared: bytes, samples, seconds or simulated_seconds (default AMOUNT: "
         "the largest amount that all runs reached)"
     )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
@@ -183,7 +183,7 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder to store the sweep in (default: a new folder runs/sweep-DATASET-TIME)"
     )
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="maximum number of runs at the same time (default: one per processor)")
     common.add_columns(parser)
     add_output(parser)
 

@@ -125,7 +125,7 @@ def add_compare(commands: Commands) -> None:
         "centralised (one client has all samples)"
     )
     parser.add_argument("--references", help=references)
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="maximum number of runs at the same time (default: one per processor)")
     common.add_columns(parser)
     common.add_output(parser)
 

@@ -129,8 +129,8 @@ class Client:
     def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to a reply.
 
-        Handlers call this method before they read the samples. Only noisy size reports and masked labels do not need
-        this check.
+        Handlers call this method before they read the samples. Only two kinds of replies skip this check: noisy size
+        reports and masked labels.
 
         If ``privacy.min_samples`` is 1, a reply is allowed even if it is based on 0 samples.
 
@@ -149,7 +149,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        If ``training.local_steps`` is set, at most the samples in the batches of these steps contribute.
+        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of the batches
+        of these steps.
 
         Args:
             samples: Number of samples that are available for training.

@@ -1,7 +1,7 @@
 """Mark and find handlers, which are the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` collects marked
-functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
+A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` collects
+marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
 contains the handlers of a user's method.
 """
 
@@ -82,7 +82,7 @@ class Handlers:
 
     Args:
         functions: Functions that are marked with a decorator, such as ``handles``. If several functions are marked for
-            the same class in the same way, the last function is used.
+            the same class with the same decorator, the last function is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):

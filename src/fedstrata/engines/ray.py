@@ -379,7 +379,7 @@ class WorkerPool:
 
         Raises:
             FedstrataError: The call raised an exception.
-            RayError: The call was lost with its worker.
+            RayError: The worker died before the call was finished.
         """
         try:
             return self._ray.get(ref, timeout=timeout)

@@ -81,9 +81,9 @@ class LocalWorkerPool:
             run_locally: A function that computes a client's reply in this process, and stores the reply.
 
         Returns:
-            The replies and states that workers computed. A client is missing if its worker failed, if it raised an
-            exception, or if ``run_locally`` computed its reply. All clients are missing if the requests cannot be
-            shared.
+            The replies and states that workers computed. A client is missing if its worker failed, if its handler
+            raised an exception, or if ``run_locally`` computed its reply. All clients are missing if the requests
+            cannot be written to shared memory.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]

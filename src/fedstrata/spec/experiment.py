@@ -260,7 +260,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def with_location(error: SpecError, path: Path | str) -> SpecError:
     """Add the spec file's path and the line of the key to an error.
 
-    If the file does not contain the key, return the error.
+    If the file does not contain the key, return the error unchanged.
     """
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
@@ -463,8 +463,8 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
     """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``. It also applies if the experiment and the spec have the same ``name`` in this
-    section.
+    it sets the section's ``name``. An override also applies if the experiment and the spec have the same ``name`` in
+    this section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

@@ -185,7 +185,7 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that other pages describe: the pages of its four choices, such as the objective.
+    """Return the settings of a method that are described on other pages, which are the pages of the method's choices.
 
     Returns:
         A mapping from a setting's name in the method to a pair: the choice, and the setting's name in the choice. For
@@ -244,7 +244,8 @@ def _item(row: Row) -> str:
 SHOWN = re.compile(
     r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|string|list of (numbers|integers|tables)( > 0)?)$"
 )
-"""A pattern of types that a default value already shows. Numbers are positive if the page does not say otherwise."""
+"""A pattern of descriptions of types that readers can infer from the default value. Numbers are positive if the page
+does not say otherwise."""
 
 
 def _toml(default: str) -> str:

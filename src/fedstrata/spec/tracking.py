@@ -100,7 +100,7 @@ class Tracker(Callback):
 class TensorBoard(Tracker):
     """Writes event files for TensorBoard, with the metrics of each round, the settings and the spec.
 
-    Needs the extra ``tracking``.
+    Needs the optional packages of the extra ``tracking``.
 
     Args:
         dir: Folder for event files, with a subfolder for each run. Default: ``tensorboard`` in the run folder.
@@ -109,7 +109,7 @@ class TensorBoard(Tracker):
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
 
     def check(self, evaluation: Evaluation) -> None:
-        """Require the extra ``tracking``."""
+        """Raise an error if the optional packages of the extra ``tracking`` are not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ExtraMissingError("TensorBoard", "tracking")
 
@@ -159,7 +159,7 @@ class TensorBoard(Tracker):
 class MLflow(Tracker):
     """Logs the metrics of each round, the settings and the files of a run in MLflow.
 
-    Needs the extra ``tracking``.
+    Needs the optional packages of the extra ``tracking``.
 
     Args:
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: the environment variable
@@ -177,7 +177,7 @@ class MLflow(Tracker):
     artifacts: bool = True
 
     def check(self, evaluation: Evaluation) -> None:
-        """Require the extra ``tracking``."""
+        """Raise an error if the optional packages of the extra ``tracking`` are not installed."""
         if importlib.util.find_spec("mlflow") is None:
             raise ExtraMissingError("MLflow", "tracking")
 

@@ -34,7 +34,7 @@ MODEL, MEMORY, PENDING = "model", "codec", "pending"
 client needs to answer PowerSGD's second request."""
 
 _MODELS = 8
-"""Number of model versions that a process stores. Clients with the same version share the version's tensors."""
+"""Maximum number of model versions that a process stores. Clients with the same version share the version's tensors."""
 
 
 @record("HeldModel")
@@ -89,7 +89,7 @@ class Pending:
 
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
-    """Answer the inner request, and encode the update in the reply."""
+    """Answer the request inside an encoded request, and encode the update in the reply."""
     client.state.pop(PENDING, None)  # left over from an earlier exchange that was not finished
     inner, before = request.request, dict(client.state)
     if request.delivery is not None:
@@ -119,7 +119,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
-    """Return the client's term of the second PowerSGD sum, with the reply that was computed for the first sum."""
+    """Return the client's term of PowerSGD's second sum, and the reply that was computed for the first request."""
     second = second_term(client, request)
     second.remember(client, second.payload)
     return second.reply

@@ -1,4 +1,4 @@
-"""Define CCVR's request for the moments of a client's features per class, the reply, and the handler."""
+"""Define the request, the reply and the handler with which CCVR collects moments of each class's features."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def apart(client: Client, purpose: str, epochs: int | None) -> Client:
     Args:
         client: The client.
         purpose: A name for this training. Different names give different random numbers.
-        epochs: Number of epochs. Default: as many epochs or steps as ``training`` sets.
+        epochs: Number of epochs. Default: the number of epochs or steps in ``training``.
     """
     return Client(client.number, client.context.cached(_apart(purpose, epochs)), client.state, model=client.model)
 
