@@ -346,7 +346,7 @@ def _chance(selection: Selection) -> Floats:
 def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
     """Return the total size of the strata from which at least one client replied.
 
-    If the numbers of draws per stratum are random (``stratum_chance``), strata that were not invited count, too,
+    If the numbers of draws per stratum are random (``stratum_chance``), strata without an invited client also count,
     because ``_chance`` compensates for these strata.
     """
     missing = per_stratum == 0

@@ -127,7 +127,7 @@ class LocalEngine(Engine):
     def _patience(self, numbers: Iterable[ClientId]) -> float:
         """Return the number of seconds without progress after which a group is considered stuck.
 
-        In this time, all clients of the group could train for a round one after another.
+        This time is long enough for all clients of the group to train for a round one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -180,7 +180,7 @@ class LocalEngine(Engine):
             return None  # the federation then sends each request separately, and so finds the client that fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay."""
+        """Let one client change the model that travels from client to client in a relay."""
         self._pending = {}
         try:
             return self.context.handlers.hop[type(task)](self._client(client), task, weights)
@@ -280,14 +280,14 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the model of the last hop, and the new state of the client of this hop."""
+        """Accept or reject the model that the last client returned, and the new state of this client."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """End the relay, and store the new states of the clients without failed hops."""
+        """End the relay, and store the new states of the clients that did not fail."""
         weights, outcomes = self._handler.finish()
         failed = {
             client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)

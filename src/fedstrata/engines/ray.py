@@ -131,7 +131,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay. The worker keeps the model for the next hop."""
+        """Let one client change the model of a relay. The worker keeps the model for the next client."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -246,7 +246,7 @@ class WorkerHandle:
             ready.
         name: The worker's process and machine, for error messages.
         running: A mapping from Ray's reference to each unfinished call, in the order in which the calls were sent.
-        weights: The current model of a relay, if this worker computed the last hop; otherwise None.
+        weights: The current model of a relay, if this worker ran the relay's last client; otherwise None.
     """
 
     actor: Any
