@@ -242,7 +242,7 @@ class Echoes(Remembering):
 
 
 def require_memory(config: FederationConfig, models: int, limit: float, what: str) -> None:
-    """Refuse an aggregator whose stored tensors could exceed its setting ``memory_gb``.
+    """Raise an error if the tensors that an aggregator stores could exceed its setting ``memory_gb``.
 
     Args:
         config: The federation's settings.

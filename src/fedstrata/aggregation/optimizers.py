@@ -86,7 +86,8 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 class Stepper:
     """A server optimiser that changes its own copy of the parameters step by step.
 
-    This class does not use PyTorch's optimisers, because their import takes seconds and they differ from the paper's.
+    This class does not use PyTorch's optimisers, because their import takes seconds, and because they differ from the
+    optimisers in the paper.
 
     Args:
         settings: The optimiser's settings.
