@@ -39,8 +39,8 @@ QUICK = "\n**At small scale: these runs test the software, not the papers' claim
 ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
-In the figure, blue differences in accuracy are as claimed, orange differences are the opposite, and grey differences
-are not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
+Blue differences in accuracy support the claim, orange differences show the opposite, and grey differences are
+not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
 claim hold simultaneously. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
