@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that an interval shows after a shift by ``margin``, or the reason why no order is shown.
+        """Return whether the interval, shifted by ``margin``, is above or below 0, or the reason why no order is shown.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
         negative.

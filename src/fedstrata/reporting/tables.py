@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measure:
-    """The settings with which a table displays a measure in a column.
+    """The display settings of a table column that shows one quantity, such as the final accuracy.
 
     Args:
         heading: The name of the column, with the unit.

@@ -28,7 +28,7 @@ INTERVALS = (
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
-"""Measures that the JSON file contains as fractions. The stored results of the cells contain percentages."""
+"""Measures that the JSON file contains as fractions. The stored results of runs contain percentages."""
 
 
 def write(
@@ -39,7 +39,7 @@ def write(
     Args:
         protocol: Protocol of the board.
         columns: Columns to show.
-        entries: Entries to show.
+        entries: Entries (methods and compositions) to show.
         out: Folder that contains the results, and in which the page is written.
         summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
@@ -189,7 +189,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
 
 
 def _table(verdicts: Verdicts) -> list[str]:
-    """Return a table with a row per entry, best rank first, and then the entries without all seeds."""
+    """Return a table with a row per entry, best rank first. Entries with missing seeds come last."""
     ranked = verdicts.rankings["accuracy"].ranks if "accuracy" in verdicts.rankings else {}
     names = [*ranked, *(name for name in verdicts.outcomes if name not in ranked)]
     headings = [
@@ -241,7 +241,7 @@ def _folded(summary: str, lines: Sequence[str]) -> list[str]:
 
 
 def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
-    """Return the lines about the protocol, the judgement, and the entries that cannot run."""
+    """Return the lines about the protocol, the statistical tests, and the methods that cannot be trained."""
     refused: dict[tuple[str, str], list[str]] = {}
     for each in verdicts:
         for name, reason in each.refused.items():

@@ -22,7 +22,7 @@ BOARD = "board"
 CURRENT = "absent-v1"
 """The name of the protocol that ``fedstrata board`` uses."""
 BASELINE = "fedavg"
-"""The entry with which all other entries are compared."""
+"""The method with which all other entries are compared."""
 TUNED = "tuned"
 """The value of ``Cell.column`` for runs with the chosen settings. For trials, this value is ``trial-0`` and so on."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
