@@ -161,7 +161,7 @@ def paired_difference(
     0.25
     """
     if test not in TESTS:
-        raise SpecError("test", f"is not a test. Use one of: {', '.join(TESTS)}.", test)
+        raise SpecError("test", f"is not a statistical test. Use one of: {', '.join(TESTS)}.", test)
     pairs = [(a, b) for key in values if (a := values[key]) is not None and (b := baseline.get(key)) is not None]
     if not pairs:
         return Difference(None, 0)

@@ -150,7 +150,7 @@ class Protocol:
             return Entry(name, self.compositions[name], {})
         if ":" not in name and name not in METHODS:
             known = [*METHODS, *self.compositions]
-            raise SpecError("METHOD", not_among("is not an entry of the board", name, known), name)
+            raise SpecError("METHOD", not_among("is not a method or composition of the board", name, known), name)
         name = importable(name)
         under("METHOD", lambda: METHODS.find(name))
         return Entry(name, {"name": name}, self.grid.get(name, {}))
