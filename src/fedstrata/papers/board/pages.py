@@ -23,7 +23,7 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the JSON file."""
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "A difference is significant if its p-value, which is corrected by Holm's method, is below 0.05. The intervals are "
+    "A difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
     "not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
 """An explanation of the intervals and p-values on the page."""
