@@ -443,7 +443,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the key of a target in ``rounds_to_target``: the target as a short decimal number that parses to it.
+    """Return the key of a target in ``rounds_to_target``: the target as text, as short as possible without rounding.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')

@@ -213,7 +213,7 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes.
+        """Return the metric's value over all classes together.
 
         Default: the mean of the classes' values. See ``each`` for the arguments.
         """

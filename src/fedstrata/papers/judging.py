@@ -362,7 +362,7 @@ COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clie
 
 
 def _ratio(case: _Case) -> Judgement:
-    """Judge whether the ratio of the counts (see ``COUNTED``) of two rows is from ``least`` to ``most``."""
+    """Judge whether the ratio of two rows' counts (see ``COUNTED``) is between ``least`` and ``most``."""
     metric = case.about["metric"]
     by_place = []
     for mine, theirs in case.places():

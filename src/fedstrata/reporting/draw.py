@@ -102,7 +102,7 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
     Seeds without any value in the column are ignored. The curve ends at the last round of the shortest run.
 
     Raises:
-        SpecError: None of the seeds has this column.
+        SpecError: None of the runs has this column.
     """
     curves: list[dict[int, float]] = []
     missing: SpecError | None = None

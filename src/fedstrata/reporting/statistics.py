@@ -144,7 +144,7 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float = 0.0, together: int = 1
 ) -> Difference:
-    """Compute the mean difference between the values of a method and a baseline with the same seeds.
+    """Compute the mean difference between a method's and a baseline's values, paired by seed.
 
     Args:
         values: A mapping from each seed to the method's value. None stands for a missing value.

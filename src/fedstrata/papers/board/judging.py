@@ -80,7 +80,7 @@ def within(points: Curve, place: int, budget: float) -> float | None:
     """Return a run's accuracy when its budget is used up; None if the first evaluation is already beyond the budget.
 
     The accuracy is a mean over the evaluations in the last fifth of the rounds that are within the budget. If the whole
-    run costs less than the budget, these are the last rounds of the run.
+    run costs less than the budget, these evaluations are in the last fifth of the run.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
@@ -141,7 +141,7 @@ class Verdicts:
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the entry with the best validation accuracy within the baseline's budget; None if none is known.
+        """Return the entry with the best validation accuracy within the baseline's budget; None if it is unknown.
 
         Each entry is represented by the trial whose settings were chosen. Entries with personal models are left out,
         because their trials are evaluated on other samples.
@@ -182,6 +182,6 @@ def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results)
 
 
 def overall(columns: Sequence[Verdicts]) -> Ranking | None:
-    """Rank the entries that have finished all seeds in all columns by mean accuracy, with the columns as blocks."""
+    """Rank the entries by mean accuracy, with the columns as blocks. Entries with missing seeds are left out."""
     shared = [name for name in columns[0].complete if all(name in each.complete for each in columns)] if columns else []
     return ranking({name: [each.complete[name].mean("accuracy") for each in columns] for name in shared})

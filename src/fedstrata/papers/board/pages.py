@@ -255,7 +255,7 @@ def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
 
 
 def _entries(protocol: Protocol) -> dict[str, Any]:
-    """Return the numbers of entries and columns of the protocol, and a table of the compositions with their parts."""
+    """Return values for ``about.md``: numbers of entries and columns, and a table of the compositions' parts."""
     methods, rows = [*METHODS], []
     for name, method in protocol.compositions.items():
         parts = [f"{choice.replace('_', ' ')} `{method[choice]}`" for choice in CHOICES if choice in method]

@@ -163,7 +163,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
 
 
 def _reasons(measured: Properties) -> dict[str, list[Reason]]:
-    """Return the reasons that the rules give for each method. The first methods of all rules come first."""
+    """Return the reasons that the rules give for each method. The result begins with the first method of each rule."""
     holding = [rule for rule in RULES if rule.holds(measured)]
     order = [name for names in zip_longest(*(rule.methods for rule in holding)) for name in names if name is not None]
     reasons: dict[str, list[Reason]] = {name: [] for name in order}
