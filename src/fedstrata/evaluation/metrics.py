@@ -43,7 +43,7 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The values from which the metric is computed. The value is an entry of ``Task.tables``, ``"loss"`` (losses),
+    """The name of the values from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses),
     ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of plain classification).
     """
 
@@ -213,7 +213,7 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes.
+        """Return the metric's value over all classes together.
 
         Default: the mean of the classes' values. See ``each`` for the arguments.
         """
@@ -352,7 +352,7 @@ class AUROC(_ByClient):
     def _each(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
         """Return each client's area for each class, (clients, C); NaN if undefined.
 
-        For two classes, only the second counts.
+        With two classes, only the area of the second class is used.
         """
         classes = [1] if predictions.classes == 2 else range(predictions.classes)
         return np.stack(

@@ -66,7 +66,7 @@ class Evaluation(Setting):
     def _different(cls, metrics: list[Metric]) -> list[Metric]:
         labels = [metric.label for metric in metrics]
         if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"the list contains {twice[0]!r} twice. Remove one of them.")
+            raise ValueError(f"the list contains {twice[0]!r} twice. Remove one of the two.")
         return metrics
 
     @field_validator("targets", mode="before")
@@ -96,7 +96,7 @@ class Evaluation(Setting):
             problem = not_among("is not a metric of this run", self.primary, self.measured, use)
             raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
-            problem = "personal models are evaluated on the clients' own test samples. Set evaluation.client_test too."
+            problem = "requires that clients have their own test samples. Set evaluation.client_test too."
             raise SpecError("fine_tune", problem, self.fine_tune)
         return self
 
