@@ -22,7 +22,7 @@ from fedstrata.data.dataset import Dataset
 KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
-"""Number of trial calls of a user's own function before a run."""
+"""The number of times that a user's own function is called as a test before a run."""
 
 
 class Augmentation(Setting):
@@ -73,7 +73,7 @@ class CropFlip(Augmentation):
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
 
     def check(self, data: Dataset) -> None:
-        """Refuse samples that are not images, images that are too small, and tasks with a target for each pixel."""
+        """Raise ``SpecError`` if samples are not images, if images are too small, or if each pixel has a target."""
         shape = data.shape
         if data.keep or isinstance(shape, Mapping) or len(shape) != 3:
             form = f"ids of shape {shape}" if data.keep else f"the shape {shape}"
@@ -127,7 +127,7 @@ class OwnAugmentation(Augmentation):
         return result
 
     def check(self, data: Dataset) -> None:
-        """Try the function on two samples. Refuse the function if its random numbers do not come from the generator."""
+        """Call the function on two samples. Raise ``SpecError`` if a call fails, or results are not reproducible."""
         if not data.train_size:  # the server of a deployment may have no samples
             return
         try:

@@ -44,7 +44,7 @@ class MappedFile:
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return a description of the same file in which the array has another shape."""
+        """Return the same file with another array shape."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:

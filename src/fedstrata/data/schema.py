@@ -1,4 +1,4 @@
-"""Convert the cells of a table to numbers, as a schema describes. ``fitting`` computes features from the numbers."""
+"""Convert a table's cells to numbers, as a schema describes. The module ``fitting`` turns the numbers into features."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""In tables with more rows than this number, a category column causes a warning if it has more distinct values than
-half the rows.
+"""The number of values above which a category column causes a warning if most of its values are distinct.
 """
 MOST_CATEGORIES = 100
 """A column with more categories than this number causes a warning, because each category becomes a feature."""
@@ -273,7 +272,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema, with columns and categories of the table that the schema does not list.
+        """Return a copy of the schema that also lists the table's unlisted feature columns and categories.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -293,12 +292,12 @@ class Schema(Setting):
         return self._with({name: self._completed(table, name) for name in names})
 
     def _with(self, inputs: dict[str, Column]) -> Schema:
-        """Return a copy of the schema with other descriptions of the features. The label column does not change."""
+        """Return a copy of the schema with other settings of the feature columns. The label column does not change."""
         label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
         return self.model_copy(update={"columns": {**inputs, **label}})
 
     def _completed(self, table: Table, name: str) -> Column:
-        """Check that a column can be a feature, and return its description with its type and its categories."""
+        """Check that a column can be a feature. Return the column's settings, including its type and categories."""
         given = (self.columns or {}).get(name)
         key, column = ("data.schema.features", Column()) if given is None else (f"data.schema.columns.{name}", given)
         table.require(name, key)
@@ -323,7 +322,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for a deployment, where sites read only columns that the spec names, and guess no types.
+        """Return the schema for a deployment. Sites read only columns that the spec names, and do not guess types.
 
         Args:
             classes: True if labels are classes; False if labels are numbers.
@@ -697,7 +696,7 @@ def _is_number(cell: object) -> bool:
 
 
 def _float(cell: Any) -> float:
-    """Return a cell as a number. Refuse ``1_0`` and non-ASCII digits, which Python would accept."""
+    """Return a cell as a number. Raise ``ValueError`` for ``1_0`` and non-ASCII digits, which Python would accept."""
     if isinstance(cell, str) and ("_" in cell or not cell.isascii()):
         raise ValueError(f"{cell!r} is not a number")
     return float(cell)

@@ -55,7 +55,7 @@ Batches = Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Context:
-    """The values that a client's loss needs, and that do not change during local training.
+    """The values that a client's loss needs. These values do not change during local training.
 
     Args:
         start: The parameters w_t of the global model, with which local training starts.
@@ -125,8 +125,9 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The groups of tensors in a client's message that the server adds up over rounds, and that codecs with error
-    feedback encode.
+    """The names of the tensor groups in a client's message that may be added up over rounds.
+
+    Codecs with error feedback encode only these groups of the message.
     """
 
     needs_sgd: ClassVar[str] = ""
@@ -153,7 +154,7 @@ class Objective(Setting):
         return frozenset()
 
     single_samples: ClassVar[bool] = False
-    """Whether the loss of a sample depends only on this sample, which differential privacy of samples requires.
+    """Whether the loss of a sample depends only on this sample. Sample-level differential privacy requires this.
 
     The loss then uses neither other samples nor the client's sample counts. The message to the server is computed only
     from parameters.
@@ -278,7 +279,7 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ of a step, whose gradient is computed at w + δ instead of w. None stands for δ = 0.
+        """Return the displacement δ: a step uses the gradient at w + δ instead of w. None stands for δ = 0.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
         ``gradient`` must override ``gradients_per_step``.

@@ -55,7 +55,7 @@ class Contrastive(PerSample):
     temperature: PositiveFloat = 0.5
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with a head, because the features are the head's input."""
+        """Raise ``SpecError`` if the model has no head, because the features are the head's input."""
         config.model.require_head()
 
     @property

@@ -99,7 +99,7 @@ class Rebalanced(CountsIdle):
     # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """If features are augmented, require that the number of features is known and that the head has no buffers."""
+        """If features are augmented, raise ``SpecError`` for an unknown number of features or a head with buffers."""
         if not self.mu:
             return
         feature_size(config.model)

@@ -205,8 +205,8 @@ def _indices_in(file: object) -> list[list[int]]:
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
         problem = (
-            "must contain two arrays of integers: 'indices', and 'offsets', which ascends from 0 to the number of "
-            f"indices, {indices.size}."
+            "must contain two arrays of integers, 'indices' and 'offsets'. The offsets must ascend from 0 to the "
+            f"number of indices, {indices.size}."
         )
         raise SpecError("file", problem, str(file))
     return [part.tolist() for part in np.split(indices, ends[1:-1])]
