@@ -26,7 +26,7 @@ from fedstrata.sampling.client_sizes import (
 )
 
 Estimates = Literal["round", "pooled"]
-"""The estimate that a round uses: the round's own estimate, or the mean of the estimates of all rounds so far."""
+"""The estimate that a round uses: the round's own estimate, or the mean of all estimates up to this round."""
 
 
 @record("FedSTaSDataState")
@@ -34,8 +34,8 @@ class FedSTaSDataState:
     """The running mean, over rounds, of the participants' estimated total number of samples.
 
     Args:
-        total: The sum of the estimates of all rounds so far.
-        rounds: The number of rounds in this sum.
+        total: The sum of the estimates of all past rounds.
+        rounds: The number of past rounds with an estimate.
     """
 
     total: float
@@ -44,11 +44,11 @@ class FedSTaSDataState:
 
 @record("FedSTaSAnswersState")
 class FedSTaSAnswersState(FedSTaSDataState):
-    """The running mean of the estimates, and the numbers that clients reported, which later rounds use again.
+    """The running mean of the estimates, and the clients' reported numbers of samples, which later rounds use again.
 
     Args:
-        total: The sum of the estimates of all rounds so far.
-        rounds: The number of rounds in this sum.
+        total: The sum of the estimates of all past rounds.
+        rounds: The number of past rounds with an estimate.
         answered: The numbers of samples that clients have reported.
     """
 
@@ -90,7 +90,7 @@ class FedSTaSData(DataSampler):
 
     @model_validator(mode="after")
     def _check_share(self) -> Self:
-        """Refuse settings of the clients' reports if ``share`` makes the reports unnecessary."""
+        """Raise ``SpecError`` if ``share`` is set together with settings that only affect the clients' reports."""
         for key in ("samples", "epsilon", "estimates", "reuse"):
             if self.share is not None and (value := getattr(self, key)) is not None:
                 problem = "has no effect with share, because clients do not report their numbers of samples. Remove"
@@ -108,7 +108,7 @@ class FedSTaSData(DataSampler):
         return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client has more samples than it may report with the bound M."""
+        """Warn if a client has more samples than the bound M allows."""
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
@@ -119,7 +119,7 @@ class FedSTaSData(DataSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' numbers of samples; empty with ``share``, which needs no request."""
+        """Return the request for the participants' numbers of samples. With ``share``, return an empty list."""
         if self.share is not None:
             return []
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
