@@ -48,7 +48,7 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """Pads each image, crops it at a random position, and mirrors it with probability 1/2.
 
-    The padding reflects the image at its edges.
+    The padding is the reflection of the image at its edges.
 
     Args:
         padding: Number of pixels that are added on each side of an image before cropping.
@@ -88,7 +88,7 @@ class CropFlip(Augmentation):
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Mirror positions outside 0 … ``size`` − 1 at the nearer end, so that all positions lie inside."""
+    """Reflect positions outside 0 … ``size`` − 1 at the nearer border, so that all positions are valid."""
     last = size - 1
     return last - (last - places.abs()).abs()
 
@@ -110,7 +110,7 @@ class OwnAugmentation(Augmentation):
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings for a spec: ``name`` is the path, and the other keys are the function's arguments."""
+        """Return the settings as keys of a spec: ``name`` is the path, and the other keys are the arguments."""
         return {"name": self.path, **plain(self.arguments)}
 
     def __call__(self, x: Any, generator: torch.Generator) -> Any:

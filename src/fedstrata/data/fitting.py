@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TARGET = "y"
 """The key in ``Statistics.counts`` under which a task finds how often each target occurs."""
 CHUNK = 1 << 20
-"""The number of rows that are cast to float64 at once, to limit memory."""
+"""The number of rows that are cast to float64 at once, to limit memory use."""
 
 
 @record("Statistics")

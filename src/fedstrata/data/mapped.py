@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstrata.base.errors import DataError
 
 CHUNK = 1 << 22
-"""The number of values that are checked at once, to limit memory."""
+"""The number of values that are checked at once, to limit memory use."""
 
 TYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "bool")
 """The accepted types of memory-mapped inputs, which can be used without a conversion."""

@@ -36,7 +36,7 @@ MOST_CATEGORIES = 100
 """A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
-"""The form of strings that are read as a date or a time of day."""
+"""The pattern of strings that are read as a date or a time of day."""
 SHOWN = 12
 """The maximum number of categories or columns that a message lists."""
 
@@ -460,7 +460,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
     """Return the feature columns as numbers, shape (N, K), with NaN for missing values.
 
     Args:
-        table: The table with the rows.
+        table: The table to read.
         schema: A completed schema.
 
     Raises:
@@ -496,7 +496,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
     """Return whether each row is a test sample, shape (N,).
 
     Args:
-        table: The table with the rows.
+        table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
         first: The index of the table's first client in the whole federation. With this index, a site with only some of
@@ -554,7 +554,7 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     """Return the labels as float64 numbers, shape (N,).
 
     Args:
-        table: The table with the rows.
+        table: The table to read.
         schema: The schema of the table.
         strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
             not checked, and the result is None if a cell is not a finite number.
@@ -607,7 +607,7 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as a string, which does not depend on whether the cell was a string, a number or a boolean.
+    """Return a cell as a string. The same value, stored as a string, number or boolean, gives the same string.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -703,7 +703,7 @@ def _float(cell: Any) -> float:
 
 
 def _digits(cell: int | str) -> int | None:
-    """Return a cell as an integer with all its digits; None if the cell is not written as an integer."""
+    """Return a cell as an integer, without rounding; None if the cell is not written as an integer."""
     try:
         return int(cell)
     except ValueError:

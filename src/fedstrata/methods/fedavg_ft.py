@@ -31,7 +31,7 @@ class FedAvgFT(Recipe, HeadTuning):
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg. If a client trained, also train the head on the server."""
+        """Run a round of FedAvg. If at least one client trained, also train the head on the server."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

@@ -3,7 +3,7 @@
 Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
 forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
 and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m. The
-class ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over samples.
+class ``torch.nn.SyncBatchNorm`` normalises in the same way across processes. The loss must be a *sum* over samples.
 The clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
 batch.
 """
@@ -45,7 +45,7 @@ class ReduceGroup:
 
 
 class GroupBrokenError(FedstrataError):
-    """The error that is raised in all members of a group if a batch cannot be finished, because a member failed."""
+    """The error that all members of a group raise if one member fails, so that the batch cannot be finished."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
@@ -195,7 +195,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
     """Convert every BatchNorm layer of ``module`` in place, so that the layer can normalise over a group of clients.
 
     As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names. The
-    results of the layers change only inside ``federated``.
+    results of the layers change only inside the context manager ``federated``.
 
     Returns:
         ``module`` itself.

@@ -78,7 +78,7 @@ class Model:
 
     @property
     def head_name(self) -> str:
-        """The dotted name of the head. A module without a head raises ``SpecError``."""
+        """The dotted name of the head. Reading the name raises ``SpecError`` if the module has no head."""
         return self._head.name
 
     @property

@@ -143,7 +143,7 @@ class Custom(ModelSpec):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings for a spec: ``name`` is the factory, and the other keys are its arguments."""
+        """Return the settings as keys of a spec: ``name`` is the factory, and the other keys are its arguments."""
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: Shape, classes: int) -> nn.Module:

@@ -136,14 +136,14 @@ class Objective(Setting):
     needs_replies: ClassVar[str] = ""
     """The reason why the server needs each client's reply, as a verb phrase; empty if ``summands`` are enough.
 
-    A class that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
+    A subclass that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
     """
 
     @property
     def sends(self) -> str:
         """A description of the message from ``client_final``, which ``fedstrata asks`` prints; empty without a message.
 
-        A class that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
+        A subclass that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.
         """
         return ""
@@ -193,7 +193,7 @@ class Objective(Setting):
         """Update the server's state and the global model with the clients' messages.
 
         Args:
-            state: The server's state of this objective.
+            state: This objective's state on the server.
             before: The global model w_t before the round.
             after: The aggregated model.
             replies: The accepted replies, in client order.
@@ -255,7 +255,7 @@ class Objective(Setting):
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute values from the client's data before training. Return them together with the server's message.
+        """Compute values from the client's data before training. Return the server's message with these values.
 
         Args:
             model: The client's model, into which ``weights`` are not loaded yet.
@@ -281,8 +281,8 @@ class Objective(Setting):
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
         """Return the displacement δ: a step uses the gradient at w + δ instead of w. None stands for δ = 0.
 
-        The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
-        ``gradient`` must override ``gradients_per_step``.
+        The correction and the optimiser's own terms, such as weight decay, are computed at w. A subclass that
+        calls ``gradient`` must override ``gradients_per_step``.
 
         Args:
             params: The trained parameters w.

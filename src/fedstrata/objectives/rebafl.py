@@ -202,7 +202,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Compute prototypes with the trained model (Eq. 21). Return them as the message and as the client's state."""
+        """Compute prototypes with the trained model (Eq. 21). Return the prototypes as message and as state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)

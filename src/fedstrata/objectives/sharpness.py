@@ -62,7 +62,8 @@ class GloballySharpnessAware(Objective):
     parameters that the client trains.
 
     This implementation follows the paper. In the authors' program, the server sends the last change of the global model
-    to all clients. For all entries of a tensor, the clients use the same number from this change.
+    to all clients. From this change, the clients take one number per tensor, and use this number for all entries of the
+    tensor.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.

@@ -202,8 +202,8 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
             or 1.
 
     Returns:
-        The number of draws from each stratum, shape (H,). No number is larger than the stratum's number of clients, and
-        the sum is ``budget``.
+        The number of draws from each stratum, shape (H,). A stratum never gets more draws than it has clients, and the
+        sum is ``budget``.
 
     >>> neyman(4, np.array([10, 10]), np.array([3.0, 1.0])).tolist()
     [3, 1]

@@ -154,7 +154,7 @@ class FedSTaSData(DataSampler):
 
 
 def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> dict[str, float]:
-    """Return the expected number of samples that clients use, in a simulation; otherwise an empty mapping.
+    """In a simulation, return the expected number of samples that clients use; otherwise, an empty mapping.
 
     Only simulations know how many samples each client has. With the expected number, methods can be compared at equal
     numbers of samples. With an estimate from a single round, the expected number is slightly larger than n*. If clients

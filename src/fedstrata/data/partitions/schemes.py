@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory."""
+"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory use."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
