@@ -113,7 +113,8 @@ class Untrained:
                 )
                 advice = "Change the buffer in every training pass, or register it with persistent=False."
             else:
-                problem, advice = "is frozen and not sent, but a forward pass changed it", "Register it as a buffer."
+                problem = "is frozen and not sent, but a forward pass changed it"
+                advice = "Register the parameter as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")
 
 

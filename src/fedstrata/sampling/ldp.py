@@ -112,9 +112,9 @@ class FedSTaSData(DataSampler):
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
-                f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (up to "
-                f"{int(config.sizes.max())} samples). The estimated total is therefore too low, and clients use more "
-                "samples than requested. A larger bound avoids this, but adds noise.",
+                f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (the largest "
+                f"client has {int(config.sizes.max())} samples). The estimated total is therefore too low, and clients "
+                "use more samples than requested. A larger bound avoids this, but adds noise.",
                 stacklevel=2,
             )
 
