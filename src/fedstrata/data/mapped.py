@@ -44,7 +44,7 @@ class MappedFile:
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return the same file with another array shape."""
+        """Return this description with another array shape. The file itself does not change."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:
