@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The possible numbers of channels of images, which identify the channel axis."""
+"""The numbers of channels that an image can have. The channel axis is identified by its length."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -166,7 +166,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if rounding to float32 would make different samples equal, for example large and similar values."""
+    """Return True if different samples, such as large and similar values, would become equal in float32."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)

@@ -22,7 +22,7 @@ from fedstrata.data.dataset import Dataset
 KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
-"""Number of trial calls of a user's own function before a run."""
+"""The number of times that a user's own function is called as a test before a run."""
 
 
 class Augmentation(Setting):
@@ -48,7 +48,7 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """Pads each image, crops it at a random position, and mirrors it with probability 1/2.
 
-    The padding reflects the image at its edges.
+    The padding is the reflection of the image at its edges.
 
     Args:
         padding: Number of pixels added on each side before cropping.
@@ -73,7 +73,7 @@ class CropFlip(Augmentation):
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
 
     def check(self, data: Dataset) -> None:
-        """Refuse samples that are not images, images that are too small, and tasks with a target for each pixel."""
+        """Raise ``SpecError`` if samples are not images, if images are too small, or if each pixel has a target."""
         shape = data.shape
         if data.keep or isinstance(shape, Mapping) or len(shape) != 3:
             form = f"ids of shape {shape}" if data.keep else f"the shape {shape}"
@@ -88,7 +88,7 @@ class CropFlip(Augmentation):
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Mirror positions outside 0 … ``size`` − 1 at the nearer end, so that all positions lie inside."""
+    """Reflect positions outside 0 … ``size`` − 1 at the nearer border, so that all positions are valid."""
     last = size - 1
     return last - (last - places.abs()).abs()
 
@@ -110,7 +110,7 @@ class OwnAugmentation(Augmentation):
         return load_object(self.path, KIND)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings for a spec: ``name`` is the path, and the other keys are the function's arguments."""
+        """Return the settings as keys of a spec: ``name`` is the path, and the other keys are the arguments."""
         return {"name": self.path, **plain(self.arguments)}
 
     def __call__(self, x: Any, generator: torch.Generator) -> Any:
@@ -127,7 +127,7 @@ class OwnAugmentation(Augmentation):
         return result
 
     def check(self, data: Dataset) -> None:
-        """Try the function on two samples. Refuse the function if its random numbers do not come from the generator."""
+        """Call the function on two samples. Raise ``SpecError`` if a call fails, or results are not reproducible."""
         if not data.train_size:  # the server of a deployment may have no samples
             return
         try:

@@ -63,7 +63,7 @@ class Dataset:
         client_names: The name of each client, including clients that have only test samples.
         unfitted: The raw samples, from which features are computed again when the clients' training samples are known.
             The value is None if features do not depend on statistics.
-        features: The rule that computes the features of a table from its rows; None for arrays.
+        features: The object that computes features from the rows of a table; None for arrays.
         task: The task, which determines what the targets mean.
         n_outputs: The number of model outputs per sample, token or pixel. Default: the number of ``class_names``.
         keep: Whether inputs are integers, such as token ids, that are passed to the model unchanged.
@@ -123,7 +123,7 @@ class Dataset:
         return self.strata, len(self.stratum_names)
 
     def require_strata(self, key: str, value: object) -> Ints:
-        """Return the stratum of each training sample, shape (N,). Refuse data without strata.
+        """Return the stratum of each training sample, shape (N,), or raise an error if samples have no strata.
 
         Args:
             key: The key of the setting that needs strata.
@@ -365,10 +365,10 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
 
 def task_of(task: Task | str | None, y_train: Array) -> Task:
-    """Return the task with a given name, or the given task itself. If ``task`` is None, choose a task by the targets.
+    """Return the task with a given name, or the given task itself. For None, infer the task from the targets.
 
     Targets with fractions mean regression, and all other targets mean classification. Integers with very many distinct
-    values are refused, because they could be classes or quantities.
+    values cause an error, because such integers could be classes or quantities.
 
     Args:
         task: The task, its name, or None.

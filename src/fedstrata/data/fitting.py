@@ -1,8 +1,8 @@
 """Compute statistics of training samples, and use the statistics to impute and normalise features.
 
 The clients' statistics can be added up, so that the server gets the statistics of all samples without seeing a sample.
-A deployment and its simulation compute the same numbers. Statistics exclude samples that are held out of training, for
-example for validation. Held-out samples are known only after the samples have been divided among clients.
+A deployment and its simulation compute the same statistics. Statistics exclude samples that are held out of training,
+for example for validation. Held-out samples are known only after the samples have been divided among clients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TARGET = "y"
 """The key in ``Statistics.counts`` under which a task finds how often each target occurs."""
 CHUNK = 1 << 20
-"""The number of rows that are cast to float64 at once, to limit memory."""
+"""The number of rows that are cast to float64 at once, to limit memory use."""
 
 
 @record("Statistics")
@@ -67,7 +67,7 @@ class Statistics(Message):
     counts: dict[str, Tensor]
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Combine two sets of statistics without rounding errors of large sums (Chan, Golub and LeVeque 1979)."""
+        """Combine two sets of statistics with a numerically stable formula (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
         share, distance = other.count / count.clamp(min=1), other.mean - self.mean
         return Statistics(
@@ -113,7 +113,7 @@ class Statistics(Message):
         return float(values[np.searchsorted(counts.cumsum(), counts.sum() / 2)])
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """Check the form and plausibility of statistics that another party sent.
+        """Check that statistics from another party have the right shapes and possible values.
 
         Raises:
             DataError: The statistics describe other columns, or are impossible.
@@ -145,12 +145,12 @@ class Statistics(Message):
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
             raise DataError("the minimum of a column is not finite, or is above the maximum")
         if len(other.low) and not bool(((other.low[~some] == math.inf) & (other.high[~some] == -math.inf)).all()):
-            raise DataError("a column without values has a minimum or a maximum")
+            raise DataError("a column without values must not have a minimum or a maximum")
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The rule that computes features from the rows of a table. Predictions for new rows use the same rule.
+    """Computes features from the rows of a table, for training and for predictions.
 
     Args:
         schema: The completed schema of the table.
@@ -267,7 +267,7 @@ class Unfitted:
         return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
 
     def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
-        """Split statistics into statistics of the features, and statistics of the targets as a task needs them."""
+        """Split statistics into statistics of the features and of the targets, in the form that a task needs."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
         counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}
@@ -294,7 +294,7 @@ class Unfitted:
         return replace(known, **changed)
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """Check the form and plausibility of statistics that another party computed from its own data.
+        """Check that statistics from another party have the right shapes, possible values and all required entries.
 
         Raises:
             DataError: The statistics describe other columns, are impossible, or lack required values.
@@ -369,7 +369,7 @@ class Unfitted:
         return train, test, shift, scale
 
     def features(self, known: Statistics) -> Features | None:
-        """Return the rule that computes the features of a table; None for arrays.
+        """Return the object that computes the features of a table; None for arrays.
 
         Args:
             known: The statistics of the clients' training samples.
@@ -455,7 +455,7 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
-    """Set the parameters of a task that depend on the clients' training targets, such as the mean.
+    """Compute settings of the task, such as the mean of the targets, from the clients' training targets.
 
     Args:
         data: The data set.
@@ -467,7 +467,7 @@ def fit_targets(data: Dataset, groups: Iterable[Ints]) -> Dataset:
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """Impute and normalise the features of a data set with given statistics. In a deployment, also fit the task.
+    """Impute and normalise features with given statistics. In a deployment, also compute settings of the task.
 
     Args:
         data: A data set with raw samples (``Dataset.unfitted``).

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstrata.base.errors import DataError
 
 CHUNK = 1 << 22
-"""The number of values that are checked at once, to limit memory."""
+"""The number of values that are checked at once, to limit memory use."""
 
 TYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "bool")
 """The accepted types of memory-mapped inputs, which can be used without a conversion."""
@@ -44,7 +44,7 @@ class MappedFile:
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)
 
     def of_shape(self, shape: tuple[int, ...]) -> MappedFile:
-        """Return a description of the same file in which the array has another shape."""
+        """Return this description with another array shape. The file itself does not change."""
         return replace(self, shape=tuple(shape))
 
     def open(self) -> Tensor:

@@ -14,7 +14,7 @@ def shift_and_scale(train: Tensor, normalize: Normalize) -> tuple[Tensor | None,
     """Compute the shift and scale that normalise inputs, from the training inputs.
 
     Args:
-        train: The training inputs in the stored form, shape (N, H, W, C) or (N, F).
+        train: The training inputs, in the form in which a ``Dataset`` stores them, shape (N, H, W, C) or (N, F).
         normalize: See ``from_arrays``.
 
     Returns:
@@ -50,7 +50,7 @@ def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tupl
     """Return shift and scale as float32, or as float64 if inputs would lose too much precision in float32.
 
     Args:
-        train: The training inputs in the stored form.
+        train: The training inputs, in the form in which a ``Dataset`` stores them.
         shift: The shift of each channel or feature, float64.
         scale: The scale of each channel or feature, float64.
         spread: The standard deviation or the range of each channel or feature. The rounding errors of float32 must be

@@ -1,4 +1,4 @@
-"""Convert the cells of a table to numbers, as a schema describes. ``fitting`` computes features from the numbers."""
+"""Convert a table's cells to numbers, as a schema describes. The module ``fitting`` turns the numbers into features."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""In tables with more rows than this number, a category column causes a warning if it has more distinct values than
-half the rows.
+"""The number of values above which a category column causes a warning if most of its values are distinct.
 """
 MOST_CATEGORIES = 100
 """A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
 DATE = re.compile(rf"({_DAY})([ T]\d{{1,2}}:\d\d.*)?|\d{{1,2}}:\d\d(:\d\d.*)?")
-"""The form of strings that are read as a date or a time of day."""
+"""The pattern of strings that are read as a date or a time of day."""
 SHOWN = 12
 """The maximum number of categories or columns that a message lists."""
 
@@ -272,7 +271,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema, with columns and categories of the table that the schema does not list.
+        """Return a copy of the schema that also lists the table's unlisted feature columns and categories.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -292,12 +291,12 @@ class Schema(Setting):
         return self._with({name: self._completed(table, name) for name in names})
 
     def _with(self, inputs: dict[str, Column]) -> Schema:
-        """Return a copy of the schema with other descriptions of the features. The label column does not change."""
+        """Return a copy of the schema with other settings of the feature columns. The label column does not change."""
         label = {name: column for name, column in (self.columns or {}).items() if name == self.label}
         return self.model_copy(update={"columns": {**inputs, **label}})
 
     def _completed(self, table: Table, name: str) -> Column:
-        """Check that a column can be a feature, and return its description with its type and its categories."""
+        """Check that a column can be a feature. Return the column's settings, including its type and categories."""
         given = (self.columns or {}).get(name)
         key, column = ("data.schema.features", Column()) if given is None else (f"data.schema.columns.{name}", given)
         table.require(name, key)
@@ -322,7 +321,7 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for a deployment, where sites read only columns that the spec names, and guess no types.
+        """Return the schema for a deployment. Sites read only columns that the spec names, and do not guess types.
 
         Args:
             classes: True if labels are classes; False if labels are numbers.
@@ -460,7 +459,7 @@ def parsed(table: Table, schema: Schema) -> Floats:
     """Return the feature columns as numbers, shape (N, K), with NaN for missing values.
 
     Args:
-        table: The table with the rows.
+        table: The table to read.
         schema: A completed schema.
 
     Raises:
@@ -496,7 +495,7 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
     """Return whether each row is a test sample, shape (N,).
 
     Args:
-        table: The table with the rows.
+        table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
         first: The index of the table's first client in the whole federation. With this index, a site with only some of
@@ -554,7 +553,7 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     """Return the labels as float64 numbers, shape (N,).
 
     Args:
-        table: The table with the rows.
+        table: The table to read.
         schema: The schema of the table.
         strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
             not checked, and the result is None if a cell is not a finite number.
@@ -607,7 +606,7 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as a string, which does not depend on whether the cell was a string, a number or a boolean.
+    """Return a cell as a string. The same value, stored as a string, number or boolean, gives the same string.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -696,14 +695,14 @@ def _is_number(cell: object) -> bool:
 
 
 def _float(cell: Any) -> float:
-    """Return a cell as a number. Refuse ``1_0`` and non-ASCII digits, which Python would accept."""
+    """Return a cell as a number. Raise ``ValueError`` for ``1_0`` and non-ASCII digits, which Python would accept."""
     if isinstance(cell, str) and ("_" in cell or not cell.isascii()):
         raise ValueError(f"{cell!r} is not a number")
     return float(cell)
 
 
 def _digits(cell: int | str) -> int | None:
-    """Return a cell as an integer with all its digits; None if the cell is not written as an integer."""
+    """Return a cell as an integer, without rounding; None if the cell is not written as an integer."""
     try:
         return int(cell)
     except ValueError:

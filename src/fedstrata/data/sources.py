@@ -322,8 +322,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     Args:
         path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
-            ``x_train.NAME`` for each of several inputs, which are returned as a mapping.
-        optional: The names of arrays that the file may contain, which are also read.
+            ``x_train.NAME`` for each of several inputs. These arrays are returned as a mapping.
+        optional: The names of further arrays, which are read if the file contains them.
 
     Raises:
         DataError: The file is missing, damaged or too large, contains Python objects or lacks an array.

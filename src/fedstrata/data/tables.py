@@ -112,7 +112,7 @@ def dataset_of(
     When a run begins, the features are computed again, with statistics of only those rows that clients train on.
 
     Args:
-        table: The table with the rows.
+        table: The table to convert.
         schema: A completed schema.
         held: Whether each row is a test sample, shape (N,).
         name: The name of the data set in reports.

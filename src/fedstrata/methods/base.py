@@ -67,7 +67,7 @@ class Method(Setting):
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return how secure sums (``privacy.sums``) add the clients' replies."""
+        """Return the rules by which secure sums (``privacy.sums``) add up the clients' replies."""
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()

@@ -39,7 +39,7 @@ class CCVR(Recipe, HeadTuning):
     All clients send the moments of their features z. For each class c, the moments are the number of samples n_k(c), Σ
     z and Σ z zᵀ. From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
     class c. The server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the
-    head on these features. All other layers do not change, and later rounds start from the model without calibration.
+    head on these features. All other layers do not change, and later rounds start from the uncalibrated model.
     Classes without samples at any client have no virtual features.
 
     Args:
@@ -58,7 +58,7 @@ class CCVR(Recipe, HeadTuning):
     every: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require classes, a head with a known number of features, and clients that may disclose their class counts."""
+        """Raise ``SpecError`` if classes or a suitable head are missing, or if class counts must stay private."""
         super().check(config)
         self.require_head(config, "method")
         feature_size(config.model)
@@ -70,7 +70,7 @@ class CCVR(Recipe, HeadTuning):
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Return True if the server calibrates the head after ``round`` (counted from 1) in a run of ``rounds``."""
+        """Return True if the server calibrates the head after ``round`` (counted from 1) of ``rounds`` rounds."""
         return round == rounds or (self.every is not None and round % self.every == 0)
 
     @override

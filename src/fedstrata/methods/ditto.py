@@ -12,7 +12,7 @@ from fedstrata.objectives.personal import PersonalModel
 class Ditto(Recipe):
     """FedAvg in which each client also trains a personal model that is pulled towards the global model.
 
-    Set ``evaluation.fine_tune = 0`` to measure the personal models. The global model is the same as in FedAvg.
+    To evaluate the personal models, set ``evaluation.fine_tune = 0``. The global model is the same as in FedAvg.
     """
 
     paper = "Li, Hu, Beirami and Smith 2021, Ditto: Fair and Robust Federated Learning Through Personalization (ICML)"

@@ -13,7 +13,7 @@ from fedstrata.methods.recipe import Recipe, RecipeState
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server also trains the head, on samples that no client has (an upper bound for comparisons).
+    """FedAvg whose server also trains the head, on samples that no client has (an upper bound for other methods).
 
     The partition must leave enough samples of every class to the server.
     """
@@ -22,7 +22,7 @@ class FedAvgFT(Recipe, HeadTuning):
     paper = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
 
     def check(self, config: FederationConfig) -> None:
-        """Require the server to have enough samples of every class."""
+        """Raise ``SpecError`` if the server has too few samples of a class."""
         super().check(config)
         self.require_samples(config, "method")
 
@@ -31,7 +31,7 @@ class FedAvgFT(Recipe, HeadTuning):
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg. If a client trained, also train the head on the server."""
+        """Run a round of FedAvg. If at least one client trained, also train the head on the server."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

@@ -37,7 +37,7 @@ class FedBABU(Recipe):
         return HeadOnly()
 
     def check(self, config: FederationConfig) -> None:
-        """Require enough samples at the server if the server trains the head."""
+        """Raise ``SpecError`` if the server trains the head, but has too few samples."""
         super().check(config)
         if self.fine_tune:
             self.fine_tune.require_samples(config, "method.fine_tune")

@@ -10,7 +10,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedExP(Recipe):
-    """FedAvg with a server step that is longer if the clients' updates point in different directions.
+    """FedAvg whose server takes a longer step if the clients' updates point in different directions.
 
     As in the paper, the average of the last two models is evaluated and saved, because the models can oscillate.
     Training continues from the last model. The aggregator ``fedexp`` defines the step.

@@ -12,7 +12,7 @@ from fedstrata.sampling.graph import Graph
 
 
 class FedGS(Recipe):
-    """FedAvg that invites clients with different labels, and over time invites each client equally often.
+    """FedAvg that invites clients with different labels. Over many rounds, each client is invited equally often.
 
     The clients of a round are far apart in a graph of label similarity, and were invited rarely before. The setting
     ``alpha`` weights these two aims (arXiv:2211.13975).

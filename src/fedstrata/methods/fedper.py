@@ -11,7 +11,7 @@ from fedstrata.objectives.personal import PersonalLayers
 class FedPer(Recipe):
     """FedAvg that averages only the body (the layers before the head); each client trains and keeps its own head.
 
-    Set ``evaluation.fine_tune = 0`` to measure each client's own model. The global model keeps the initial head.
+    To evaluate each client's own model, set ``evaluation.fine_tune = 0``. The global model keeps the initial head.
     """
 
     paper = "Arivazhagan et al. 2019, Federated Learning with Personalization Layers (arXiv:1912.00818)"

@@ -11,7 +11,7 @@ from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
 class FedSampling(Recipe):
-    """FedAvg in which all clients take part, and each trains on a uniformly drawn subset of its samples."""
+    """FedAvg in which all clients take part. Each client trains on a uniformly drawn subset of its samples."""
 
     paper = "Qi et al. 2023, FedSampling: A Better Sampling Strategy for FL (IJCAI)"
 

@@ -21,10 +21,10 @@ class FedTAN(Recipe):
     """FedAvg with common BatchNorm statistics, which all clients of a round compute together in the first local step.
 
     In this step, every BatchNorm layer normalises with the mean and the variance that are averaged over the round's
-    clients. In the backward pass, the gradients of the mean and of the variance are averaged, too. Each BatchNorm layer
-    therefore needs one exchange of messages with the server in each pass. Later local steps and the global model use
-    these statistics unchanged. The clients of a round train at the same time. If a client fails in the first step, the
-    round does not change the model.
+    clients. In the backward pass, the gradients of the mean and of the variance are averaged, too. In each pass,
+    clients therefore send the server one message per BatchNorm layer, and the server replies. Later local steps and the
+    global model use these statistics unchanged. The clients of a round train at the same time. If a client fails in the
+    first step, the round does not change the model.
 
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
@@ -35,7 +35,7 @@ class FedTAN(Recipe):
     paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with BatchNorm layers, averaged BatchNorm statistics, all data and cross-entropy."""
+        """Raise ``SpecError`` if the model has no BatchNorm layers, or if a setting is not compatible with FedTAN."""
         super().check(config)
         if not config.model.has_batchnorm:
             problem = (
@@ -54,7 +54,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove the key.")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the client sampler, and the request to train at the same time as all other clients."""
+        """Return the requests of the client sampler, and the request to train simultaneously with all other clients."""
         size = agreed.training.batch_size
         reason = f"uses a batch, which has at most training.batch_size = {size} samples"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

@@ -35,7 +35,7 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_head(self, config: FederationConfig, section: str) -> None:
-        """Require a head, classes, and BatchNorm statistics that the server shares with the clients.
+        """Check that the model has a head, that the task has classes, and that BatchNorm statistics are shared.
 
         Args:
             config: The federation's settings.
@@ -53,7 +53,7 @@ class HeadTuning(Setting):
             raise SpecError("training.batch_norm", problem, "local")
 
     def require_samples(self, config: FederationConfig, section: str) -> None:
-        """Require a head (``require_head``) and enough samples at the server.
+        """Check the conditions of ``require_head``, and that the server has enough samples.
 
         Args:
             config: The federation's settings.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def noisy_form(recipe: Recipe, config: FederationConfig) -> NoisyForm:
-    """Return the description of the secure sum that adds up a recipe's updates and the clients' noise."""
+    """Return the rule by which a secure sum adds up a recipe's updates and the clients' noise."""
     return NoisyForm(config, recipe.most_summed(config), _trained(recipe, config, config.model.params()))
 
 
@@ -69,7 +69,7 @@ def _mean_at_server(
 def _mean_of_noisy_updates(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params | None, dict[str, Any]]:
-    """Train clients, which clip their updates and add noise. Return the mean from a secure sum, and metrics.
+    """Let clients train, clip their updates and add noise. Return the mean, computed by a secure sum, and metrics.
 
     The mean is None if too few clients replied. The server does not learn the clients' numbers of samples.
     """

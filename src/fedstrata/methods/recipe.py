@@ -58,7 +58,7 @@ Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
 
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-"""The names of a recipe's four choices (two samplers, an objective, an aggregator), in the order of their use."""
+"""The names of a recipe's four components (two samplers, an objective, an aggregator), in the order of their use."""
 
 
 class Recipe(Method):
@@ -88,7 +88,7 @@ class Recipe(Method):
     needs_replies = ""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from the method's settings to their names in the samplers, objective and aggregator, if they differ."""
+    """A mapping from names of the method's settings to other names that the same settings have in the components."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -96,7 +96,7 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Build, from the settings, the samplers, objective and aggregator that differ from FedAvg's."""
+        """Build the samplers, objective and aggregator that differ from FedAvg's, with the method's settings."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
@@ -136,7 +136,7 @@ class Recipe(Method):
 
     @model_validator(mode="after")
     def _set_parts(self) -> Self:
-        """Set the choices that the spec does not replace, and refuse settings that affect only replaced choices."""
+        """Set choices that the spec does not replace. Raise an error for settings that affect only replaced choices."""
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
@@ -154,7 +154,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings in effect and the replaced choices. Parsing the result creates an equal method."""
+        """Return the settings in effect, and choices that the spec replaces. Parsing them creates an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -177,7 +177,7 @@ class Recipe(Method):
         return not self.aggregator.own_starts
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the samplers and of local training; None if a part does not declare its requests."""
+        """Return the requests of the samplers and of local training; None if a component does not declare requests."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
@@ -199,7 +199,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The fact ``sizes`` (clients' numbers of samples) if the data sampler keeps it private; otherwise empty."""
+        """The set ``{"sizes"}`` if the data sampler keeps clients' numbers of samples private; otherwise empty."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -213,7 +213,7 @@ class Recipe(Method):
             self._check_private(config)
 
     def _check_private(self, config: FederationConfig) -> None:
-        """Refuse settings that would disclose the numbers of samples that clients keep private."""
+        """Raise ``SpecError`` for settings that would disclose the numbers of samples that clients keep private."""
         sampler, _, objective, aggregator = self.choices()
         sampler.check_private(config)
         if aggregator.needs_counts:
@@ -258,7 +258,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return how secure sums add the replies to training requests, and to the data sampler's requests."""
+        """Return the rules by which secure sums add up replies to training requests and the data sampler's requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -312,7 +312,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return the new model with the previous values of frozen parameters, because weight decay changed them."""
+        """Return the new model after undoing the changes that weight decay made to frozen parameters."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 

@@ -40,7 +40,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse local BatchNorm statistics, and client samplers that need all models or have unsuitable settings."""
+        """Raise ``SpecError`` for local BatchNorm statistics, or a sampler that needs the models of all clients."""
         if config.training.batch_norm == "local":
             problem = "SFL trains one model with one set of BatchNorm statistics. Set training.batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")
@@ -53,7 +53,7 @@ class SFL(Method):
         sampler.check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the client sampler, and the request to train the visiting model."""
+        """Return the requests of the client sampler, and the request to train the model that the server sends."""
         sampler = self.client_sampler
         known = declares(type(sampler), "allowed", *ASKING["client_sampler"])
         return joined(sampler.allowed(agreed) if known else None, [Allowed(Visit, limit=step_limit(agreed))])
@@ -63,7 +63,7 @@ class SFL(Method):
         return SFLState(weights, self.client_sampler.init(federation))
 
     def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
-        """Let the model visit each of the selected clients, one after the other."""
+        """Train the model at each of the selected clients, one after the other."""
         config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()

@@ -3,7 +3,7 @@
 Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
 forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
 and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m. The
-class ``torch.nn.SyncBatchNorm`` normalises in the same way between processes. The loss must be a *sum* over samples.
+class ``torch.nn.SyncBatchNorm`` normalises in the same way across processes. The loss must be a *sum* over samples.
 The clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
 batch.
 """
@@ -45,7 +45,7 @@ class ReduceGroup:
 
 
 class GroupBrokenError(FedstrataError):
-    """An error for members of a group that cannot finish a batch, because another member failed."""
+    """The error that all members of a group raise if one member fails, so that the batch cannot be finished."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
@@ -54,7 +54,7 @@ class _FederatedBatchNorm(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch.
 
-        Inside ``federated``, normalise over all clients of the group. The shape does not change.
+        Inside the context manager ``federated``, normalise over all clients of the group. The shape does not change.
         """
         group = self._group
         if group is None or not self.training:
@@ -83,11 +83,11 @@ class _FederatedBatchNorm(_BatchNorm):
 
 
 class FederatedBatchNorm1d(_FederatedBatchNorm, nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` that normalises over the clients of a group inside ``federated``."""
+    """``nn.BatchNorm1d`` that normalises over a group of clients inside the context manager ``federated``."""
 
 
 class FederatedBatchNorm2d(_FederatedBatchNorm, nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` that normalises over the clients of a group inside ``federated``."""
+    """``nn.BatchNorm2d`` that normalises over a group of clients inside the context manager ``federated``."""
 
 
 def _reduced(x: Tensor) -> list[int]:
@@ -103,8 +103,8 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
     distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
-    number per channel are cast to float64. The clients exchange numbers only once. The usual algorithm first averages
-    over all clients, and needs two exchanges.
+    number per channel are cast to float64. The clients communicate only once. The usual algorithm first averages over
+    all clients, and needs a second communication.
 
     Returns:
         The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
@@ -195,7 +195,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
     """Convert every BatchNorm layer of ``module`` in place, so that the layer can normalise over a group of clients.
 
     As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names. The
-    results of the layers change only inside ``federated``.
+    results of the layers change only inside the context manager ``federated``.
 
     Returns:
         ``module`` itself.
@@ -211,7 +211,8 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
     layers = {name: part for name, part in layers.items() if not isinstance(part, _FederatedBatchNorm)}
     for name, layer in layers.items():
         if type(layer) not in _FEDERATED:
-            problem = f"is a {type(layer).__name__}, which cannot be federated. Use nn.BatchNorm1d or nn.BatchNorm2d."
+            problem = f"is a {type(layer).__name__}, which cannot normalise over several clients. Use nn.BatchNorm1d "
+            problem += "or nn.BatchNorm2d."
             raise SpecError("model", f"{name or 'the module'} {problem}")
     for layer in layers.values():
         # Only the Python class of the object changes, so that references to the layer and its parameters stay valid.
@@ -317,7 +318,7 @@ class LocalGroup:
 
         Raises:
             GroupBrokenError: A member failed, ended or was too late. The error is also raised if a member added two
-                tensors to one sum, or a tensor of another shape.
+                tensors to one sum, or if the tensors' shapes differ.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

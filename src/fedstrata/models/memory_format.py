@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
 Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The format
-affects the last bits of results. To make results reproducible, the choice depends only on the module.
+slightly affects results, because of rounding. To make results reproducible, the choice depends only on the module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
 
 
 def _runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Return True if a forward and a backward pass succeed in channels-last format, with the same logits as before."""
+    """Return True if forward and backward passes work in channels-last format, and the logits stay the same."""
     x = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).view(2, *shape)
     module.eval()
     try:

@@ -78,7 +78,7 @@ class Model:
 
     @property
     def head_name(self) -> str:
-        """The dotted name of the head. A module without a head raises ``SpecError``."""
+        """The dotted name of the head. Reading the name raises ``SpecError`` if the module has no head."""
         return self._head.name
 
     @property
@@ -101,7 +101,7 @@ class Model:
     def laid_out(self, values: Mapping[str, Tensor]) -> Params:
         """Copy values to the module's device and memory format.
 
-        Values from messages and files need this conversion.
+        Use this method for values from messages and files.
 
         Args:
             values: A mapping from names of parameters or buffers to values with the shapes that the module requires.
@@ -122,7 +122,7 @@ class Model:
         """Treat buffers as frozen: they are neither sent nor saved, and they must not change.
 
         Args:
-            names: The names of saved buffers. Names from earlier calls stay in effect.
+            names: The names of saved buffers. Buffers that earlier calls named stay frozen.
         """
         self._collect({*names, *self.untrained.constant})
 
@@ -130,7 +130,7 @@ class Model:
         """Return clones of the buffers in their current state, which training may have changed.
 
         Raises:
-            RuntimeError: The model has such buffers and is not loaded; see ``loaded``.
+            RuntimeError: The model has buffers that training changes, and is not loaded; see ``loaded``.
         """
         if self._installed is None and self.untrained.sent:
             raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
@@ -362,7 +362,7 @@ def unwrapped(output: Any) -> Tensor:
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """Return a mapping for tensors that have several names: from the first name to the other names."""
+    """For tensors with several names, return a mapping from each tensor's first name to its other names."""
     names: dict[int, list[str]] = {}
     for prefix, part in module.named_modules():
         for name, tensor in itertools.chain(

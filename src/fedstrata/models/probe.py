@@ -1,4 +1,4 @@
-"""Try a model on a few samples before a run."""
+"""Test a model on a few samples before a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstrata.models.model import Model
 
 
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
-    """Try a forward pass in training mode. Return True if the pass draws random numbers, as a dropout layer does.
+    """Run a forward pass in training mode. Return True if the pass draws random numbers, as a dropout layer does.
 
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 
@@ -58,7 +58,7 @@ def _two(x: Tensor) -> Tensor:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects whether this thread runs a PyTorch operation that draws random numbers.
 
-    A comparison of the generator's state would also notice other threads, because all threads share the generator.
+    A comparison of generator states would also detect draws in other threads, because all threads share the generator.
     """
 
     random = False

@@ -49,7 +49,7 @@ class ResNet9(ModelSpec):
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18 (He et al. 2016) for small images, with a first 3x3 convolution and without initial pooling.
+    """ResNet-18 (He et al. 2016) for small images: the first convolution is 3x3, and no pooling follows it.
 
     With 3 input channels and 10 classes, the network has 11,173,962 parameters.
 

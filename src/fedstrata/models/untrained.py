@@ -25,7 +25,7 @@ class Untrained:
         self.changing = {name: buffer for name, buffer in named.items() if name not in constant}
         """The buffers that may change in a training pass."""
         self.sent = {name: buffer for name, buffer in self.changing.items() if name in saved}
-        """The buffers of ``changing`` that are sent and saved."""
+        """The buffers in ``changing`` that are sent and saved."""
         self.constant = {name: named[name] for name in named if name in constant}
         """The buffers that are known to be constant."""
         parameters = {name: tensor for name, tensor in module.named_parameters() if not tensor.requires_grad}
@@ -85,7 +85,7 @@ class Untrained:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Refuse changes of tensors in ``frozen`` during the ``with`` block. Call ``gather`` before and after."""
+        """Raise ``SpecError`` if the ``with`` block changes a frozen tensor. Call ``gather`` before and after."""
         self.gather()
         self.watch()
         try:
@@ -113,7 +113,8 @@ class Untrained:
                 )
                 advice = "Change the buffer in every training pass, or register it with persistent=False."
             else:
-                problem, advice = "is frozen and not sent, but a forward pass changed it", "Register it as a buffer."
+                problem = "is frozen and not sent, but a forward pass changed it"
+                advice = "Register the parameter as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")
 
 

@@ -143,7 +143,7 @@ class Custom(ModelSpec):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings for a spec: ``name`` is the factory, and the other keys are its arguments."""
+        """Return the settings as keys of a spec: ``name`` is the factory, and the other keys are its arguments."""
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: Shape, classes: int) -> nn.Module:
@@ -154,7 +154,9 @@ class Custom(ModelSpec):
         except TypeError as error:
             call = ", ".join(["shape", "classes", *(f"{key}=…" for key in self.arguments)])
             raise SpecError(
-                "model.name", f"cannot be called as factory({call}): {error}. Change its parameters.", self.factory
+                "model.name",
+                f"cannot be called as factory({call}): {error}. Change the signature of the function or class.",
+                self.factory,
             ) from None
         module = factory(shape, classes, **self.arguments)
         if not isinstance(module, nn.Module):
@@ -164,7 +166,7 @@ class Custom(ModelSpec):
 
 
 class _Models(Registry[ModelSpec]):
-    """The registry of models, which also accepts the factories of ``Custom``."""
+    """The registry of models, which also accepts the path ``"module:factory"`` of a user's own model."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> ModelSpec:
         """Create the settings of a built-in model or of a user's own model; see ``Registry.make``."""
@@ -201,7 +203,7 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
-"""A batch on which a model is tried, and a function that checks the model's outputs. The function returns an empty
+"""A batch on which a model is tested, and a function that checks the model's outputs. The function returns an empty
 string if the outputs have the right shape, and otherwise the right shape as a string. None means a batch of zeros, for
 which the model must return one logit per class."""
 
@@ -215,7 +217,7 @@ def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Tr
             sample.
         classes: The number of outputs, such as the number of classes.
         seed: The experiment's seed.
-        trial: A batch on which the model is tried; see ``Trial``.
+        trial: A batch on which the model is tested; see ``Trial``.
 
     Raises:
         SpecError: The model does not accept the shape, or does not return one logit per class.
@@ -265,7 +267,7 @@ def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module |
 
 
 def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Trial) -> None:
-    """Run a forward pass on a sample, to refuse an unsuitable module before a client uses it."""
+    """Run a forward pass on a sample. Raise ``SpecError`` if the module is unsuitable."""
     require_trainable(module)
     if trial is None:
         if isinstance(shape, Mapping):  # a server without samples does not know the types of several inputs
@@ -300,7 +302,7 @@ def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
     """Check that samples are images of at least ``side`` × ``side`` pixels.
 
     Raises:
-        SpecError: The samples are not such images. The message suggests another model.
+        SpecError: The samples are not images, or the images are too small. The message suggests another model.
     """
     if len(shape) != 3:
         problem = f"takes images (channels, height, width), but the samples have shape {shape}. Set model.name = 'mlp'."

@@ -55,7 +55,7 @@ Batches = Callable[[], Iterable[Batch]]
 
 @dataclass(frozen=True)
 class Context:
-    """The values that a client's loss needs, and that do not change during local training.
+    """The values that a client's loss needs. These values do not change during local training.
 
     Args:
         start: The parameters w_t of the global model, with which local training starts.
@@ -125,8 +125,9 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The groups of tensors in a client's message that the server adds up over rounds, and that codecs with error
-    feedback encode.
+    """The names of the tensor groups in a client's message that may be added up over rounds.
+
+    Codecs with error feedback encode only these groups of the message.
     """
 
     needs_sgd: ClassVar[str] = ""
@@ -135,14 +136,14 @@ class Objective(Setting):
     needs_replies: ClassVar[str] = ""
     """The reason why the server needs each client's reply, as a verb phrase; empty if ``summands`` are enough.
 
-    A class that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
+    A subclass that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
     """
 
     @property
     def sends(self) -> str:
         """A description of the message from ``client_final``, which ``fedstrata asks`` prints; empty without a message.
 
-        A class that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
+        A subclass that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.
         """
         return ""
@@ -153,7 +154,7 @@ class Objective(Setting):
         return frozenset()
 
     single_samples: ClassVar[bool] = False
-    """Whether the loss of a sample depends only on this sample, which differential privacy of samples requires.
+    """Whether the loss of a sample depends only on this sample. Sample-level differential privacy requires this.
 
     The loss then uses neither other samples nor the client's sample counts. The message to the server is computed only
     from parameters.
@@ -192,7 +193,7 @@ class Objective(Setting):
         """Update the server's state and the global model with the clients' messages.
 
         Args:
-            state: The server's state of this objective.
+            state: This objective's state on the server.
             before: The global model w_t before the round.
             after: The aggregated model.
             replies: The accepted replies, in client order.
@@ -254,7 +255,7 @@ class Objective(Setting):
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute values from the client's data before training. Return them together with the server's message.
+        """Compute values from the client's data before training. Return the server's message with these values.
 
         Args:
             model: The client's model, into which ``weights`` are not loaded yet.
@@ -278,10 +279,10 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ of a step, whose gradient is computed at w + δ instead of w. None stands for δ = 0.
+        """Return the displacement δ: a step uses the gradient at w + δ instead of w. None stands for δ = 0.
 
-        The correction and the optimiser's own terms, such as weight decay, are computed at w. A class that calls
-        ``gradient`` must override ``gradients_per_step``.
+        The correction and the optimiser's own terms, such as weight decay, are computed at w. A subclass that
+        calls ``gradient`` must override ``gradients_per_step``.
 
         Args:
             params: The trained parameters w.

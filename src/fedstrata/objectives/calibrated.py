@@ -118,7 +118,7 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """Restricted softmax: logits of classes that the client lacks are multiplied by α.
 
-    Local training then changes the head's parameters for these classes less.
+    Local training then changes the head's parameters for these classes less strongly.
 
     Args:
         alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.

@@ -17,9 +17,9 @@ class BodyOnly(CrossEntropy):
     single_samples = True
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with parameters outside the head."""
+        """Raise ``SpecError`` if the model consists only of a head."""
         if config.model.head_names.issuperset(config.model.params()):
-            problem = "the model has only a head, but the objective trains the layers before it. Use a deeper model."
+            problem = "the model has only a head, but the objective trains all other layers. Use a deeper model."
             raise SpecError("model", problem, config.model.head_name)
 
     def trains(self, name: str, model: Model) -> bool:

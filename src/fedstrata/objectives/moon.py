@@ -55,7 +55,7 @@ class Contrastive(PerSample):
     temperature: PositiveFloat = 0.5
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with a head, because the features are the head's input."""
+        """Raise ``SpecError`` if the model has no head, because the features are the head's input."""
         config.model.require_head()
 
     @property
@@ -86,7 +86,7 @@ class Contrastive(PerSample):
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Keep the trained model as the client's previous model. Without a step, the stored model does not change."""
+        """Store the trained model as the client's previous model. Without a step, the stored model does not change."""
         if trained.steps == 0:
             return {}, context.kept
         return {}, {**trained.params, **trained.model.current_buffers()}

@@ -26,7 +26,7 @@ class PersonalLayers(CrossEntropy):
     layers: tuple[str, ...] | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Require that each name in ``layers`` has parameters, and that the server has layers to average."""
+        """Raise ``SpecError`` if a name in ``layers`` has no parameters, or the server has no layers to average."""
         names = list(config.model.params())
         for layer in self.layers or ():
             if not any(_inside(name, layer) for name in names):
@@ -103,5 +103,5 @@ class PersonalModel(CrossEntropy):
 
 
 def _inside(name: str, layer: str) -> bool:
-    """Return True if ``layer`` is the parameter ``name`` itself, or a module that contains this parameter."""
+    """Return True if ``layer`` is the parameter ``name``, or a module that contains this parameter."""
     return name == layer or name.startswith(f"{layer}.")

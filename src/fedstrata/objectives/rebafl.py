@@ -97,7 +97,7 @@ class Rebalanced(CountsIdle):
     # The following hooks run on the server.
 
     def check(self, config: FederationConfig) -> None:
-        """If features are augmented, require that the number of features is known and that the head has no buffers."""
+        """If features are augmented, raise ``SpecError`` for an unknown number of features or a head with buffers."""
         if not self.mu:
             return
         feature_size(config.model)
@@ -200,7 +200,7 @@ class Rebalanced(CountsIdle):
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Compute prototypes with the trained model (Eq. 21). Return them as the message and as the client's state."""
+        """Compute prototypes with the trained model (Eq. 21). Return the prototypes as message and as state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts), trained.least)

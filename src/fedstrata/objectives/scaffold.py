@@ -22,7 +22,8 @@ class Scaffold(Objective):
     The control variate c belongs to the server, and c_k belongs to client k. A step with gradient g is w ← w − η (g −
     c_k + c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k.
     The server then sets c ← c + (1/N) Σ_{k∈S} Δc_k. The set S contains the clients that replied, and N is the number of
-    all clients. The formula for c_k⁺ holds only for plain SGD, so momentum, clipping and other optimisers are refused.
+    all clients. The formula for c_k⁺ holds only for plain SGD, so momentum, clipping and other optimisers are not
+    allowed.
     """
 
     single_samples = True
@@ -31,7 +32,7 @@ class Scaffold(Objective):
     needs_replies = ""
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse momentum and clipping, because the formula for c_k⁺ would be wrong."""
+        """Raise ``SpecError`` for momentum or clipping, because the formula for c_k⁺ would be wrong."""
         training = config.training
         if training.momentum > 0:
             problem = "SCAFFOLD's control variates require plain SGD. Set training.momentum = 0."

@@ -56,13 +56,14 @@ class GloballySharpnessAware(Objective):
     """The task's loss. Gradients are computed at a point that is shifted towards an earlier global model.
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t. The current global model is w_t.
-    The client received w_old, an earlier global model, in the last round in which the server used its reply. The
-    difference estimates the direction in which the loss of the whole federation grows. A client computes one gradient
-    per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters
-    that the client trains.
+    The client received w_old, an earlier global model, in the last round in which the server used the client's reply.
+    The difference estimates the direction in which the loss of the whole federation grows. A client computes one
+    gradient per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all
+    parameters that the client trains.
 
     This implementation follows the paper. In the authors' program, the server sends the last change of the global model
-    to all clients. The clients use a single number of this change for all entries of a tensor.
+    to all clients. From this change, the clients take one number per tensor, and use this number for all entries of the
+    tensor.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.

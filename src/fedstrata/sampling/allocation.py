@@ -162,7 +162,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata by a rule. Return each stratum's number of draws, and its probability of any draw.
+    """Allocate draws to strata. Return each stratum's number of draws, and its probability of at least one draw.
 
     Args:
         rule: The rule; see ``Allocation``.
@@ -172,9 +172,9 @@ def allocated(
         generator: The random generator, which only ``neyman-random`` uses.
 
     Returns:
-        Two arrays of shape (H,). The first array contains the number of draws from each stratum. No number is larger
-        than the stratum's number of clients, and the sum is ``budget``. The second array contains the probability that
-        a stratum gets at least one draw. For rules that are not random, this probability is 0 or 1.
+        Two arrays of shape (H,). The first array contains the number of draws from each stratum. A stratum never gets
+        more draws than it has clients, and the sum is ``budget``. The second array contains the probability that a
+        stratum gets at least one draw. For rules that are not random, this probability is 0 or 1.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))
@@ -202,8 +202,8 @@ def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> I
             or 1.
 
     Returns:
-        The number of draws from each stratum, shape (H,). No number is larger than the stratum's number of clients, and
-        the sum is ``budget``.
+        The number of draws from each stratum, shape (H,). A stratum never gets more draws than it has clients, and the
+        sum is ``budget``.
 
     >>> neyman(4, np.array([10, 10]), np.array([3.0, 1.0])).tolist()
     [3, 1]

@@ -179,7 +179,7 @@ class ClientSampler(Setting):
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Return the sampler's new state after the replies of a round.
+        """Update the sampler's state with the replies of a round, and return the new state.
 
         Args:
             state: The sampler's state.
@@ -230,7 +230,7 @@ class Uniform(ClientSampler):
         return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw uniformly among the clients that may be invited."""
+        """Draw clients uniformly from the clients that may be invited."""
         candidates = federation.candidates()
         m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
         if self.replacement and len(candidates):
@@ -244,7 +244,7 @@ KeepResult = tuple[float, Tree, Mapping[str, Any]]
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that determine which fraction of its samples a client uses in a round."""
+    """Base class of the samplers that decide what fraction of its samples each client uses in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that handle the sampler's own requests on a client; see ``fedstrata.clients.handling``."""
@@ -265,7 +265,7 @@ class DataSampler(Setting):
         return None
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return how secure sums (``privacy.sums``) add the replies to the sampler's requests."""
+        """Return the rules by which secure sums (``privacy.sums``) add up the replies to the sampler's requests."""
         return {}
 
     @property
@@ -275,7 +275,7 @@ class DataSampler(Setting):
 
     @property
     def private(self) -> bool:
-        """Whether clients keep their numbers of samples private, including the numbers of samples used in training."""
+        """Whether clients keep private how many samples they have, and how many samples they use in training."""
         return False
 
     @abstractmethod

@@ -44,7 +44,7 @@ class Sizes:
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates whose numbers of samples are known, and these numbers."""
+        """Return the candidates with a known number of samples, and these numbers of samples."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]
 
@@ -90,7 +90,7 @@ class Answered:
 def ask_new_sizes(
     federation: Federation, state: AnswersState | None, clients: Sequence[int], epsilon: float | None, bound: int
 ) -> Answered:
-    """Ask clients for their numbers of samples, but not clients that already reported a number.
+    """Ask participants for their numbers of samples, except participants that already reported a number.
 
     Args:
         federation: The federation, through which the server asks the clients.
@@ -133,7 +133,7 @@ def allowed_sizes(
     Args:
         epsilon: The privacy parameter ε; None if clients report their true numbers.
         bound: The public bound M on a client's number of samples.
-        phase: The phase in which the server asks clients: at enrolment or in a round.
+        phase: The phase in which the server asks clients: before the first round (enrolment), or in a round.
         per: Whether the server asks a client once per phase or once per run.
     """
     rule = replace(SizeReport.rule, phase=phase)
@@ -197,7 +197,7 @@ def unbiased_total(total: int, clients: int, bound: int, alpha: float) -> float:
 
 
 class SizeForm:
-    """The description of the secure sum that adds up the clients' replies to ``SizeReport``.
+    """The rule by which a secure sum adds up the clients' replies to ``SizeReport``.
 
     Args:
         config: The settings that server and clients share.

@@ -3,8 +3,8 @@
 A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
 the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
-aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions in the order of
-client size, and Algorithm 2 with groups of clients that have similar updates.
+aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 adds clients to the distributions in the
+order of client size. Algorithm 2 adds groups of clients with similar updates.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ LARGEST = 5000
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``, which gives an integer. The first masses, which add up to
-    ``each``, form the first distribution. The next masses that add up to ``each`` form the second distribution, and so
-    on.
+    A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses, which add up to ``each``,
+    form the first distribution. The next masses that add up to ``each`` form the second distribution, and so on.
 
     Args:
         places: The client of each of s masses, as an index into the array of clients, shape (s,).
@@ -93,7 +92,7 @@ class Clustered(ClientSampler):
     coordinates: int = Field(default=2048, ge=0)
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse Algorithm 2 for more than ``LARGEST`` clients."""
+        """Raise ``SpecError`` if Algorithm 2 is used with more than ``LARGEST`` clients."""
         super().check(config)
         if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
@@ -107,7 +106,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
+        """Return the request for the clients' numbers of samples. The sampler sends this request once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:

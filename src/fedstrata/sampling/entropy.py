@@ -54,14 +54,14 @@ class Entropy(ClientSampler):
     buffer: Annotated[float, Field(ge=0, lt=1)] = 0.7
 
     def check(self, config: FederationConfig) -> None:
-        """Require classes, or other strata of samples."""
+        """Raise ``SpecError`` if the task has neither classes nor other strata of samples."""
         super().check(config)
         if not config.strata:
             problem = f"needs classes, and the task {config.task.name!r} has none. {config.task.stratum_hint}".rstrip()
             raise SpecError("method.client_sampler", problem, self.name)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts, which the sampler sends once per run."""
+        """Return the request for the clients' label counts. The sampler sends this request once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:

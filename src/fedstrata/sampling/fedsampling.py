@@ -79,7 +79,7 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client has more samples than it may report with the bound M. Refuse ``reuse`` in secure sums."""
+        """Raise ``SpecError`` for ``reuse`` with secure sums. Warn if a client has more samples than M allows."""
         if self.reuse and config.privacy.sums == "secure":
             problem = "requires each client's reply, but the server sees only sums. Set reuse = false, or "
             problem += "privacy.sums = 'plain'."
@@ -87,7 +87,7 @@ class FedSamplingData(DataSampler):
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' numbers of samples, which is sent once or in every round."""
+        """Return the request for the participants' numbers of samples. The request is sent once or in every round."""
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     @override

@@ -72,7 +72,7 @@ class FedSSARSampler(ClientSampler):
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for a sketch, which the sampler sends to clients without a sketch."""
+        """Return the request for a sketch. The sampler sends this request to clients without a sketch."""
         length = f"{self.coordinates} random combinations of " if self.coordinates else ""
         rule = replace(Sketch.rule, description=f"{length}{Sketch.rule.description}")
         return [Allowed(Sketch, where={"coordinates": self.coordinates}, limit=step_limit(agreed), rule=rule)]

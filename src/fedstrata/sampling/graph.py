@@ -73,7 +73,7 @@ class Graph(ClientSampler):
     counted: Literal["invited", "returned"] = "invited"
 
     def check(self, config: FederationConfig) -> None:
-        """Require classes, or other strata of samples, and not too many clients."""
+        """Raise ``SpecError`` if samples are not divided into classes or strata, or if there are too many clients."""
         super().check(config)
         if not config.strata:
             problem = f"needs classes, and the task {config.task.name!r} has none. {config.task.stratum_hint}".rstrip()
@@ -87,7 +87,7 @@ class Graph(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts, which the sampler sends once per run."""
+        """Return the request for the clients' label counts. The sampler sends this request once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:
@@ -137,10 +137,10 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
 
     The similarity V of two clients is the cosine between their label counts. Similarities are scaled so that the
     smallest is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
-    distance is the length of the shortest path, divided by the length of the longest shortest path. Clients without a
-    path between them have the distance of the longest path, or of an edge of similarity ε if this edge is longer. In
-    the authors' code, the distance of such clients is the longest path, and similarities are scaled only by the largest
-    similarity.
+    distance of two clients is the length of the shortest path between them. If two clients are not connected, their
+    distance is the larger of two lengths: the longest of these paths, and an edge with similarity ε. All distances are
+    then divided by the largest distance. In the authors' code, the distance of unconnected clients is the longest of
+    these paths. The authors' code divides similarities by the largest similarity, and does not subtract the smallest.
 
     Args:
         counts: The label counts of each client, shape (N, C).

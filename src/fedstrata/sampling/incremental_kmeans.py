@@ -1,9 +1,9 @@
 """Compute k-means incrementally: continue Lloyd's iteration from round to round when a few rows of a matrix change.
 
-A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of the
-strata of these rows are updated. When centres move, some rows may become nearer to another centre. Only rows that may
-have a nearer centre, according to bounds on distances, are compared with the centres (Hamerly 2010, Making k-means even
-faster). The result is the same as if every row had been compared with every centre.
+A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
+strata are updated. When centres move, some rows may become nearer to another centre. Only rows that may have a nearer
+centre, according to bounds on distances, are compared with the centres (Hamerly 2010, Making k-means even faster). The
+result is the same as if every row had been compared with every centre.
 
 If 100 of 10,000 clients change per round, incremental k-means is 25 times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).

@@ -45,7 +45,7 @@ class LabelReport(Request):
     )
 
     def check(self, reply: LabelReply) -> None:
-        """Refuse duplicate labels and impossible numbers of samples."""
+        """Raise ``ReplyRefusedError`` if a label occurs twice, or if a number of samples is impossible."""
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
@@ -69,7 +69,7 @@ class LabelCounts:
 
     @classmethod
     def ask(cls, federation: Federation) -> LabelCounts:
-        """Ask every client for its label counts during enrolment, before the first round.
+        """Ask every client for its label counts before the first round.
 
         A sampler or method that calls this function in ``init`` must list ``allowed_label_counts()`` in ``allowed``.
         """

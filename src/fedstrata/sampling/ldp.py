@@ -26,7 +26,7 @@ from fedstrata.sampling.client_sizes import (
 )
 
 Estimates = Literal["round", "pooled"]
-"""The estimate that a round uses: the round's own estimate, or the mean of the estimates of all rounds so far."""
+"""The estimate that a round uses: the round's own estimate, or the mean of all estimates up to this round."""
 
 
 @record("FedSTaSDataState")
@@ -34,8 +34,8 @@ class FedSTaSDataState:
     """The running mean, over rounds, of the participants' estimated total number of samples.
 
     Args:
-        total: The sum of the estimates of all rounds so far.
-        rounds: The number of rounds in this sum.
+        total: The sum of the estimates of all past rounds.
+        rounds: The number of past rounds with an estimate.
     """
 
     total: float
@@ -44,11 +44,11 @@ class FedSTaSDataState:
 
 @record("FedSTaSAnswersState")
 class FedSTaSAnswersState(FedSTaSDataState):
-    """The running mean of the estimates, and the numbers that clients reported, which later rounds use again.
+    """The running mean of the estimates, and the clients' reported numbers of samples, which later rounds use again.
 
     Args:
-        total: The sum of the estimates of all rounds so far.
-        rounds: The number of rounds in this sum.
+        total: The sum of the estimates of all past rounds.
+        rounds: The number of past rounds with an estimate.
         answered: The numbers of samples that clients have reported.
     """
 
@@ -88,7 +88,7 @@ class FedSTaSData(DataSampler):
 
     @model_validator(mode="after")
     def _check_share(self) -> Self:
-        """Refuse settings of the clients' reports if ``share`` makes the reports unnecessary."""
+        """Raise ``SpecError`` if ``share`` is set together with settings that only affect the clients' reports."""
         for key in ("samples", "epsilon", "estimates", "reuse"):
             if self.share is not None and (value := getattr(self, key)) is not None:
                 problem = "has no effect with share, because clients do not report their numbers of samples. Remove"
@@ -106,18 +106,18 @@ class FedSTaSData(DataSampler):
         return self.epsilon is not None or self.share is not None
 
     def check(self, config: FederationConfig) -> None:
-        """Warn if a client has more samples than it may report with the bound M."""
+        """Warn if a client has more samples than the bound M allows."""
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
-                f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (up to "
-                f"{int(config.sizes.max())} samples). The estimated total is therefore too low, and clients use more "
-                "samples than requested. A larger bound avoids this, but adds noise.",
+                f"method.bound = {self.bound}: clips the sizes of {clipped} of {config.clients} clients (the largest "
+                f"client has {int(config.sizes.max())} samples). The estimated total is therefore too low, and clients "
+                "use more samples than requested. A larger bound avoids this, but adds noise.",
                 stacklevel=2,
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' numbers of samples; empty with ``share``, which needs no request."""
+        """Return the request for the participants' numbers of samples. With ``share``, return an empty list."""
         if self.share is not None:
             return []
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
@@ -152,7 +152,7 @@ class FedSTaSData(DataSampler):
 
 
 def _expected(federation: Federation, keep: float, clients: Sequence[int]) -> dict[str, float]:
-    """Return the expected number of samples that clients use, in a simulation; otherwise an empty mapping.
+    """In a simulation, return the expected number of samples that clients use; otherwise, an empty mapping.
 
     Only simulations know how many samples each client has. With the expected number, methods can be compared at equal
     numbers of samples. With an estimate from a single round, the expected number is slightly larger than n*. If clients

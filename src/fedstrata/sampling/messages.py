@@ -59,7 +59,7 @@ class SizeReport(Request):
     alpha: float
 
     def check(self, reply: SizeReply) -> None:
-        """Refuse a number of samples outside the possible range."""
+        """Raise ``ReplyRefusedError`` if the number of samples is outside the possible range."""
         if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
             raise ReplyRefusedError(f"the number of samples {reply.samples} is impossible")
 
@@ -114,7 +114,7 @@ class Compress(ModelRequest):
     coordinates: int
 
     def check(self, reply: CompressReply) -> None:
-        """Refuse centres and codes that do not result in a gradient of the right length."""
+        """Raise ``ReplyRefusedError`` if centres and codes do not give a gradient of the requested length."""
         require_shape(reply.centres, (-1,), torch.float32, "centres")
         require_shape(reply.codes, (-1,), torch.uint8, "codes")
         length = sketch_length(self.weights.params, self.coordinates)
@@ -162,7 +162,7 @@ class Sketch(ModelRequest):
     coordinates: int
 
     def check(self, reply: SketchReply) -> None:
-        """Refuse a sketch of the wrong shape."""
+        """Raise ``ReplyRefusedError`` if the sketch does not have the requested shape."""
         length = sketch_length(self.weights.params, self.coordinates)
         require_shape(reply.values, (length,), torch.float32, "the sketch")
 
@@ -194,6 +194,6 @@ class LossReport(ModelRequest):
     weights: Weights
 
     def check(self, reply: LossReply) -> None:
-        """Refuse a negative loss."""
+        """Raise ``ReplyRefusedError`` if the loss is negative."""
         if reply.loss < 0:
             raise ReplyRefusedError(f"the loss {reply.loss} is negative")

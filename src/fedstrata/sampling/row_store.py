@@ -13,7 +13,7 @@ SHARE = 8
 
 @record("RowStore")
 class RowStore:
-    """An immutable matrix that is cheap to copy with a few replaced rows.
+    """An immutable matrix. A copy with a few replaced rows costs little time and memory.
 
     New rows are stored beside the old matrix until their number is too large; see ``SHARE``.
 

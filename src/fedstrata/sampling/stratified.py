@@ -146,7 +146,7 @@ class Stratified(ClientSampler):
         return "neyman" if self._renewal(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """Refuse settings that contradict each other, the clients or the model. Warn about fewer draws than strata."""
+        """Raise ``SpecError`` for incompatible settings. Warn if there are fewer draws than strata."""
         super().check(config)
         if self.replacement and self.draws == "systematic":
             problem = "draws each client at most once, but replacement = true. Set replacement = false."
@@ -185,7 +185,7 @@ class Stratified(ClientSampler):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Refuse to use updates as gradients if they would disclose the clients' numbers of samples.
+        """Raise ``SpecError`` if updates that are used as gradients would disclose the clients' numbers of samples.
 
         The norm of an update depends on the number of local steps. If ``training.local_steps`` is not set, the number
         of local steps depends on the client's number of samples.
@@ -200,7 +200,7 @@ class Stratified(ClientSampler):
         return self._renewal(config) == "updates"
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for compressed gradients. The list is empty if updates are used as gradients."""
+        """Return the request for compressed gradients. Return an empty list if updates are used as gradients."""
         if self._renewal(agreed) == "updates":
             return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
@@ -368,7 +368,8 @@ def stratify(points: Floats32, count: int, seed: int, round: int, start: Start |
 
     With ``start = "random"``, the first centres are the gradients of ``count`` random clients. The iteration ends when
     no client changes its stratum (FedSTaS, Algorithm 1). If a stratum becomes empty, scikit-learn moves the stratum's
-    centre to the client that is farthest from its own centre. The paper does not say what happens to an empty stratum.
+    centre to the client that is farthest from the centre of its own stratum. The paper does not say what happens to an
+    empty stratum.
 
     Args:
         points: The compressed gradient of each client, shape (N, d).

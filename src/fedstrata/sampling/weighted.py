@@ -31,7 +31,7 @@ class Weighted(ClientSampler):
     replacement: bool = True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
+        """Return the request for the clients' numbers of samples. The sampler sends this request once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -49,7 +49,7 @@ class Weighted(ClientSampler):
 
 
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
-    """Draw m different clients with probabilities in proportion to size, but at most 1.
+    """Draw m different clients. Each client's probability is proportional to its size, but at most 1.
 
     Each client with probability 1 forms its own stratum. All other clients form stratum 0.
 

@@ -61,8 +61,8 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
-    All clients draw their classes simultaneously. If the draws of a class outnumber its samples, randomly chosen draws
-    get the samples. Draws without a sample are repeated in another pass, among the classes that still have samples.
+    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, some random draws
+    do not get a sample. These draws are repeated in another pass, among the classes that still have samples.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -132,8 +132,8 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
-        owner: The client of each holding, which ``hold_classes`` returns.
-        held: The class of each holding, which ``hold_classes`` returns.
+        owner: The client of each holding, as ``hold_classes`` returns it.
+        held: The class of each holding, as ``hold_classes`` returns it.
         rng: The random generator that chooses the samples of each client, and the clients that get the remainder of a
             split.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).

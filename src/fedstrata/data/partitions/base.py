@@ -106,14 +106,14 @@ class Assignment:
 
 
 Clients = Annotated[PositiveInt, Field(le=10_000_000)]
-"""A number of clients, limited so that arrays with an entry per client fit into memory."""
+"""A number of clients. The limit ensures that arrays with one entry per client fit into memory."""
 
 
 class Partition(Setting):
     """The division of the training set among the clients.
 
-    To write your own scheme, derive a class from this class, and implement ``assign``. The method ``split`` checks the
-    result of ``assign``.
+    To write your own scheme, define a subclass that implements ``assign``. The method ``split`` checks the result of
+    ``assign``.
 
     Args:
         clients: Number of clients.
@@ -172,7 +172,7 @@ class Partition(Setting):
         return assignment
 
     def _checked(self, result: Ints | Sequence[Ints], samples: int) -> Assignment:
-        """Convert the result of ``assign``; refuse a result that loses or repeats samples, or has unknown samples."""
+        """Convert the result of ``assign``. Raise ``SpecError`` if samples are lost, repeated or unknown."""
 
         def wrong(problem: str) -> SpecError:
             return SpecError("partition.name", f"{type(self).__name__} {problem}")

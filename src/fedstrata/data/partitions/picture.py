@@ -23,8 +23,7 @@ BUBBLES = 100
 NAMED = 20
 """The maximum number of clients whose names are written below a picture."""
 COLUMNS = 1000
-"""The maximum number of clients that a picture shows. If there are more clients, the picture shows an evenly spaced
-selection."""
+"""The maximum number of clients that a picture shows. With more clients, evenly spaced clients are shown."""
 LARGEST = 0.95
 """The width of the largest bubble, as a fraction of the height of a row."""
 SHADE = style.SCALE.light

@@ -19,7 +19,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory."""
+"""The maximum number of shards if clients may be empty (``min_size = 0``), to limit memory use."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -203,8 +203,8 @@ def _indices_in(file: object) -> list[list[int]]:
     ends = offsets.astype(np.int64) if flat else offsets
     if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
         problem = (
-            "must contain two arrays of integers: 'indices', and 'offsets', which ascends from 0 to the number of "
-            f"indices, {indices.size}."
+            "must contain two arrays of integers, 'indices' and 'offsets'. The offsets must ascend from 0 to the "
+            f"number of indices, {indices.size}."
         )
         raise SpecError("file", problem, str(file))
     return [part.tolist() for part in np.split(indices, ends[1:-1])]

@@ -1,4 +1,4 @@
-"""Select the training samples without a client, which are the only samples that a server may use."""
+"""Select the training samples that no client has. The server may use only these samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ServerData:
     def indices(self) -> Ints:
         """Return the indices of the samples in the training set, ascending.
 
-        The result is empty if the clients come from the data set itself. Samples that the partition leaves out then
+        The result is empty if the data set itself defines the clients. Samples that the partition leaves out then
         belong to other clients.
         """
         if self.assignment.codes is not None:

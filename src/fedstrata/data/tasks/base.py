@@ -52,7 +52,7 @@ class Task(Setting):
     """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries of ``rows`` from which metrics are computed. An evaluation adds up each entry over the samples.
+    """The entries in the result of ``rows`` that an evaluation adds up over samples to compute metrics.
     """
 
     weighted: ClassVar[bool] = False
@@ -111,8 +111,8 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        For metrics, the entries that ``tables`` lists are added up over samples. The entries ``targets`` and
-        ``predictions``, if present, are the arguments of a user's own metric functions.
+        To compute metrics, an evaluation adds up the entries that ``tables`` lists over all samples. The entries
+        ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Task(Setting):
         return False
 
     def fitted(self, known: Statistics) -> Task:
-        """Return the task with settings that depend on the training targets, such as their mean.
+        """Return the task with settings, such as the mean, that are computed from the training targets.
 
         Args:
             known: The statistics of the clients' training targets, with one column for each component of a target. The
@@ -174,7 +174,7 @@ class Task(Setting):
         raise SpecError("task", f"{problem} Use the task in a simulation.", self.name)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, n_outputs: int) -> str:
-        """Return the required shape as a string if a model's outputs have another shape; otherwise an empty string.
+        """Check the outputs' shape. Return an empty string if the shape is right, otherwise the required shape.
 
         Args:
             outputs: The outputs of the model.

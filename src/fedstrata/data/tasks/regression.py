@@ -165,7 +165,7 @@ class Regression(Task):
 
 
 def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
-    """Return boundaries between ranges with equally many values. Ranges differ in size only if some values are equal.
+    """Return boundaries of ranges with equally many values. If values are tied, ranges may differ in size.
 
     Args:
         counts: The V distinct values in ascending order, and how often each value occurs, shape (V, 2).
@@ -187,6 +187,6 @@ def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
     places = np.searchsorted(ends, np.arange(1, bins) / bins * (ends[-1] if len(ends) else 0), side="left") + 1
     edges = np.unique(values[places[places < len(values)]])
     if len(values) < 2:
-        problem = "all targets are equal, or differ by less than task.step, and cannot be divided into task.bins. "
+        problem = "all targets are equal, or differ by less than task.step, so task.bins cannot divide the samples. "
         raise DataError(f"y_train: {problem}Remove task.bins.")
     return tuple(edges.tolist()) or (float(values[-1]),)

@@ -19,8 +19,8 @@ from fedstrata.data.tasks.base import Targets, Task
 class PerPlace(Task):
     """Base class of tasks that predict a class for each position of a sample, which is a token or a pixel.
 
-    The weight of a sample is the number of its positions with a target other than ``ignore``. Batches, clients and
-    evaluations therefore average over these positions, and padding has no effect.
+    The weight of a sample is the number of its positions with a target other than ``ignore``. Averages over batches,
+    clients and test data therefore include only these positions, and padding has no effect.
 
     Args:
         ignore: Target value that marks positions, such as padding, that loss and metrics leave out.
