@@ -230,7 +230,7 @@ def test_a_dropout_more_than_allowed_ends_the_sum_without_changing_a_state(tmp_p
         assert all(torch.equal(w, before[name]) for name, w in simulation.state.weights.params.items())
         assert {site: records.encode(state_of(deployment, site)) for site in deployment.names} == states
         assert [event["kind"] for event in simulation.events] == ["failed", "failed", "secure sum failed"]
-        reason = "Exchange 1 has no result, because only 2 sites have sent their vectors, not 3."
+        reason = "Secure sum 1 has failed, because only 2 of 3 required sites have sent their vectors."
         assert simulation.events[-1]["reason"] == reason
         deployment.dead.clear()
         assert simulation.step()["clients_trained"] == 4

@@ -69,7 +69,7 @@ class SampleLimit:
 
     Args:
         samples: The maximum number of samples.
-        reason: The reason for the limit: a verb phrase whose subject is the reply, such as "uses at most 32 samples".
+        reason: The reason for the limit. It completes a sentence about the reply, such as "uses at most 32 samples".
     """
 
     samples: int
@@ -92,8 +92,8 @@ class Allowed:
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the server reads individual replies even with secure sums, because the replies contain no
-            updates.
+        single: Whether the server reads individual replies even with secure sums, because the replies do not
+            contain updates.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.

@@ -30,7 +30,7 @@ class Markov(Availability):
     offline_rounds: float = Field(default=10.0, ge=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in the round, which is the state of the client's Markov chain."""
+        """Return whether each client is online in the round, according to the state of the client's Markov chain."""
         p = self.online_rounds / (self.online_rounds + self.offline_rounds)
         return in_spells(np.full(len(clients), p), self.offline_rounds, clients, round, seed)
 
@@ -78,7 +78,7 @@ class Diurnal(Availability):
         return self
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw whether each client is online. The probability depends on the client's time of day."""
+        """Choose at random whether each client is online. The probability depends on the client's time of day."""
         day = (round - 1) / self.period + self.spread * uniforms(seed, "zone", 0, clients)
         p = self.lowest + (self.highest - self.lowest) * (1 + np.sin(2 * math.pi * day)) / 2
         return uniforms(seed, "online", round, clients) < p

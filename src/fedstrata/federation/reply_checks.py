@@ -72,7 +72,7 @@ def finite(leaf: Any) -> bool:
 
 
 def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    """Refuse a tensor that does not have the expected shape and dtype.
+    """Raise an error if a tensor does not have the expected shape and dtype.
 
     Args:
         got: The tensor.

@@ -329,7 +329,7 @@ class TopK(WithMemory):
 class PowerSGD(WithMemory):
     """A low-rank approximation of each matrix, with error feedback (Vogels et al. 2019).
 
-    Each tensor is treated as a matrix whose rows are the first dimension. With the matrices M_k of the clients, the sum
+    Each tensor is treated as a matrix: its first dimension numbers the rows. Let M_k be the matrix of client k. The sum
     Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back the sum P = Σ M_k Q with
     orthonormal columns. Then, clients send M_kᵀ P, and the sum of these matrices is the new Q, with which the next
     exchange begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
@@ -545,7 +545,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Refuse ``damping`` and ``forget_after`` for ``down``, because the server's error never becomes old."""
+        """Raise an error if ``down`` sets ``damping`` or ``forget_after``: the server's error never becomes old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

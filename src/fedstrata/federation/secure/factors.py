@@ -151,7 +151,7 @@ class SecondForm(ModelForm):
 
 
 def with_codec(forms: Forms, up: Codec) -> Forms:
-    """Return the forms of the replies to all requests, with and without the codec.
+    """Return the forms (layouts) of encoded and plain replies to all requests.
 
     Args:
         forms: The forms of replies without a codec.
@@ -168,7 +168,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of a form's sum of updates. The form may have only one such sum.
+    """Return the name and the description of the updates that a form adds up. A form may have only one sum of updates.
 
     Raises:
         SpecError: The form has another sum that depends on the clients' models.

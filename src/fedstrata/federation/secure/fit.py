@@ -259,7 +259,7 @@ class Form(Protocol):
         """Return the vector of integers that a client adds to the secure sum.
 
         Raises:
-            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+            WithheldError: A value is not finite, or a weight or a count is above its maximum.
         """
 
 
@@ -308,7 +308,7 @@ class ModelForm:
         """Return a client's vector, given the model that the client received and the generator for the rounding.
 
         Raises:
-            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+            WithheldError: A value is not finite, or a weight or a count is above its maximum.
         """
         return self.ring.encode(
             {name: _row(each.values(sent, reply), each.like).numpy() for name, each in self._numbers.items()},

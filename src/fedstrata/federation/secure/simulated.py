@@ -172,7 +172,8 @@ class Masks:
                 self._present[client] = outcome.present
                 result[client] = replace(outcome, present=None)
             else:
-                result[client] = outcome if isinstance(outcome, Failure) else Failure("it sent no vector", refused=True)
+                missing = Failure("it did not send a vector", refused=True)
+                result[client] = outcome if isinstance(outcome, Failure) else missing
         return result
 
     def open(self, answers: Replies) -> Words:
@@ -218,7 +219,7 @@ def count_messages(
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.
-        opened: Whether these clients are enough to open the sum.
+        opened: Whether these clients are enough to unmask the sum.
     """
     names, present = sorted(map(str, clients)), {str(client): _IN for client in answered}
     key, share = bytes(KEY_BYTES), bytes(shamir.SHARE_BYTES)
