@@ -69,7 +69,7 @@ class Failure:
     """The outcome of a request to which the client did not send a usable reply.
 
     Args:
-        reason: The reason in words.
+        reason: Why the client's reply is missing or cannot be used, in words.
         error: The client's exception; None if the client did not raise an exception.
         bystander: Whether the reply is missing only because another client of the group failed.
         refused: Whether the reply was refused: the server cannot use the reply, or the client withheld the reply.

@@ -97,8 +97,8 @@ class SummedLeg:
 SummedLegs = Callable[["Federation", Any, ModelForm], Generator[SummedLeg, Total, Total]]
 """A generator function that divides the sum of the replies to a request into secure sums.
 
-The arguments are the federation, the request and the form of its replies. The generator yields each secure sum,
-receives its result, and finally returns the whole sum in the layout of the form.
+The arguments are the federation, the request and the layout of its replies. The generator yields each secure sum,
+receives its result, and finally returns the whole sum in this layout.
 """
 
 

@@ -1,4 +1,4 @@
-"""Messages between server and clients, which are frozen records of tensors and plain values.
+"""Messages between server and clients, which are immutable records of tensors and plain values.
 
 All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
 ``Reply``, and a handler. A handler is the function that computes a client's reply (``fedstrata.clients.handling``).

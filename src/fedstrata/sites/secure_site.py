@@ -195,7 +195,8 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
         SpecError: A site has several clients.
     """
     if len(set(site_of_client)) < len(site_of_client):
-        problem = "a secure sum needs sites with one client each. Use one client per site, or set it to 'plain'."
+        problem = "a secure sum needs sites with one client each. "
+        problem += "Use one client per site, or set privacy.sums = 'plain'."
         raise SpecError("privacy.sums", problem, "secure")
 
 

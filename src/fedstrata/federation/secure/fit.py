@@ -264,11 +264,11 @@ class Form(Protocol):
 
 
 Forms = Mapping[type[Request], Form]
-"""A mapping from the Python classes of requests to the forms of their replies."""
+"""A mapping from the Python classes of requests to the layouts (``Form``) of their replies."""
 
 
 class ModelForm:
-    """The form of replies to requests with a model: the numbers of each reply that a secure sum adds up.
+    """The layout of replies to requests with a model: the numbers of each reply that a secure sum adds up.
 
     Args:
         config: The settings that server and clients share.

@@ -29,8 +29,8 @@ Security
 --------
 
 Let m sites collude with an active server, and let 2t > n + m and m ≤ t − 2. Then, per exchange, **the secrets of at
-most one set are opened, the two seeds of an honest site are never both opened, and each opened sum contains at least
-t − m honest inputs.** The proof needs three checks of honest sites:
+most one set are revealed, the two seeds of an honest site are never both revealed, and each unmasked sum contains the
+vectors of at least t − m honest sites.** The proof needs three checks of honest sites:
 
 1. A site votes once per exchange: it answers ``RevealAll``, or it signs one set U.
 
@@ -62,7 +62,7 @@ one colluder. Sites therefore refuse a roster with a threshold below ``default_t
 
 A request may *continue* the previous request: both sums then have the same contributors. The request's hash contains
 the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
-have therefore voted for it before, so no other set was opened before.
+have therefore voted for it before, so no other set was unmasked before.
 
 The protocol has limits. In other exchanges, the server may unmask sums over two sets that differ by only one site. A
 site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.

@@ -183,9 +183,9 @@ class Site:
         """
         own, sites, threshold = self._own, len(roster.packages), roster.threshold
         if own is None:
-            raise RefusedError("package", "the site has not created a package")
-        self._require("package", not own.dealt, "the site's package has already been in a roster")
-        self._require("package", own.package in roster.packages, "the roster lacks the site's newest package")
+            raise RefusedError("package", "the site has not created keys for a roster")
+        self._require("package", not own.dealt, "the site's keys were already used in a roster")
+        self._require("package", own.package in roster.packages, "the roster does not contain the site's newest keys")
         self._require("order", roster.names == sorted(roster.names), "the roster is not sorted by site names")
         least = protocol.default_threshold(sites, self.colluding)
         self._require("threshold", sites >= protocol.FEWEST, f"the roster has fewer than {protocol.FEWEST} sites")
