@@ -89,8 +89,8 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401). The
     probability is smaller if a client would otherwise be online for less than one round on average. The function does
-    not store states. Each call recomputes the chain from the latest round whose state did not depend on the previous
-    state.
+    not store states. Each call computes the chain again, starting at the latest round in which a client's state did not
+    depend on its previous state.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

@@ -154,7 +154,7 @@ class Engine(ABC):
         """Let one client train the model that travels from client to client; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which a model travels from client to client and all tasks have the same Python class.
+        """Begin a relay: a model travels from client to client. All tasks of a relay have the same Python class.
 
         Args:
             kind: The Python class of the tasks.

@@ -40,7 +40,7 @@ class RoundLog:
     """The log of a round: bytes, simulated seconds, the clients that took part, and events.
 
     Args:
-        round: The round, counted from 1; 0 while clients enrol.
+        round: The round, counted from 1; 0 before the first round.
         method: The method's name, for error messages.
         online: A mapping from each client that got a request to True if the client is online in this round.
     """

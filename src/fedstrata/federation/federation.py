@@ -155,7 +155,7 @@ class Federation:
         return self.log.events
 
     def begin(self, round: int) -> None:
-        """Begin a round with an empty log. In round 0, clients enrol, and all clients are online."""
+        """Begin a round with an empty log. Round 0 is the time before the first round, when all clients are online."""
         self.round, self.log = round, RoundLog(round, self.method)
         self.exchanges.log = self.log
 

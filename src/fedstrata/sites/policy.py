@@ -24,11 +24,11 @@ _EXAMPLES = {"methods": "[]", "budget": "8.0", "peers": "[]"}
 """Example values for keys without a default. A new policy file contains these examples in comments."""
 
 FILE = Path("local") / "policy.toml"
-"""The policy's file in a site's folder; it is never part of a job."""
+"""The policy's file in a site's folder. The file is never part of a job."""
 
 
 class RuleError(FedstrataError):
-    """An error that a site raises to refuse a job or a request, because it exceeds one of the site's limits.
+    """An error that a site raises to refuse a job or a request that exceeds one of the site's limits.
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.

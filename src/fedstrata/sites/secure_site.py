@@ -201,7 +201,7 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
 
 
 def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
-    """Process the message that the server has unmasked a sum. The server may send this message several times.
+    """Process the server's message that a sum was unmasked. The server may send this message several times.
 
     Args:
         member: The object that takes part in secure sums for this site.

@@ -487,7 +487,7 @@ class SiteRun:
             raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
 
     def _opened(self, member: Member, ack: object) -> None:
-        """Process the message that the server has unmasked a secure sum, and record the message in the ledger."""
+        """Process the server's message that a secure sum was unmasked, and record the message in the ledger."""
         from fedstrata.sites.secure_site import about, learn
 
         (client,) = self.clients

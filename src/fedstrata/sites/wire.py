@@ -137,7 +137,7 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement that a hop counts, unless its model is lost later.
+    """An acknowledgement that the server uses the result of a hop, unless the hop's model is lost later.
 
     In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
 

@@ -256,7 +256,7 @@ class QSGD(Codec):
         return _shaped(values.astype(np.float32), like)
 
     def _size(self, coordinates: int) -> int:
-        """Return the number of coordinates in a bucket, which is at most the number of coordinates of the change."""
+        """Return the number of coordinates in a bucket: ``bucket``, or all coordinates if the change has fewer."""
         return min(self.bucket, max(coordinates, 1))
 
 

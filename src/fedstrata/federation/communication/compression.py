@@ -301,7 +301,7 @@ class Compression:
         )
 
     def _delivery(self, base: int) -> ModelDelivery:
-        """Return the model for a client that has version ``base``: the changes since then, or the whole model."""
+        """Return the model for a client that has version ``base``: the changes since ``base``, or the whole model."""
         state = self.state
         missed = state.version - base
         if base >= 0 and missed <= len(state.changes):

@@ -180,7 +180,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe the sums that a round records: per-sample gradients, and the loss weighted by per-sample gradients.
+        """Describe two sums for the round's record: the number of per-sample gradients, and the loss weighted by it.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """

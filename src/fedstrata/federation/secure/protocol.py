@@ -113,7 +113,7 @@ class RefusedError(WithheldError):
     """An error that a site raises if its check of a message from the server fails.
 
     Args:
-        check: The name of the check.
+        check: The name of the check that failed.
         problem: The problem, as the last part of a sentence.
     """
 
@@ -239,7 +239,7 @@ class Deal(Message):
 
 @record("secure/Delivery")
 class Delivery(Message):
-    """The members of a roster's sums, and the boxes that the other members sent to one site.
+    """The members of a roster's sums, and the boxes (encrypted shares) that the other members sent to one site.
 
     Args:
         members: The sites that have sent shares (R'), in ascending order.
