@@ -108,8 +108,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round. It may store values that ``online`` needs in a
-        ``pydantic.PrivateAttr``.
+        This method is called once before the first round. The method may use a ``pydantic.PrivateAttr`` to
+        store values that ``online`` needs.
 
         Args:
             population: The clients.

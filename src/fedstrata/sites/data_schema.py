@@ -54,8 +54,8 @@ MOST_CLIENTS = 1_000_000
 """The maximum number of clients in a job. The memory use of a site grows with the number of clients."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
-"""The last sentence of errors about a site's data that the server may see. The sentence says where to read the full
-error."""
+"""The last sentence of error messages that the server may see about a site's data. The sentence says where to read
+the full error."""
 
 _PREPARING = Lock()
 """A lock for drawing the model's initial parameters. All sites in one process share PyTorch's random generator."""

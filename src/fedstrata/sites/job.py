@@ -216,8 +216,8 @@ def _caller(site: Any, end: JobEnd) -> Call:
 def _settings(root: Path) -> SiteSettings:
     """Read the settings of the server or a site from its folder, and adapt ``sys.path``.
 
-    In a deployment, the folder in which NVFlare unpacks jobs is removed from the path, so that their code is not
-    imported.
+    In a deployment, the folder in which NVFlare unpacks jobs is removed from the path, so that code in jobs is
+    not imported.
     """
     settings = SiteSettings.read(root)
     if not settings.simulated:

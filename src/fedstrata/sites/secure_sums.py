@@ -125,7 +125,7 @@ class SecureSums:
         return sorted(sites & present & self.packages.keys())
 
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
-        """Send the request to the members that reply in time, and pass their masked vectors to the exchange."""
+        """Send the request to the members that reply in time, and pass their masked vectors to ``exchange``."""
         begun: dict[ClientId, Request] = {}
         log = federation.log
         for client, request in reached.items():

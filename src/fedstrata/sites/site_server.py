@@ -537,7 +537,8 @@ class SiteRun:
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
         """Return the requests that may be answered, and a refusal for each other request.
 
-        If ``together`` is true, the clients add up tensors together, so all requests are answered or none.
+        If ``together`` is true, the clients add up tensors together, so either all requests are answered, or
+        all requests are refused.
         """
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}

@@ -380,7 +380,7 @@ class Exchange:
         return None
 
     def _suspect(self, owner: str, numbers: Mapping[str, int], right: Sequence[str]) -> None:
-        """Record the holders whose shares contradict the polynomial of the other shares."""
+        """Record the sites whose shares do not fit the shares of the other sites."""
         wrong = [
             name
             for name, number in sorted(numbers.items())

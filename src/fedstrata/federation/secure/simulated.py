@@ -1,4 +1,4 @@
-"""Simulate secure sums, with or without masks and with the same results. Deployments use ``fedstrata.sites``."""
+"""Simulate secure sums. Masks are optional, and do not change the results. Deployments use ``fedstrata.sites``."""
 
 from __future__ import annotations
 

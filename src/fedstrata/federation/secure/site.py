@@ -240,8 +240,8 @@ class Site:
         if members is None:
             raise RefusedError("members", "the members of the roster are not known")
         if not 0 <= number < len(joined.shares):
-            raise RefusedError("exchange", f"there are no keys for exchange {number}")
-        self._require("exchange", number > joined.last, f"exchange {number} was used before")
+            raise RefusedError("exchange", f"the site does not have keys for secure sum {number}")
+        self._require("exchange", number > joined.last, f"the keys of secure sum {number} were used before")
         self._require("question", question not in self.answered, "this request was answered before")
         only = self._last_vote if continues else None
         self._require("continued", not continues or only is not None, "the site has not voted in the previous sum")
@@ -337,7 +337,7 @@ class Site:
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError("exchange", f"the site sent its latest vector in another exchange than {number}")
+            raise RefusedError("exchange", f"the site sent its latest vector in another secure sum than {number}")
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:
