@@ -295,9 +295,9 @@ def damaged(packed: torch.Tensor, dice: random.Random) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
-        ({"a": {"": ((3,), torch.float32)}}, "'a' has the form .*float64.* but must have .*float32"),
-        ({"b": {"": ((2,), torch.float64)}}, "'a' has the form .* but must have None"),
-        ({"a": {"": ((2,), torch.float64)}, "b": {"": ((), torch.bool)}}, "'b' has the form None"),
+        ({"a": {"": ((3,), torch.float32)}}, "'a' has the layout .*float64.* but must have .*float32"),
+        ({"b": {"": ((2,), torch.float64)}}, "'a' has the layout .* but must have None"),
+        ({"a": {"": ((2,), torch.float64)}, "b": {"": ((), torch.bool)}}, "'b' has the layout None"),
     ],
 )
 def test_a_codec_whose_payload_is_not_what_it_said_fails_where_it_encodes(form: Any, problem: str) -> None:

@@ -232,7 +232,7 @@ def test_a_sum_that_has_lost_a_site_of_the_sum_before_fails() -> None:
     exchange = world.begin(1, only="abcde")
     world.step(exchange, "abcd", 1)
     assert exchange.stage == "failed"
-    reason = "Exchange 1 has no result, because a site is missing that contributed to the previous sum."
+    reason = "Secure sum 1 has failed, because a contributor to the previous sum is missing."
     assert world.server.events[-1].reason == reason
 
 
@@ -914,8 +914,8 @@ def test_events_are_sentences() -> None:
     world.step(exchange, "bc")
     reasons = [event.reason for event in world.server.events]
     assert reasons == [
-        "a in exchange 0: it has sent a Vote instead of a MaskedVector.",
-        "Exchange 0 has no result, because only 2 sites have voted, not 3.",
+        "a in secure sum 0: it has sent a Vote instead of a MaskedVector.",
+        "Secure sum 0 has failed, because only 2 of 3 required sites have voted.",
     ]
 
 

@@ -230,7 +230,7 @@ def test_a_dropout_more_than_allowed_ends_the_sum_without_changing_a_state(tmp_p
         assert all(torch.equal(w, before[name]) for name, w in simulation.state.weights.params.items())
         assert {site: records.encode(state_of(deployment, site)) for site in deployment.names} == states
         assert [event["kind"] for event in simulation.events] == ["failed", "failed", "secure sum failed"]
-        reason = "Exchange 1 has no result, because only 2 sites have sent their vectors, not 3."
+        reason = "Secure sum 1 has failed, because only 2 of 3 required sites have sent their vectors."
         assert simulation.events[-1]["reason"] == reason
         deployment.dead.clear()
         assert simulation.step()["clients_trained"] == 4
@@ -389,11 +389,11 @@ ATTACKS: dict[Callable[[Malicious], Any], str] = {
     simulated_step: "does not declare the request Step",
     no_message: "KeyError. Read the log of site a.",
     another_roster: "the roster is unknown or is not the newest",
-    the_exchange_again: "exchange 0 was used before",
+    the_exchange_again: "the keys of secure sum 0 were used before",
     the_round_again: "refused by the rule 'repeat': Masked of Fit may come at most 1 time(s) in a round",
     another_model_for_one_site: "'d' has not signed that it sent its vector in this exchange",
     two_votes: "the site has already voted in this exchange",
-    a_small_set: "the set has too few sites",
+    a_small_set: "the proposed set has too few sites",
     shares_without_votes: "too few sites have voted for the same set",
     many_messages: "refused by the rule 'repeat': SiteStep may come at most 4 time(s) in a round",
 }

@@ -259,7 +259,7 @@ def _refused(work: Callable[[], int]) -> int:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--serve", "--json"], "--json: cannot be combined with --serve. Remove one of the two."),
+        (["--serve", "--json"], "--json: cannot be combined with --serve. Remove one of the two options."),
         (["--serve", "result"], "fedstrata status [-h] [--watch | --serve [PORT]] [--json] DIR"),
     ],
 )

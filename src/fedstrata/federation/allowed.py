@@ -69,7 +69,7 @@ class SampleLimit:
 
     Args:
         samples: The maximum number of samples.
-        reason: The reason for the limit: a verb phrase whose subject is the reply, such as "uses at most 32 samples".
+        reason: The reason for the limit. It completes a sentence about the reply, such as "uses at most 32 samples".
     """
 
     samples: int
@@ -84,16 +84,16 @@ class Allowed:
         request: The Python class of the request; subclasses are not included.
         where: A mapping from names of the request's fields to accepted values. A ``Bound`` describes several accepted
             values of a field. Fields that are not in the mapping may have any value.
-        times: Maximum number of these requests. With None, this number is limited only by the order of requests (see
-            ``Order``) or by the client's data.
-        per: Whether ``times`` counts the requests of one phase of a round, or of the whole run.
+        times: Maximum number of times that a client answers the request. With None, only ``Order`` or the client's data
+            limit this number.
+        per: Whether ``times`` is the maximum per phase of a round, or the maximum for the whole run.
         rounds: The rounds in which the server may send the request: a range, or a function that returns True for these
             rounds. Default: every round.
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the server reads individual replies even with secure sums, because the replies contain no
-            updates.
+        single: Whether the server reads individual replies even with secure sums, because the replies do not
+            contain updates.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.
@@ -139,8 +139,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return the sample limit of this request if the limit is so small that no client may reply; otherwise None.
 
-        No client may reply if the limit is below ``privacy.min_samples``. An exception is a request for which a client
-        can move the samples of a small batch to a later batch.
+        No client may reply if the limit is below ``privacy.min_samples``. There is one exception: a request for which a
+        client can move the samples of a small batch to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

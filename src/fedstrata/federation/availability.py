@@ -106,8 +106,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round. It may store values that ``online`` needs in a
-        ``pydantic.PrivateAttr``.
+        This method is called once before the first round. The method may use a ``pydantic.PrivateAttr`` to
+        store values that ``online`` needs.
 
         Args:
             population: The clients.
@@ -161,7 +161,7 @@ class Bernoulli(Availability):
     p: float = Field(default=0.5, gt=0, le=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw whether each client is online in the round.
+        """Choose at random whether each client is online in the round.
 
         >>> bool(Bernoulli(p=1.0).online(np.arange(5), 1, seed=0).all())
         True
@@ -208,7 +208,7 @@ class Grouped(Availability):
     groups: list[AvailabilityGroup] = Field(min_length=1)
 
     def check(self, population: Population) -> None:
-        """Refuse groups if their sizes do not add up to the number of clients."""
+        """Raise ``SpecError`` if the sizes of the groups do not add up to the number of clients."""
         total = sum(group.clients for group in self.groups)
         if total != population.clients:
             raise SpecError(
@@ -218,7 +218,7 @@ class Grouped(Availability):
             )
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw whether each client is online, with the probability ``p`` of the client's ``AvailabilityGroup``."""
+        """Choose at random whether each client is online, with the probability ``p`` of the client's group."""
         ends = np.cumsum([group.clients for group in self.groups])
         p = np.array([group.p for group in self.groups])[np.searchsorted(ends, clients, side="right")]
         return uniforms(seed, "online", round, clients) < p
@@ -227,7 +227,7 @@ class Grouped(Availability):
 class Combined(Availability):
     """A combination of models: a client is online in a round if it is online in every model.
 
-    The models draw independently, so the probability of being online is the product of their probabilities. The first
+    The models are independent, so the probability of being online is the product of their probabilities. The first
     model sets the common settings, such as ``deadline``.
 
     Args:
@@ -238,7 +238,7 @@ class Combined(Availability):
 
     @model_validator(mode="after")
     def _share(self) -> Combined:
-        """Take the common settings from the first model, and refuse different values in the other models."""
+        """Use the common settings of the first model. Raise ``SpecError`` if another model sets a different value."""
         common = {key: getattr(self.models[0], key) for key in Availability.model_fields}
         for place, model in enumerate(self.models):
             for key, value in common.items():
@@ -272,7 +272,7 @@ class Combined(Availability):
 
 
 def _seed_of(place: int, seed: int) -> int:
-    """Return the seed of a model in ``Combined``. The first model draws as if there were no other models."""
+    """Return the seed of a model in ``Combined``. The first model behaves as if there were no other models."""
     return int(rng(seed, "availability", place).integers(2**63)) if place else seed
 
 

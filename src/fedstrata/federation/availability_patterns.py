@@ -30,7 +30,7 @@ class Markov(Availability):
     offline_rounds: float = Field(default=10.0, ge=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Return whether each client is online in the round, which is the state of the client's Markov chain."""
+        """Return whether each client is online in the round, according to the state of the client's Markov chain."""
         p = self.online_rounds / (self.online_rounds + self.offline_rounds)
         return in_spells(np.full(len(clients), p), self.offline_rounds, clients, round, seed)
 
@@ -77,7 +77,7 @@ class Diurnal(Availability):
         return self
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draw whether each client is online. The probability depends on the client's time of day."""
+        """Choose at random whether each client is online. The probability depends on the client's time of day."""
         day = (round - 1) / self.period + self.spread * uniforms(seed, "zone", 0, clients)
         p = self.lowest + (self.highest - self.lowest) * (1 + np.sin(2 * math.pi * day)) / 2
         return uniforms(seed, "online", round, clients) < p
@@ -88,8 +88,8 @@ def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, se
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401). The
     probability is smaller if a client would otherwise be online for less than one round on average. The function does
-    not store states. Each call recomputes the chain from the latest round whose state did not depend on the previous
-    state.
+    not store states. Each call computes the chain again, starting at the latest round in which a client's state did not
+    depend on its previous state.
 
     Args:
         p: The probability that each client is online in a round, shape (n,).

@@ -60,7 +60,7 @@ class Trace(Availability):
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:
-        """Refuse a file that names a client that does not exist."""
+        """Raise ``SpecError`` if the file names a client that does not exist."""
         unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
             last = population.clients - 1

@@ -30,7 +30,7 @@ class FederationConfig:
     Args:
         seed: The experiment's seed.
         training: The settings of local training.
-        model: The model's architecture, to which parameters are passed.
+        model: The model's architecture, without parameters. Each call of the model passes the parameters.
         outputs: Number of outputs of the model for a sample, such as the number of classes C.
         clients: Number of clients, N.
         sizes: Number of samples n_k of every client, shape (N,); None in a deployment. Methods use the sizes only for
@@ -69,7 +69,7 @@ class Failure:
     """The outcome of a request to which the client did not send a usable reply.
 
     Args:
-        reason: The reason in words.
+        reason: Why the client's reply is missing or cannot be used, in words.
         error: The client's exception; None if the client did not raise an exception.
         bystander: Whether the reply is missing only because another client of the group failed.
         refused: Whether the reply was refused: the server cannot use the reply, or the client withheld the reply.
@@ -154,7 +154,7 @@ class Engine(ABC):
         """Let one client train the model that travels from client to client; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which a model travels from client to client and all tasks have the same Python class.
+        """Begin a relay: a model travels from client to client. All tasks of a relay have the same Python class.
 
         Args:
             kind: The Python class of the tasks.

@@ -40,9 +40,9 @@ class RoundLog:
     """The log of a round: bytes, simulated seconds, the clients that took part, and events.
 
     Args:
-        round: The round, counted from 1; 0 while clients enrol.
+        round: The round, counted from 1; 0 before the first round.
         method: The method's name, for error messages.
-        online: Whether each client that got a request is online, which is decided once per round.
+        online: A mapping from each client that got a request to True if the client is online in this round.
     """
 
     round: int = 0
@@ -111,7 +111,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for exchanges of requests and replies: clients that are reached, replies that are used, and logging.
+    """The rules for exchanges: which clients a request reaches, which replies are used, and what is logged.
 
     Args:
         config: The settings that server and clients share.
@@ -133,7 +133,7 @@ class Exchanges:
             self.clock = Clock(availability, config.seed)
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Return True if a task reaches the next client of a relay, in which a model travels between clients.
+        """Return True if a task reaches the next client of a relay. In a relay, a model travels between clients.
 
         The result is logged.
 

@@ -36,7 +36,7 @@ class Relayed:
 
     Args:
         weights: The model after the last successful hop.
-        replies: A mapping from the position of each task in the relay to its reply. Failed tasks are left out.
+        replies: A mapping from each task's index in the relay to the client's reply. Failed tasks are left out.
     """
 
     weights: Weights
@@ -63,7 +63,7 @@ class Leg:
     """One exchange of requests and replies. With some codecs, a call of ``Federation.ask`` makes several exchanges.
 
     Args:
-        requests: The requests in the form in which they are sent.
+        requests: The requests as they are sent, which may be encoded.
         check: A check of the replies in addition to ``Request.check``; None for no further check.
     """
 
@@ -84,7 +84,7 @@ class SummedLeg:
     """One secure sum. With PowerSGD, the sum of the clients' replies takes two secure sums.
 
     Args:
-        request: The request in the form in which it is sent.
+        request: The request as it is sent, which may be encoded.
         ring: The layout of the replies.
         continues: Whether the sum must have the same contributors as the previous secure sum.
     """
@@ -97,8 +97,8 @@ class SummedLeg:
 SummedLegs = Callable[["Federation", Any, ModelForm], Generator[SummedLeg, Total, Total]]
 """A generator function that divides the sum of the replies to a request into secure sums.
 
-The arguments are the federation, the request and the form of its replies. The generator yields each secure sum,
-receives its result, and finally returns the whole sum in the layout of the form.
+The arguments are the federation, the request and the layout of its replies. The generator yields each secure sum,
+receives its result, and finally returns the whole sum in this layout.
 """
 
 
@@ -144,7 +144,7 @@ class Federation:
         self.attackers = frozenset(() if attack is None else attack.attackers(config.clients, config.seed))
         """The clients that attack."""
         self.excluded: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        """The clients that the server must not invite any more."""
+        """The clients that the server must not invite again."""
         self.round = 0
         self.exchanges = Exchanges(config, availability, method)
         self.log = self.exchanges.log
@@ -155,7 +155,7 @@ class Federation:
         return self.log.events
 
     def begin(self, round: int) -> None:
-        """Begin a round with an empty log. In round 0, clients enrol, and all clients are online."""
+        """Begin a round with an empty log. Round 0 is the time before the first round, when all clients are online."""
         self.round, self.log = round, RoundLog(round, self.method)
         self.exchanges.log = self.log
 

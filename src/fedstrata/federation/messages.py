@@ -1,4 +1,4 @@
-"""Messages between server and clients, which are frozen records of tensors and plain values.
+"""Messages between server and clients, which are immutable records of tensors and plain values.
 
 All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
 ``Reply``, and a handler. A handler is the function that computes a client's reply (``fedstrata.clients.handling``).
@@ -60,17 +60,18 @@ class RequestRule:
         description: A description of the reply's content, which completes a sentence that begins with "It sends".
         phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
-        after: The Python class of an enrolment request (before the first round) that a client must have answered first.
-            This rule has no effect in jobs that do not send the enrolment request.
+        after: The Python class of another request, which the server sends before the first round. A client answers
+            this request only after the other request. The condition has no effect in jobs that never send
+            the other request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the server may send the same request again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
-        merges: Whether a client with fewer than ``privacy.min_samples`` samples in a batch uses these samples in a
-            later batch. This rule has an effect only if ``privacy.below`` is "hold-back".
+        merges: Whether a client adds the samples of a batch with fewer than ``privacy.min_samples`` samples to a later
+            batch. This rule has an effect only if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
-        epsilon: The ε of local differential privacy that each reply spends; None for replies without this privacy.
+        epsilon: The ε of local differential privacy that each reply spends; None without local differential privacy.
     """
 
     description: str
@@ -121,7 +122,7 @@ class Request(Message):
     deployment need a rule."""
 
     def check(self, reply: Any) -> None:
-        """Refuse a reply that has the right type but wrong values.
+        """Raise an error if a reply has the right type but wrong values.
 
         This method need not check for NaN and infinity, because replies with NaN or infinity are always refused.
 
@@ -130,7 +131,7 @@ class Request(Message):
         """
 
     def check_reply(self, reply: Any) -> None:
-        """Refuse a reply of the wrong type, or a reply that ``check`` refuses.
+        """Raise an error if a reply has the wrong type, or if ``check`` refuses the reply.
 
         Raises:
             ReplyRefusedError: The reply is refused.
@@ -195,7 +196,7 @@ class Weights(Message):
     buffers: Params
 
     def require_like(self, like: Weights) -> None:
-        """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
+        """Raise an error if names, shapes or dtypes of tensors differ from the tensors in ``like``.
 
         Raises:
             ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
@@ -206,7 +207,7 @@ class Weights(Message):
 
 
 def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors if their names, shapes or dtypes differ from the tensors in ``like``.
+    """Raise an error if names, shapes or dtypes of tensors differ from the tensors in ``like``.
 
     Raises:
         ReplyRefusedError: A name, a shape or a dtype differs. The error message describes the first difference.
@@ -336,7 +337,7 @@ class TrainingRequest(ModelRequest):
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """Refuse negative counts, and a model with other names, shapes or dtypes than the model that was sent."""
+        """Raise an error if a count is negative, or if the model's tensors do not match the model that was sent."""
         reply.weights.require_like(self.weights)
         if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
@@ -365,7 +366,7 @@ class Fit(TrainingRequest):
 
 
 def check_message(reply: FitReply, expected: Extra) -> None:
-    """Refuse a reply if its message has other names, shapes or dtypes than ``expected``.
+    """Raise an error if the message in a reply has other names, shapes or dtypes than ``expected``.
 
     Raises:
         ReplyRefusedError: The names, shapes or dtypes differ.

@@ -36,7 +36,7 @@ class LocalOptimizer(Setting):
 
     @abstractmethod
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return the class of PyTorch's optimiser, and all its arguments except those in ``ELSEWHERE``."""
+        """Return PyTorch's optimiser class, and its arguments without the arguments that ``ELSEWHERE`` names."""
 
     def make(self, params: Sequence[Tensor], lr: float, momentum: float, weight_decay: float) -> Optimizer:
         """Return a new optimiser of PyTorch.
@@ -65,7 +65,7 @@ class LocalOptimizer(Setting):
             return cls(params, **given, **arguments)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise SpecError(
-                "training.optimizer", f"does not accept the spec's arguments: {error}. Correct the spec.", self.label
+                "training.optimizer", f"does not accept its arguments: {error}. Correct the arguments.", self.label
             ) from None
 
 

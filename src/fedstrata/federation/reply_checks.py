@@ -14,7 +14,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import ReplyRefusedError, WireError
 
 DIVERGED = "Lower training.lr, or set training.clip."
-"""The advice for replies with NaN or infinity, which mean that training diverged."""
+"""The advice if a reply contains NaN or infinity, which is a sign that training diverged."""
 
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -72,7 +72,7 @@ def finite(leaf: Any) -> bool:
 
 
 def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    """Refuse a tensor that does not have the expected shape and dtype.
+    """Raise an error if a tensor does not have the expected shape and dtype.
 
     Args:
         got: The tensor.

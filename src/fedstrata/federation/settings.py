@@ -270,7 +270,7 @@ class Training(Setting):
     @model_validator(mode="after")
     def _state_to_keep(self) -> Training:
         if self.optimizer_state == "keep" and self.optimizer.is_sgd and not self.momentum:
-            problem = "sgd without momentum does not have a state. Set it to 'reset', or set training.momentum."
+            problem = "sgd without momentum does not have a state. Use 'reset', or set training.momentum."
             raise SpecError("optimizer_state", problem, self.optimizer_state)
         return self
 

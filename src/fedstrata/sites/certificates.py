@@ -216,14 +216,14 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         root_key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{authority}: does not contain the private key of a root certificate ({error}). Give the folder of the "
-            "authority."
+            f"{authority}: does not contain the private key of a root certificate ({error}). Give the folder "
+            "'authority' that 'fedstrata deploy' created."
         ) from None
     try:
         old.verify_directly_issued_by(root)
     except Exception:
         raise FedstrataError(
-            f"{path} was not issued by the root certificate in {authority}. It belongs to another federation."
+            f"{path} was not issued by the root certificate in {authority}. It is from another federation."
         ) from None
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), root.not_valid_after_utc)

@@ -39,7 +39,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
         folder: The folder of the job.
         plans: The experiments of the job. The server runs the experiments one after another.
         specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review the
-            spec. If a spec were in the JSON file, NVFlare would replace its braces as placeholders.
+            spec. If a spec were in the JSON file, NVFlare would treat the spec's braces as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,8 @@ MOST_CLIENTS = 1_000_000
 """The maximum number of clients in a job. The memory use of a site grows with the number of clients."""
 
 MORE = "Run 'fedstrata check' at the site, or read its log."
-"""The last sentence of errors about a site's data that the server may see. The sentence says where to read the full
-error."""
+"""The last sentence of error messages that the server may see about a site's data. The sentence says where to read
+the full error."""
 
 _PREPARING = Lock()
 """A lock for drawing the model's initial parameters. All sites in one process share PyTorch's random generator."""
@@ -113,7 +113,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Refuse invalid ids or numbers of clients, before memory is allocated for the clients.
+    """Raise an error for invalid ids or numbers of clients, before memory is allocated for the clients.
 
     Args:
         clients: The ids of the clients at this site.
@@ -265,7 +265,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         if task.has_classes:
             added, method = tuple(name for name in METRICS if METRICS.find(name).adds_up(task)), "of_sums"
         problem = "cannot be computed from sums, and sites send only sums. Use one of: "
-        problem += f"{', '.join(added)}, or a metric with the method {method}."
+        problem += f"{', '.join(added)}, or a metric that defines the method {method}."
         raise SpecError("evaluation.metrics", problem, unsummed[0])
     unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = empty if test is None else read_own(spec.data, test, task, client=None, seed=spec.seed)
@@ -315,7 +315,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
 
 
 def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None:
-    """Refuse a spec if the sites' replies would disclose facts that the method keeps private.
+    """Raise an error if the sites' replies would disclose facts that the method keeps private.
 
     Sums over test samples disclose the number of samples of each class, and statistics disclose the number of samples.
     ``tests`` says whether the server has test samples.
@@ -415,7 +415,7 @@ def read_own(data: Data, path: Path, task: Task, *, client: int | None, seed: in
     rest = samples[0][:0], _NO_LABELS
     if f"x_{other}" in arrays:
         if f"y_{other}" not in arrays:
-            raise _unfit(path, f"x_{other} has no labels. Add them as y_{other}.")
+            raise _unfit(path, f"x_{other} has no labels. Add the labels as y_{other}.")
         rest = _samples(path, arrays, other)
         if rest[0].shape[1:] != samples[0].shape[1:]:
             raise _unfit(

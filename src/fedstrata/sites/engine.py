@@ -106,7 +106,8 @@ class NVFlareEngine(Engine):
         from fedstrata.sites.secure_sums import SecureSums
 
         if trust is None:
-            problem = "needs certificates, which this server does not have. Set it to 'plain', or deploy the job."
+            problem = "needs certificates, which this server does not have. "
+            problem += "Set privacy.sums = 'plain', or run the job in a deployment."
             raise SpecError("privacy.sums", problem, "secure")
         require_own_sites(self.directory.site_of_client)
         self.secure_sums = SecureSums(self, job_of(self._spec), trust)

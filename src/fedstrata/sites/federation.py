@@ -130,7 +130,7 @@ class Sites(Setting):
         files = {"server": self.server.data, **{f"site.{name}": entry.data for name, entry in self.site.items()}}
         for party, file in files.items():
             if file and not self.own_data:
-                problem = "requires own_data = true. Set own_data, or remove the file."
+                problem = "requires own_data = true. Set own_data = true, or remove this key."
                 raise SpecError(f"{party}.data", problem, file)
         return self
 

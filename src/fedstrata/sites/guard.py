@@ -52,7 +52,7 @@ def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool)
 
 
 def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
-    """Refuse a spec that names data sets or files outside the catalog of this machine (a site or the server).
+    """Raise an error if a spec names data sets or files outside the catalog of this machine (a site or the server).
 
     Args:
         table: The spec as parsed TOML.
@@ -404,7 +404,7 @@ class Guard:
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop that would show a model to the server, if the policy lets models go only from site to site.
+        """Raise an error if a hop would show a model to the server, but the policy forbids this.
 
         In a hop, one client trains the model, which then goes to the next client. All hops together are a relay.
 
@@ -431,7 +431,7 @@ class Guard:
             self._relay_over = relay_id
 
     def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
-        """Return the index of the entry that allows a request, the entry, and the run's position after the request."""
+        """Return the index of the entry that allows a request, the entry, and the run's progress after the request."""
         problem: RuleError | None = None
         for number, allowed in enumerate(self.declaration.allowed or ()):
             if not allowed.includes(request):
@@ -447,7 +447,7 @@ class Guard:
         raise RuleError("kind", f"job {self.declaration.job} does not declare the request {name}")
 
     def _position_of(self, allowed: Allowed, request: Request, relay: bool, together: bool) -> Position:
-        """Return the position (see ``Position``) of the run after the reply to a request.
+        """Return the progress of the run (see ``Position``) after the reply to a request.
 
         Raises:
             RuleError: The entry does not allow the request.
@@ -479,7 +479,7 @@ class Guard:
         return position
 
     def _refuse_early(self, match: Match) -> None:
-        """Refuse a request until its client has answered the earlier request that ``RequestRule.after`` names.
+        """Raise an error if the client has not answered the earlier request that ``RequestRule.after`` names.
 
         The earlier request replaces labels by other ids, which later requests use. If a site lost its checkpoint, its
         clients must answer the earlier request again.

@@ -50,7 +50,7 @@ class Transport(Protocol):
 
 
 class Messenger:
-    """The server's side of the wire protocol.
+    """The server's side of the protocol between server and sites.
 
     Args:
         transport: The connection to the sites.

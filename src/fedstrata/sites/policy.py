@@ -24,11 +24,11 @@ _EXAMPLES = {"methods": "[]", "budget": "8.0", "peers": "[]"}
 """Example values for keys without a default. A new policy file contains these examples in comments."""
 
 FILE = Path("local") / "policy.toml"
-"""The policy's file in a site's folder; it is never part of a job."""
+"""The policy's file in a site's folder. The file is never part of a job."""
 
 
 class RuleError(FedstrataError):
-    """An error that a site raises to refuse a job or a request, because it exceeds one of the site's limits.
+    """An error that a site raises to refuse a job or a request that exceeds one of the site's limits.
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
@@ -184,7 +184,7 @@ class Policy(Setting):
         self._check_client_noise(asked.privacy)
 
     def _check_sums(self, privacy: Privacy) -> None:
-        """Refuse a job in which the server would see sums over fewer sites than this site allows, or single updates."""
+        """Raise an error if the server would see single updates, or sums over fewer sites than this site allows."""
         if privacy.sums == "plain":
             if self.sums == "secure":
                 problem = "the server would see individual updates, but this site accepts only privacy.sums = 'secure'"
@@ -196,7 +196,7 @@ class Policy(Setting):
             raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
 
     def _check_client_noise(self, privacy: Privacy) -> None:
-        """Refuse a job in which sites add less noise to their updates than this site requires."""
+        """Raise an error if sites add less noise to their updates than this site requires."""
         dp = privacy.clients
         if dp is not None and dp.noise_from == "server":
             problem = "the server's noise follows from the spec's seed, so it does not protect this site"
@@ -215,7 +215,7 @@ class Policy(Setting):
         return self.dp > 0 or self.budget is not None
 
     def _check_dp(self, asked: Declaration) -> None:
-        """Refuse a job without differential privacy, with too little noise, or with forbidden values without noise."""
+        """Raise an error if a job adds too little noise, or sends values without noise that this site forbids."""
         dp = asked.privacy.dp
         accepted = f"Set privacy.dp with a noise of at least {self.dp:g}." if self.dp else "Set privacy.dp."
         if dp is None:
@@ -226,7 +226,7 @@ class Policy(Setting):
             raise RuleError("policy.outside_dp", self._outside(others))
 
     def check_evaluation(self) -> None:
-        """Refuse to evaluate a model on the site's samples if the site requires differential privacy.
+        """Raise an error if this site forbids evaluations on its samples, because it requires differential privacy.
 
         Raises:
             RuleError: ``outside_dp`` does not allow evaluations.
@@ -240,7 +240,7 @@ class Policy(Setting):
         return f"{values} would be sent without noise, but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Refuse a reply about the site's data if other jobs already got ``surveys`` different replies.
+        """Raise an error if other jobs already got ``surveys`` different replies about the site's data.
 
         Args:
             job: The hash of the job.
@@ -256,7 +256,7 @@ class Policy(Setting):
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:
-        """Refuse to send counts of categories, targets or values if a count is from 1 to ``least`` − 1.
+        """Raise an error if a count of a category, a target or a value is from 1 to ``least`` − 1.
 
         Args:
             job: The hash of the job.
@@ -353,7 +353,7 @@ def _with_approved(lines: list[str], approved: list[str]) -> str:
 
 
 def require_hash(text: str) -> str:
-    """Return a string if it has the form of a spec's hash. Otherwise, raise an error.
+    """Return a string unchanged if it looks like the hash of a spec. Otherwise, raise an error.
 
     Raises:
         SpecError: The string is not a hash.

@@ -76,7 +76,7 @@ class PrivacyBudget:
         self._path, self._most, self._delta = folder / FILE, policy.budget, policy.delta
 
     def spend(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> None:
-        """Write the number of steps of a client's round to the disk, before the client takes these steps.
+        """Record on disk how many steps a client takes in a round, before the client takes these steps.
 
         Args:
             job: The hash of the job.

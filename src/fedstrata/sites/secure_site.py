@@ -195,12 +195,13 @@ def require_own_sites(site_of_client: Sequence[str]) -> None:
         SpecError: A site has several clients.
     """
     if len(set(site_of_client)) < len(site_of_client):
-        problem = "a secure sum needs sites with one client each. Use one client per site, or set it to 'plain'."
+        problem = "a secure sum needs sites with one client each. "
+        problem += "Use one client per site, or set privacy.sums = 'plain'."
         raise SpecError("privacy.sums", problem, "secure")
 
 
 def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
-    """Process the message that the server has unmasked a sum. The server may send this message several times.
+    """Process the server's message that a sum was unmasked. The server may send this message several times.
 
     Args:
         member: The object that takes part in secure sums for this site.

@@ -68,7 +68,8 @@ class JobSpec:
             connected sites.
         own_data: Whether sites have their own data. Otherwise, the spec's partition divides the spec's data set.
         patience: The number of seconds within which a site must reply.
-        direct: Whether a model that clients train in turn goes from site to site instead of through the server.
+        direct: True if a model that clients train in turn goes directly to the next site; False if the server passes
+            the model on.
         least: The minimum number of sites that must reply.
         fewer: The reaction if fewer than ``least`` sites reply.
     """
@@ -85,7 +86,7 @@ class JobSpec:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """Create a ``JobSpec`` from a dict of its fields, as a job's configuration contains it."""
+        """Create a ``JobSpec`` from a dict of its fields, which is part of a job's configuration."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:

@@ -65,7 +65,8 @@ def simulate(
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.
-        direct: Whether a model that clients train in turn goes from site to site instead of through the server.
+        direct: True if a model that clients train in turn goes directly to the next site; False if the server passes
+            the model on.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -133,7 +134,7 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
         if (folder / SITES).exists():
             before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
             if sites not in (None, before):
-                problem = f"the run in {folder} stored its clients' states at {before} sites. Use {before}."
+                problem = f"the run in {folder} stored its clients' states at {before} sites. Use {before} sites."
                 raise SpecError("sites", problem, sites)
             sites = before
     return sites

@@ -105,7 +105,7 @@ class SiteServer:
         self.name, self.folder, self.send, self.settings = name, folder, send, settings
         self._keys, self.policy, self.ledger, self.credentials = keys, policy, ledger, credentials
         self.budget: PrivacyBudget | None = None
-        """The site's privacy budget, from which the steps of ``privacy.dp`` are taken; optional."""
+        """The site's privacy budget, which training with ``privacy.dp`` reduces; optional."""
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each with the id of the thread that added the entry."""
         self._noting = threading.Lock()
@@ -339,7 +339,7 @@ class SiteServer:
         if result is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
-            raise RuleError("relay", f"the model after hop {fetch.hop} is sent only to a site with the hop's ticket")
+            raise RuleError("relay", f"the model after hop {fetch.hop} is sent only to a site with the hop's secret")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
         about = {"client": result.client, "round": run.guard.round, "samples": result.samples}
@@ -394,7 +394,8 @@ def _member(site_server: SiteServer, begin: wire.Begin, job: str, config: Federa
     from fedstrata.sites.secure_site import ANSWERED, member_of
 
     if site_server.credentials is None:
-        problem = "needs the site's certificate, but this site has none. Use 'plain', or deploy a kit to the site."
+        problem = "needs the site's certificate, but this site does not have a certificate. "
+        problem += "Set privacy.sums = 'plain', or run the job in a deployment."
         raise SpecError("privacy.sums", problem, "secure")
     path = site_server.folder / ANSWERED / job
     return member_of(begin, path, site_server.credentials(), site_server.policy, config)
@@ -486,7 +487,7 @@ class SiteRun:
             raise WireError(f"the message is a {type(ack).__name__}, not an acknowledgement")
 
     def _opened(self, member: Member, ack: object) -> None:
-        """Process the message that the server has unmasked a secure sum, and record the message in the ledger."""
+        """Process the server's message that a secure sum was unmasked, and record the message in the ledger."""
         from fedstrata.sites.secure_site import about, learn
 
         (client,) = self.clients
@@ -536,7 +537,8 @@ class SiteRun:
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
         """Return the requests that may be answered, and a refusal for each other request.
 
-        If ``together`` is true, the clients add up tensors together, so all requests are answered or none.
+        If ``together`` is true, the clients add up tensors together, so either all requests are answered, or
+        all requests are refused.
         """
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}
@@ -555,7 +557,7 @@ class SiteRun:
         return allowed, refused
 
     def _spend(self, client: ClientId, match: Match | None) -> None:
-        """Take the steps of a client's training with ``privacy.dp`` from the site's privacy budget.
+        """Deduct a client's training steps with ``privacy.dp`` from the site's privacy budget.
 
         Raises:
             RuleError: The steps would exceed the budget.

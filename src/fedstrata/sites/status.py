@@ -142,7 +142,7 @@ def picture(table: dict[str, Any] | None) -> Any:
 def _rounds(path: Path) -> int:
     """Read a run's number of rounds from its spec.
 
-    All other settings are ignored, because a setting may name code.
+    The function does not read other settings, because these settings can name Python code that would then be loaded.
     """
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]

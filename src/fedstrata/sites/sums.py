@@ -22,7 +22,7 @@ SHARE = 0.4
 
 
 class Sums:
-    """An object at the server that adds up tensors. For each sum, it waits for the terms of all sites of a group.
+    """An object at the server that adds up tensors. For each sum, the server waits for the terms of all sites.
 
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).

@@ -21,7 +21,7 @@ class SiteRefusedError(FedstrataError):
     """An error for a message that a site refused.
 
     Args:
-        reason: The reason in words.
+        reason: Why the site refused the message, in words.
         for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
@@ -137,7 +137,7 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """An acknowledgement that a hop counts, unless its model is lost later.
+    """An acknowledgement that the server uses the result of a hop, unless the hop's model is lost later.
 
     In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
 
@@ -189,7 +189,7 @@ class Failed(Message):
     """The outcome for a client that did not send a usable reply.
 
     Args:
-        reason: The reason in words.
+        reason: Why the reply is missing or cannot be used, in words.
         bystander: Whether the client failed only because another client, with which it adds up tensors, failed.
         refused: Whether the site or the client refused the request.
     """
@@ -277,7 +277,7 @@ class Unmoved(Message):
     """The site's reply to ``Hop`` if the site could not fetch the model.
 
     Args:
-        reason: The reason in words.
+        reason: Why the site could not fetch the model, in words.
     """
 
     reason: str
@@ -319,7 +319,7 @@ class Refused(Message):
     """The reply to a message that a site refuses.
 
     Args:
-        reason: The reason in words.
+        reason: Why the site refused the message, in words.
         for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 

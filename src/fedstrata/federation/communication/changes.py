@@ -15,11 +15,11 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, the objective's tensors that must not be added up over rounds, such as prototypes, are sent
-    without encoding.
+    With error feedback, some tensors of the training objective, such as prototypes, must not be added up over rounds.
+    These tensors are sent without encoding.
 
     Args:
-        change: The update in a client's reply, with the objective's tensors.
+        change: The update in a client's reply, including the tensors of the training objective.
         codec: The codec that encodes the update.
         additive: Names of the groups of the objective's tensors that may be added up over rounds.
     """

@@ -72,13 +72,13 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
 
     Args:
         payload: The payload.
-        forms: The forms that sender and receiver expect.
+        forms: The shapes and dtypes that sender and receiver expect.
 
     Returns:
         The bytes as a tensor of shape (bytes,) and dtype uint8.
 
     Raises:
-        FedstrataError: The payload does not have these forms, because the codec's methods ``forms`` and ``encode``
+        FedstrataError: The payload has other shapes or dtypes, because the codec's methods ``forms`` and ``encode``
             contradict each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
@@ -86,7 +86,7 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
         wanted = {part: (shape, _in_memory(dtype)) for part, (shape, dtype) in forms.get(name, {}).items()}
         if actual.get(name) != wanted:
             raise FedstrataError(
-                f"the payload for {name!r} has the form {actual.get(name)}, but must have {forms.get(name)}"
+                f"the payload for {name!r} has the layout {actual.get(name)}, but must have {forms.get(name)}"
             )
     flat = [_bytes(payload[name][part], dtype) for name, parts in forms.items() for part, (_, dtype) in parts.items()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
@@ -256,7 +256,7 @@ class QSGD(Codec):
         return _shaped(values.astype(np.float32), like)
 
     def _size(self, coordinates: int) -> int:
-        """Return the number of coordinates in a bucket, which is at most the number of coordinates of the change."""
+        """Return the number of coordinates in a bucket: ``bucket``, or all coordinates if the change has fewer."""
         return min(self.bucket, max(coordinates, 1))
 
 
@@ -329,8 +329,8 @@ class TopK(WithMemory):
 class PowerSGD(WithMemory):
     """A low-rank approximation of each matrix, with error feedback (Vogels et al. 2019).
 
-    Each tensor is treated as a matrix whose rows are the first dimension. With the matrices M_k of the clients, the sum
-    Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back the sum P = Σ M_k Q with
+    Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
+    sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P = Σ M_k Q with
     orthonormal columns. Then, clients send M_kᵀ P, and the sum of these matrices is the new Q, with which the next
     exchange begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
     tensors that would not become smaller, are not approximated.
@@ -545,7 +545,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Refuse ``damping`` and ``forget_after`` for ``down``, because the server's error never becomes old."""
+        """Raise an error if ``down`` sets ``damping`` or ``forget_after``: the server's error never becomes old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

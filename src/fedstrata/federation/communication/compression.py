@@ -44,7 +44,7 @@ class CompressionState:
     """The server's state for encoding and decoding messages, which is part of a checkpoint.
 
     Args:
-        exchange: Id of the latest exchange.
+        exchange: Id of the latest exchange of requests and replies.
         version: The latest version of the model that clients get; −1 before the first version.
         digest: The digest of the latest version.
         params: The parameters of the latest version, which differ from the server's model by the error of the codec.
@@ -73,7 +73,7 @@ class Reader:
         like: Tensors with the names, shapes and dtypes of an update.
         forms: The shapes and dtypes of an encoded update (payload).
         frame: The factors P of PowerSGD's product P Qᵀ if replies contain only Q; otherwise empty.
-        first: Whether the replies are terms of PowerSGD's first sum, which cannot be decoded alone.
+        first: Whether the replies are terms of PowerSGD's first sum, which cannot be decoded individually.
         method_check: The method's check of a decoded reply; None if there is no such check.
     """
 
@@ -86,7 +86,7 @@ class Reader:
     method_check: Check | None = None
 
     def check(self, answer: EncodedReply) -> None:
-        """Refuse an encoded update of the wrong size, and a decoded reply that does not fit the request.
+        """Raise an error if an encoded update has the wrong size, or a decoded reply does not fit the request.
 
         Raises:
             ReplyRefusedError: The reply is refused; the message contains the reason.
@@ -95,7 +95,7 @@ class Reader:
             unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError(
-                    "the reply for PowerSGD's first sum contains the inner reply, which must come with the second sum"
+                    "the reply for PowerSGD's first sum contains the inner reply, which belongs to the second sum"
                 )
             return
         if answer.reply is None:
@@ -255,7 +255,7 @@ class Compression:
 
         Args:
             federation: The federation.
-            clients: The requests of the method; only their clients are used.
+            clients: The method's requests. Only the clients of these requests are used.
             request: The envelope, whose inner request contains the model.
             check: A function that refuses unusable encoded replies.
         """
@@ -301,7 +301,7 @@ class Compression:
         )
 
     def _delivery(self, base: int) -> ModelDelivery:
-        """Return the model for a client that has version ``base``: the changes since then, or the whole model."""
+        """Return the model for a client that has version ``base``: the changes since ``base``, or the whole model."""
         state = self.state
         missed = state.version - base
         if base >= 0 and missed <= len(state.changes):

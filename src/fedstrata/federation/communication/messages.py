@@ -56,7 +56,7 @@ class Sums(Order):
         self._last = self._pending = 0
 
     def refusal(self, request: Any) -> str:
-        """Refuse ``Encoded`` requests of earlier exchanges, and ``Coefficients`` that do not follow a first sum."""
+        """Return why a request is refused: its exchange is not new, or its second sum does not follow a first sum."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
             return f"exchange {request.exchange} came after exchange {self._last}, but ids must ascend"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
@@ -125,6 +125,6 @@ class Coefficients(Request):
     frame: Tensor
 
     def check(self, reply: EncodedReply) -> None:
-        """Refuse a reply to this message that does not contain the client's reply to the inner request."""
+        """Raise an error if a reply does not contain the client's reply to the inner request."""
         if reply.reply is None:
             raise ReplyRefusedError("the reply for PowerSGD's second sum lacks the reply to the inner request")

@@ -16,7 +16,7 @@ STEPS = 4
 
 
 def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
-    """Wrap each request in a ``Masked`` request, except ``single`` requests, and add the messages of the protocol.
+    """Wrap each request, except ``single`` requests, in a ``Masked`` request. Add the requests of the protocol.
 
     Args:
         allowed: The requests without masks, as methods and samplers declare them.
@@ -32,7 +32,8 @@ def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
             single.append(inside)
             continue
         if not issubclass(inside.innermost.request, ModelRequest | Coefficients):
-            problem = f"the reply to {inside.label} has no secure sum. Use another method, or set it to 'plain'."
+            problem = f"the reply to {inside.label} has no secure sum"
+            problem += ". Use another method, or set privacy.sums = 'plain'."
             raise SpecError("privacy.sums", problem, "secure")
         description = f"{inside.rule.description}, masked so that the server reads only the sum over {parties} or more"
         rule = replace(inside.rule, description=f"{description} sites", discloses=frozenset())

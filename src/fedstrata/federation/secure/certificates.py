@@ -97,7 +97,7 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def stranger(certificate: bytes, peers: Collection[str] | None) -> bool:
-    """Return True if a certificate does not belong to a peer of the site.
+    """Return True if a certificate does not belong to a peer, which is a site that this site accepts.
 
     Args:
         certificate: The certificate, DER-encoded.

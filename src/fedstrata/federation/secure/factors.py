@@ -34,7 +34,7 @@ class FirstForm(ModelForm):
     largest element of M_k.
 
     Args:
-        whole: The form of the replies without compression.
+        whole: The layout of the replies without compression.
         codec: The codec.
     """
 
@@ -77,7 +77,7 @@ class SecondForm(ModelForm):
     element of M_k.
 
     Args:
-        whole: The form of the replies without compression.
+        whole: The layout of the replies without compression.
         codec: The codec.
     """
 
@@ -151,10 +151,10 @@ class SecondForm(ModelForm):
 
 
 def with_codec(forms: Forms, up: Codec) -> Forms:
-    """Return the forms of the replies to all requests, with and without the codec.
+    """Return the layouts of encoded and plain replies to all requests.
 
     Args:
-        forms: The forms of replies without a codec.
+        forms: The layouts of replies without a codec.
         up: The codec of the clients' updates.
 
     Raises:
@@ -168,10 +168,12 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of a form's sum of updates. The form may have only one such sum.
+    """Return the name and the description of the updates that ``form`` adds up.
+
+    The updates must be the only numbers in ``form`` that depend on the clients' models.
 
     Raises:
-        SpecError: The form has another sum that depends on the clients' models.
+        SpecError: ``form`` has another sum that depends on the clients' models.
     """
     others = [n for n, each in form.summands.items() if isinstance(each, Numbers) and each.needs_model]
     name = others[0]

@@ -180,7 +180,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe the sums that a round records: per-sample gradients, and the loss weighted by per-sample gradients.
+        """Describe two sums for the round's record: the number of per-sample gradients, and the loss weighted by it.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -259,16 +259,16 @@ class Form(Protocol):
         """Return the vector of integers that a client adds to the secure sum.
 
         Raises:
-            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+            WithheldError: A value is not finite, or a weight or a count is above its maximum.
         """
 
 
 Forms = Mapping[type[Request], Form]
-"""A mapping from the Python classes of requests to the forms of their replies."""
+"""A mapping from the Python classes of requests to the layouts (``Form``) of their replies."""
 
 
 class ModelForm:
-    """The form of replies to requests with a model: the numbers of each reply that a secure sum adds up.
+    """The layout of replies to requests with a model: the numbers of each reply that a secure sum adds up.
 
     Args:
         config: The settings that server and clients share.
@@ -308,7 +308,7 @@ class ModelForm:
         """Return a client's vector, given the model that the client received and the generator for the rounding.
 
         Raises:
-            WithheldError: A value is not finite, or a weight or a count is above its largest value.
+            WithheldError: A value is not finite, or a weight or a count is above its maximum.
         """
         return self.ring.encode(
             {name: _row(each.values(sent, reply), each.like).numpy() for name, each in self._numbers.items()},

@@ -34,7 +34,7 @@ class Member:
 
     Args:
         site: The state machine of the protocol.
-        pending: The client's new state; None if no exchange is open.
+        pending: The client's new state while a sum is computed; None between two sums.
     """
 
     site: Site

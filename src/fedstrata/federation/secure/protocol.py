@@ -6,9 +6,9 @@ Sites make keys and shares in advance for several exchanges. ``Site`` and ``Serv
 A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
 that the site adds to its vector. The *pair seed* gives a private key, from which the site derives one mask for each
 other site. Each pair of sites has a common mask, which one site adds and the other site subtracts. The sites hold
-shares of both seeds of each site, and any t shares determine a seed. To open the sum over a set U of sites, the server
-needs the self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, because their
-vectors are missing.
+shares of both seeds of each site, and any t shares determine a seed. To open (unmask) the sum over a set U of sites,
+the server needs the self seeds of the sites in U. The server also needs the pair seeds of the sites outside U, because
+their vectors are missing.
 
 ====================  ==========================================  ==================================================
 message to a site     reply                                       checks of the site before it replies
@@ -29,14 +29,14 @@ Security
 --------
 
 Let m sites collude with an active server, and let 2t > n + m and m ≤ t − 2. Then, per exchange, **the secrets of at
-most one set are opened, the two seeds of an honest site are never both opened, and each opened sum contains at least
-t − m honest inputs.** The proof needs three checks of honest sites:
+most one set are revealed, the two seeds of an honest site are never both revealed, and each unmasked sum contains the
+vectors of at least t − m honest sites.** The proof needs three checks of honest sites:
 
 1. A site votes once per exchange: it answers ``RevealAll``, or it signs one set U.
 
 2. A site reveals shares for U only after t different members of R' have signed U.
 
-3. All signatures are about one *context*: the job, the roster, R', the exchange and the request.
+3. Each signature depends on its *context*: the job, the roster, R', the exchange and the request.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
 This is more than the number of honest sites, n − m.
@@ -62,7 +62,7 @@ one colluder. Sites therefore refuse a roster with a threshold below ``default_t
 
 A request may *continue* the previous request: both sums then have the same contributors. The request's hash contains
 the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
-have therefore voted for it before, so no other set was opened before.
+have therefore voted for it before, so no other set was unmasked before.
 
 The protocol has limits. In other exchanges, the server may unmask sums over two sets that differ by only one site. A
 site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
@@ -97,7 +97,7 @@ Seed = Literal["self", "pair"]
 
 
 def default_threshold(sites: int, colluding: int = 0) -> int:
-    """Return the threshold t of a roster: the minimum number of sites that are needed to open a sum.
+    """Return the threshold t of a roster: the minimum number of sites that are needed to unmask a sum.
 
     Args:
         sites: Number n of sites.
@@ -113,7 +113,7 @@ class RefusedError(WithheldError):
     """An error that a site raises if its check of a message from the server fails.
 
     Args:
-        check: The name of the check.
+        check: The name of the check that failed.
         problem: The problem, as the last part of a sentence.
     """
 
@@ -127,7 +127,7 @@ class RefusedError(WithheldError):
 
 @record("secure/Package")
 class Package(Message):
-    """A site's public keys for one roster.
+    """A site's public keys for one roster (group of sites). In each exchange, the roster computes one secure sum.
 
     Args:
         name: The site's name.
@@ -135,9 +135,9 @@ class Package(Message):
         job_key: The Ed25519 key with which the site signs in this job.
         credential: The signature of ``job_key``, made with the certificate's key.
         box_key: The X25519 key with which other sites encrypt messages (boxes) for this site in this job.
-        keys: The public X25519 keys, one for each exchange.
-        self_commitments: The hashes of the self seeds, one for each exchange.
-        pair_commitments: The hashes of the pair seeds, one for each exchange.
+        keys: For each exchange, the site's public X25519 key.
+        self_commitments: For each exchange, the hash of the site's secret self seed.
+        pair_commitments: For each exchange, the hash of the site's secret pair seed.
         signature: The signature of all keys and hashes, made with ``job_key``.
     """
 
@@ -170,7 +170,7 @@ class Package(Message):
         return _entry(self.keys, exchange)
 
     def commitment(self, kind: Seed, exchange: int) -> bytes:
-        """Return the published hash of the site's self seed or pair seed of an exchange."""
+        """Return the published hash of the site's self seed or pair seed for an exchange."""
         return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
 
     def form_defect(self) -> str:
@@ -191,11 +191,11 @@ class Package(Message):
 
 @record("secure/Roster")
 class Roster(Message):
-    """The sites that take part in the sums of several exchanges.
+    """The group of sites that takes part in several secure sums.
 
     Args:
         packages: The package of each site, sorted by the sites' names.
-        threshold: Number t of sites that are needed to open (unmask) a sum.
+        threshold: Number t of sites that are needed to unmask a sum.
     """
 
     packages: list[Package]
@@ -239,7 +239,7 @@ class Deal(Message):
 
 @record("secure/Delivery")
 class Delivery(Message):
-    """The members of a roster's sums, and the boxes that the other members sent to one site.
+    """The members of a roster's sums, and the boxes (encrypted shares) that the other members sent to one site.
 
     Args:
         members: The sites that have sent shares (R'), in ascending order.
@@ -356,7 +356,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """A message that the server has opened (unmasked) the sum over a set of sites.
+    """A message to sites: the server has unmasked the sum over a set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -368,7 +368,7 @@ class Opened(Message):
 
 
 def continued(question: bytes, members: Sequence[str]) -> bytes:
-    """Return the hash of a request whose sum must have the contributors ``members`` of the previous sum."""
+    """Return the hash of a request whose sum must have the same contributors ``members`` as the previous sum."""
     return digest("continued", question, members)
 
 

@@ -92,8 +92,8 @@ class Dealt(Message):
 
     Args:
         deal: The site's shares for the other sites (``protocol.Deal``).
-        package: The site's public keys for its next roster (``protocol.Package``). The next roster then needs no
-            separate request for keys.
+        package: The site's public keys for its next roster (``protocol.Package``). The next roster then does
+            not need a separate request for keys.
     """
 
     deal: Message
@@ -101,7 +101,7 @@ class Dealt(Message):
 
 
 FAILED = "secure sum failed"
-"""The kind of the event that is recorded if too few clients answered, or if the sum could not be opened."""
+"""The kind of the event that is recorded if too few clients answered, or if the sum could not be unmasked."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
 
 
 def check_vector(reply: MaskedReply, length: int) -> None:
-    """Refuse a vector of the wrong shape or dtype.
+    """Raise an error if a vector has the wrong shape or dtype.
 
     Raises:
         ReplyRefusedError: The shape or dtype is wrong.

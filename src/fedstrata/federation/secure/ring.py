@@ -162,7 +162,8 @@ class Ring:
                 raise ValueError(f"{name} has shape {vector.shape}, but must have shape {(part.size,)}")
             largest = float(max(vector.max(), -vector.min())) if part.size else 0.0
             if not math.isfinite(largest):
-                raise WithheldError(f"the client did not send its reply, which contains NaN or infinity. {DIVERGED}")
+                problem = "the client did not send its reply, because the reply contains NaN or infinity"
+                raise WithheldError(f"{problem}. {DIVERGED}")
             scaled += largest > part.range
             unit = max(part.range, largest)
             factor = factors[name] * (self.scale * 2.0**32)
@@ -216,7 +217,7 @@ class Ring:
                 "type uint32"
             )
         if not 0 < sites <= self.sites:
-            raise ValueError(f"{sites} sites contributed, but at most {self.sites} can")
+            raise ValueError(f"{sites} sites contributed, but at most {self.sites} may contribute")
         parts: dict[str, Floats] = {}
         begin, most = 0, sites + HEADROOM * self.noise * math.sqrt(sites)
         for name, part in self.parts.items():

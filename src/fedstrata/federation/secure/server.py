@@ -205,7 +205,7 @@ class Server:
 
 
 class Exchange:
-    """One secure sum, from the request to the opened sum.
+    """One secure sum, from the request to the unmasked sum.
 
     Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
     Afterwards, send the last messages in ``outgoing``, to which sites do not reply.
@@ -235,7 +235,7 @@ class Exchange:
         self.outgoing: dict[str, Message] = {}
         """The next message to each site."""
         self.total: Words | None = None
-        """The sum of the vectors, once it is opened."""
+        """The unmasked sum of the vectors; None until the server has unmasked it."""
         self.contributors: list[str] = []
         """The sites whose vectors are in the sum: the set U."""
         self._server, self._roster = server, roster
@@ -277,11 +277,13 @@ class Exchange:
         self.contributors = sorted(self._masked)
         enough = sum(each.enough for each in self._present.values())
         if len(self.contributors) < self._roster.threshold:
-            self._fail(f"only {len(self.contributors)} sites have sent their vectors, not {self._roster.threshold}")
+            self._fail(
+                f"only {len(self.contributors)} of {self._roster.threshold} required sites have sent their vectors"
+            )
         elif enough < self._server.parties:
             self._fail(f"fewer than {self._server.parties} sites have enough samples")
         elif self._only not in (None, self.contributors):
-            self._fail("a site is missing that contributed to the previous sum")
+            self._fail("a contributor to the previous sum is missing")
         elif self.contributors == self._members and self._server.confirm == "needed":
             self._ask("revealing", self.contributors, RevealAll(self.number, self._present))
         else:
@@ -311,7 +313,7 @@ class Exchange:
             else:
                 votes[name] = reply.signature
         if len(votes) < self._roster.threshold:
-            self._fail(f"only {len(votes)} sites have voted, not {self._roster.threshold}")
+            self._fail(f"only {len(votes)} of {self._roster.threshold} required sites have voted")
         else:
             self._ask("opening", sorted(votes), RevealSet(self.number, votes))
 
@@ -322,11 +324,11 @@ class Exchange:
             if defect := _type_defect(reply, Shares):
                 self._refuse(name, defect)
             elif not _usable(reply, self.contributors, lost):
-                self._refuse(name, "its shares are not the requested shares")
+                self._refuse(name, "it has sent other shares than the requested shares")
             else:
                 shares[name] = reply
         if len(shares) < self._roster.threshold:
-            self._fail(f"only {len(shares)} sites have sent shares, not {self._roster.threshold}")
+            self._fail(f"only {len(shares)} of {self._roster.threshold} required sites have sent shares")
             return
         total = np.zeros(self.length, dtype=np.uint32)
         for name in self.contributors:
@@ -378,7 +380,7 @@ class Exchange:
         return None
 
     def _suspect(self, owner: str, numbers: Mapping[str, int], right: Sequence[str]) -> None:
-        """Record the holders whose shares contradict the polynomial of the other shares."""
+        """Record the sites whose shares do not fit the shares of the other sites."""
         wrong = [
             name
             for name, number in sorted(numbers.items())
@@ -395,11 +397,11 @@ class Exchange:
         self.stage, self.outgoing = stage, dict.fromkeys(names, message)
 
     def _refuse(self, name: str, defect: str) -> None:
-        self._server._note("refused", [name], f"{name} in exchange {self.number}: {defect}.")
+        self._server._note("refused", [name], f"{name} in secure sum {self.number}: {defect}.")
 
     def _fail(self, problem: str) -> None:
         self.stage, self.outgoing = "failed", {}
-        self._server._note("failed", [], f"Exchange {self.number} has no result, because {problem}.")
+        self._server._note("failed", [], f"Secure sum {self.number} has failed, because {problem}.")
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
@@ -439,7 +441,7 @@ Answer = Callable[[str, Message], Message | None]
 
 
 def run(exchange: Exchange, answer: Answer) -> Words | None:
-    """Exchange messages until the sum is opened or has failed. Return the sum, or None if it has failed.
+    """Exchange messages until the sum is unmasked or has failed. Return the sum, or None if it has failed.
 
     Args:
         exchange: The exchange.

@@ -1,4 +1,4 @@
-"""Simulate secure sums, with or without masks and with the same results. Deployments use ``fedstrata.sites``."""
+"""Simulate secure sums. Masks are optional, and do not change the results. Deployments use ``fedstrata.sites``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask_sums(
         federation: The federation.
         clients: The clients to ask.
         request: The request.
-        form: The form of the replies without a codec.
+        form: The layout of the replies without a codec.
         work: See ``Federation.ask``.
 
     Returns:
@@ -172,7 +172,8 @@ class Masks:
                 self._present[client] = outcome.present
                 result[client] = replace(outcome, present=None)
             else:
-                result[client] = outcome if isinstance(outcome, Failure) else Failure("it sent no vector", refused=True)
+                missing = Failure("it did not send a vector", refused=True)
+                result[client] = outcome if isinstance(outcome, Failure) else missing
         return result
 
     def open(self, answers: Replies) -> Words:
@@ -218,7 +219,7 @@ def count_messages(
         length: Number of elements of a vector.
         clients: The clients of the roster.
         answered: The clients that sent their vectors.
-        opened: Whether these clients are enough to open the sum.
+        opened: Whether these clients are enough to unmask the sum.
     """
     names, present = sorted(map(str, clients)), {str(client): _IN for client in answered}
     key, share = bytes(KEY_BYTES), bytes(shamir.SHARE_BYTES)

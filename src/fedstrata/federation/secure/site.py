@@ -58,7 +58,7 @@ class _Own:
 
 @dataclass
 class _Joined:
-    """A roster in which this site has dealt shares.
+    """A roster (group of sites) to which this site has sent shares of its secret seeds.
 
     For each exchange, ``shares`` maps the kind and the owner of a seed to this site's share of the seed.
     """
@@ -96,7 +96,7 @@ class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
     A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
-    Otherwise, a server could repeat a request without a site, and compute the site's vector from the two sums.
+    Otherwise, a server could repeat a request without a site, and subtract the two sums to get the site's vector.
 
     Each method answers one message of the server, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
@@ -105,7 +105,7 @@ class Site:
         job: The hash of the job. The job contains the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Minimum number of sites with enough samples in a sum, at least 3.
+        parties: How many sites with enough samples a sum must include. Must be 3 or more.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
         confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", which is
             equally safe, the site does not wait for signatures if all sites have sent their vectors.
@@ -114,7 +114,7 @@ class Site:
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server, for which a roster must have a large enough threshold."""
+    """Number of other sites that may collude with the server. A roster's threshold must be large enough."""
 
     def __init__(
         self,
@@ -183,16 +183,16 @@ class Site:
         """
         own, sites, threshold = self._own, len(roster.packages), roster.threshold
         if own is None:
-            raise RefusedError("package", "the site has not created a package")
-        self._require("package", not own.dealt, "the site's package has already been in a roster")
-        self._require("package", own.package in roster.packages, "the roster lacks the site's newest package")
-        self._require("order", roster.names == sorted(roster.names), "the roster is not in the order of the names")
+            raise RefusedError("package", "the site has not created keys for a roster")
+        self._require("package", not own.dealt, "the site's keys were already used in a roster")
+        self._require("package", own.package in roster.packages, "the roster does not contain the site's newest keys")
+        self._require("order", roster.names == sorted(roster.names), "the roster is not sorted by site names")
         least = protocol.default_threshold(sites, self.colluding)
         self._require("threshold", sites >= protocol.FEWEST, f"the roster has fewer than {protocol.FEWEST} sites")
         self._require("threshold", sites <= protocol.MOST_SITES, f"the roster has over {protocol.MOST_SITES} sites")
         self._require("threshold", threshold >= least, f"the threshold is {threshold}, but must be at least {least}")
         self._require("threshold", threshold <= sites, f"the threshold is {threshold}, but there are {sites} sites")
-        self._require("repeated", not protocol.repeated(roster.packages), "a name or a key occurs twice")
+        self._require("repeated", not protocol.repeated(roster.packages), "a name or a key occurs twice in the roster")
         for package in roster.packages:
             if package != own.package:
                 self._check_package(package, own.package.exchanges)
@@ -240,8 +240,8 @@ class Site:
         if members is None:
             raise RefusedError("members", "the members of the roster are not known")
         if not 0 <= number < len(joined.shares):
-            raise RefusedError("exchange", f"there are no keys for exchange {number}")
-        self._require("exchange", number > joined.last, f"exchange {number} was used before")
+            raise RefusedError("exchange", f"the site does not have keys for secure sum {number}")
+        self._require("exchange", number > joined.last, f"the keys of secure sum {number} were used before")
         self._require("question", question not in self.answered, "this request was answered before")
         only = self._last_vote if continues else None
         self._require("continued", not continues or only is not None, "the site has not voted in the previous sum")
@@ -262,7 +262,7 @@ class Site:
         return MaskedVector(torch.from_numpy(masked.view(np.int32)), In(enough, signature))
 
     def reveal_all(self, message: RevealAll) -> Shares:
-        """Vote for the sum over all members, and return the shares that open the sum.
+        """Vote for the sum over all members, and return the shares that unmask the sum.
 
         Raises:
             RefusedError: A check failed.
@@ -284,15 +284,15 @@ class Site:
         current, joined = self._exchange(message.exchange)
         chosen = sorted(message.present)
         self._require("vote", current.voted is None, "the site has already voted in this exchange")
-        self._require("subset", set(chosen) <= set(current.members), "the set has a site that is not a member")
-        self._require("subset", self.name in chosen, "the set does not contain this site")
-        self._require("size", len(chosen) >= joined.roster.threshold, "the set has too few sites")
+        self._require("subset", set(chosen) <= set(current.members), "a site in the proposed set is not a member")
+        self._require("subset", self.name in chosen, "the proposed set does not contain this site")
+        self._require("size", len(chosen) >= joined.roster.threshold, "the proposed set has too few sites")
         self._check_present(current, joined, message.present)
         current.voted, self._last_vote, current.signed = chosen, chosen, True
         return Vote(self._job_key.sign(protocol.vote_statement(current.context, chosen)))
 
     def reveal_set(self, message: RevealSet) -> Shares:
-        """Return the shares that open the sum for which this site and at least t − 1 other sites have voted.
+        """Return the shares that unmask the sum for which this site and at least t − 1 other sites have voted.
 
         Raises:
             RefusedError: A check failed.
@@ -331,13 +331,13 @@ class Site:
         return self.name in members
 
     def _require(self, check: str, holds: bool, problem: str) -> None:
-        """Refuse the server's message unless a condition holds."""
+        """Raise ``RefusedError`` if a condition does not hold."""
         if not holds:
             raise RefusedError(check, problem)
 
     def _exchange(self, number: int) -> tuple[_Exchange, _Joined]:
         if self._current is None or self._joined is None or self._current.number != number:
-            raise RefusedError("exchange", f"the site sent its latest vector in another exchange than {number}")
+            raise RefusedError("exchange", f"the site sent its latest vector in another secure sum than {number}")
         return self._current, self._joined
 
     def _context(self, members: list[str], number: int, question: bytes) -> bytes:

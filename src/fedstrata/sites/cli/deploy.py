@@ -21,7 +21,7 @@ def add_deploy(commands: common.Commands) -> None:
         fedstrata deploy spec.toml --sites sites.toml --requests requests --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
-    help = "create a job for real sites and, for each party, a folder (kit) with certificates and scripts"
+    help = "create a deployment's job and, for each party, a folder (kit) with certificates and scripts"
     parser = common.add_command(commands, "deploy", help, examples, imports=True, work=_deploy)
     parser.add_argument("spec", help="TOML file that describes the experiment")
     common.add_overrides(parser)
@@ -153,7 +153,7 @@ def _port(text: str) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     if options.serve is not None and options.json:
-        raise SpecError("--json", "cannot be combined with --serve. Remove one of the two.")
+        raise SpecError("--json", "cannot be combined with --serve. Remove one of the two options.")
     with suppress(KeyboardInterrupt, Terminated):  # users end the command by Ctrl-C or SIGTERM
         if options.serve is not None:
             from fedstrata.sites.live import serve
