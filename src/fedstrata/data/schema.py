@@ -51,12 +51,12 @@ class Column(Setting):
         unit: Unit of the numbers, such as ``mm``, which is shown in messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Contents of cells that mark missing values, in addition to the schema's setting ``missing``.
+        missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
-        step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
-            ``median`` and ``most-frequent`` require ``step``.
+        step: Rounding unit of numbers when ``median`` or ``most-frequent`` is computed. In deployments, both require
+            ``step``.
         value: Value that replaces missing values, with ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
@@ -208,11 +208,11 @@ class Schema(Setting):
         client: Name of the column with the client of each row, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role, or the keys of ``columns`` in
             deployments.
-        columns: Type or settings of each feature column, and of a label column with numbers. Simulations guess the
-            types of other columns. Deployments require an entry for every feature.
+        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of
+            other columns. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the labels of the table in sorted
             order.
-        missing: Contents of cells, such as ``NA``, that mark missing values. Empty cells always mark missing values.
+        missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
         test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, the name
             of a column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).

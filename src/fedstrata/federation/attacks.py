@@ -29,8 +29,7 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of clients that are attackers. The experiment's seed decides which clients attack in all rounds.
-            Default: 0.2.
+        share: Fraction of clients that attack in every round, drawn with the experiment's seed. Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 

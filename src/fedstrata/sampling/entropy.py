@@ -33,7 +33,7 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Chooses clients one by one, so that the entropy of their combined labels is as large as possible.
+    """Chooses clients one by one to maximise the entropy of their combined labels.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
     have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
