@@ -113,7 +113,7 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The mean of each coordinate of the updates, without the smallest and largest values (Yin et al. 2018).
+    """The coordinate-wise mean of the updates, without the smallest and largest values (Yin et al. 2018).
 
     Args:
         attackers: Maximum number f of replies from attackers per round. In each coordinate, the f smallest and f

@@ -48,7 +48,7 @@ class Column(Setting):
     Args:
         type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
             implied by other keys such as ``categories``, otherwise guessed from the cells (``number`` in deployments).
-        unit: Unit of the numbers, such as ``mm``, which is shown in messages.
+        unit: Unit of the numbers, such as ``mm``, for messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
         missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
@@ -210,12 +210,11 @@ class Schema(Setting):
             deployments.
         columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of
             other columns. Deployments require an entry for every feature.
-        classes: Names of all classes, in the order of the model's outputs. Default: the labels of the table in sorted
-            order.
+        classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, the name
-            of a column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+        test: Fraction of each client's rows held out for testing, stratified by class. Alternatively, the name of a
+            column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character that separates the cells of a CSV file.
     """
 

@@ -74,7 +74,7 @@ with warnings.catch_warnings():
             scale: Factors by which normalisation multiplies after subtracting ``shift``, one per channel or feature.
                 Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
-            custom: Description of arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
+            custom: Description of arrays passed from Python. Only fedstrata sets this key.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

@@ -31,10 +31,10 @@ class Evaluation(Setting):
             a metric in ``metrics``.
         targets: Target accuracies in (0, 1]. The run's summary gives the first round that reached each target. For
             other metrics, use a table such as ``{ macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples that is held out for validation, to choose the best round and to
-            stop early.
-        client_test: Fraction of each client's samples that is held out as the client's test samples, stratified by
-            label. Sites with separate test samples ignore this setting.
+        validation: Fraction of the training samples held out for validation, to choose the best round and to stop
+            early.
+        client_test: Fraction of each client's samples held out for testing, stratified by label. Sites with separate
+            test samples ignore this setting.
         test_clients: Fraction of clients that never train. The model is also evaluated on their samples.
         fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
             client's test samples. With 0, clients only add their own state, such as BatchNorm statistics, to the global

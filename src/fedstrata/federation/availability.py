@@ -61,7 +61,7 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server invites only clients that are online.
+        announced: Whether the server invites only online clients.
         deadline: Simulated seconds that the server waits for replies. Default: unlimited.
         seconds_per_sample: Simulated seconds that a client of median speed needs to compute the gradient of one sample.
         speed_spread: Standard deviation of the clients' logarithmic speeds.

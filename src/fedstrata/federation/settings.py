@@ -124,10 +124,10 @@ class Privacy(Setting):
         clients: Settings for differential privacy of whole clients. Deployments require ``noise_from = "sites"``.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over a
             round's clients. Needs the extra ``secure``.
-        simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
-            down the run.
-        range: Maximum absolute value of the elements of an update in a secure sum. An update with a larger element is
-            scaled down.
+        simulate_masks: Whether simulated clients really mask their updates. Masks do not change results, but slow down
+            the run.
+        range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
+            down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
         message_range: Maximum absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
             and ReBaFL's prototypes.
@@ -201,13 +201,13 @@ class Training(Setting):
             mini-batch.
         accumulate: Number of mini-batches per step. Each step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples.
-        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
+        optimizer: The clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
             or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores
             twice as many numbers as the model has.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' optimiser ``sgd``.
-        weight_decay: Factor of the weight decay, which ``sgd`` adds to the gradient and ``adamw`` applies separately.
+        weight_decay: Weight decay factor. ``sgd`` adds the decay to the gradient, and ``adamw`` applies it separately.
         schedule: Learning rate in round t, counted from 0. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from
             η to zero along half a cosine wave.
         warmup: Number W of initial rounds with a reduced learning rate. In the k-th of these rounds, the rate is
@@ -219,7 +219,7 @@ class Training(Setting):
         execution: How sums over clients are computed. ``fused``: several clients may be summed in one pass.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
-        workers: Number of processes that train clients on this machine. This number does not change results. Default:
+        workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.
             Parameters and updates stay float32. Stratify and FedTAN always train in float32.

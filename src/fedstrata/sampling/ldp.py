@@ -64,8 +64,8 @@ class FedSTaSData(DataSampler):
     Args:
         fraction: Mean fraction of the participants' samples that a round uses.
         samples: Mean number n* of samples that a round uses. Default: computed from ``fraction``.
-        epsilon: Parameter ε of local differential privacy, which protects the number of samples that each client
-            reports. A client spends ε per report. Default: clients report exact numbers.
+        epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples. A
+            client spends ε per report. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their

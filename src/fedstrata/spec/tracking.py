@@ -103,7 +103,7 @@ class TensorBoard(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        dir: Folder for event files, with a subfolder for each run. Default: ``tensorboard`` in the run folder.
+        dir: Folder for event files, with one subfolder per run. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None

@@ -291,7 +291,7 @@ class TopK(WithMemory):
     changed most.
 
     Args:
-        fraction: Fraction of the coordinates of an update that is sent.
+        fraction: Fraction of an update's coordinates to send.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
