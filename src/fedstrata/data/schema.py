@@ -205,7 +205,7 @@ class Schema(Setting):
 
     Args:
         label: Name of the column with the label.
-        client: Name of the column with the client of each row, for the partition ``natural``.
+        client: Name of the column with each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role, or the keys of ``columns`` in
             deployments.
         columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of

@@ -94,8 +94,8 @@ class ClientDP(Setting):
             amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal to the server the noise that they added. With 0, ε does not protect
-            against other clients, because each client knows its own noise.
+        colluding: Number of clients that may reveal their noise to the server. With 0, ε does not protect against other
+            clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -214,9 +214,9 @@ class Training(Setting):
             multiplied by k / (W + 1).
         clip: Maximum norm of a gradient. Larger gradients are scaled down.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
-            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use
-            statistics of the test batches.
-        execution: How sums over clients are computed. ``fused``: several clients may be summed in one pass.
+            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
+            test batches' statistics.
+        execution: How sums over clients are computed. ``fused``: possibly in one pass over several clients.
             ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
         workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
