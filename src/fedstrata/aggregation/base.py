@@ -30,7 +30,7 @@ class Aggregator(Setting):
     """Base class of the aggregators, which combine the clients' updates with one weight a_k per client.
 
     Args:
-        server: Server optimiser. Default: the server adds the combined update unchanged.
+        server: Optimiser that applies the combined update to the global model. Default: plain addition.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -263,7 +263,7 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """The mean model of each stratum, averaged over strata in proportion to their sizes (FedSTS, FedSTaS).
+    """The mean model of each stratum, averaged over strata with weights by size (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply do not

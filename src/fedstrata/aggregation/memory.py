@@ -112,7 +112,7 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of every client's last update, corrected with the new updates of this round (FedVARP).
+    """The mean of every client's last update, corrected with this round's updates (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The value y_k is the client's last update from an earlier round,
@@ -166,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models. An update counts once per round since the client's last reply (FedAWE).
+    """The mean model. Updates are multiplied by the number of rounds since the client's last reply (FedAWE).
 
     In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. Client k last replied in
     round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the initial model,

@@ -33,7 +33,7 @@ class ServerOptimizer(Setting):
         schedule: Schedule of the server's learning rate: ``inverse`` or ``cosine``, as in ``training.schedule``.
             Default: constant.
         momentum: Momentum of ``sgd``.
-        betas: Coefficients β₁ (first moment) and β₂ (second moment) of ``adam`` and ``yogi``.
+        betas: Decay rates β₁ (first moment) and β₂ (second moment) of ``adam`` and ``yogi``.
         eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to the denominator of each step.
         weight_decay: Factor of the L2 penalty on the global model's parameters.
     """

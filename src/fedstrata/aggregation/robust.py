@@ -113,7 +113,7 @@ class Median(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """The mean of each coordinate of the updates, without the smallest and largest values (Yin et al. 2018).
+    """The coordinate-wise mean of the updates, without the smallest and largest values (Yin et al. 2018).
 
     Args:
         attackers: Maximum number f of replies from attackers per round. In each coordinate, the f smallest and f
@@ -188,7 +188,7 @@ class MultiKrum(Krum):
 
     Args:
         attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
-        chosen: Number of updates to average. With n replies and f attackers, the maximum and default is n − f.
+        chosen: Number of updates to average. Maximum and default: n − f, with n replies and f attackers.
     """
 
     chosen: PositiveInt | None = None
@@ -241,7 +241,7 @@ class GeometricMedian(RobustAggregator):
 
 
 class CentredClipping(RobustAggregator):
-    """The mean of the updates, with distant updates moved towards the current estimate (Karimireddy et al. 2021).
+    """The mean of the updates, each clipped to a radius around the current estimate (Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
     by at most τ times the fraction of clients that send them. Each round starts with v = 0, which stands for the

@@ -118,7 +118,7 @@ class Extrapolated(Mean):
     and weights updates by numbers of samples.
 
     Args:
-        eps: Constant ε in the factor's denominator. With a mean update near zero, ε limits the factor.
+        eps: Constant ε that limits the factor of the mean update, if the mean update is near zero.
     """
 
     needs_replies = ""

@@ -52,7 +52,7 @@ class CropFlip(Augmentation):
 
     Args:
         padding: Number of pixels added on each side before cropping.
-        flip: Whether images are mirrored. Use false if mirroring changes an image's meaning.
+        flip: Whether to mirror images. Use false if mirroring changes an image's meaning.
     """
 
     padding: NonNegativeInt = 4

@@ -47,15 +47,15 @@ class Column(Setting):
     Args:
         type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
             implied by other keys such as ``categories``, otherwise guessed from the cells (``number`` in deployments).
-        unit: Unit of the numbers, such as ``mm``, which is shown in messages.
+        unit: Unit of the numbers, such as ``mm``, for messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
-        missing: Contents of cells that mark missing values, in addition to the schema's setting ``missing``.
+        missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
-        step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
-            ``median`` and ``most-frequent`` require ``step``.
+        step: Rounding unit of numbers when ``median`` or ``most-frequent`` is computed. In deployments, both require
+            ``step``.
         value: Value that replaces missing values, with ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
@@ -204,17 +204,16 @@ class Schema(Setting):
 
     Args:
         label: Name of the column with the label.
-        client: Name of the column with the client of each row, for the partition ``natural``.
+        client: Name of the column with each row's client, for the partition ``natural``.
         features: Names of the feature columns. Default: all columns without another role, or the keys of ``columns`` in
             deployments.
-        columns: Type or settings of each feature column, and of a label column with numbers. Simulations guess the
-            types of other columns. Deployments require an entry for every feature.
-        classes: Names of all classes, in the order of the model's outputs. Default: the labels of the table in sorted
-            order.
-        missing: Contents of cells, such as ``NA``, that mark missing values. Empty cells always mark missing values.
+        columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of
+            other columns. Deployments require an entry for every feature.
+        classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
+        missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
-        test: Fraction of each client's rows that is held out for testing, stratified by class. Alternatively, the name
-            of a column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+        test: Fraction of each client's rows held out for testing, stratified by class. Alternatively, the name of a
+            column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
         delimiter: Character that separates the cells of a CSV file.
     """
 

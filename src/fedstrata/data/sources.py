@@ -64,7 +64,7 @@ with warnings.catch_warnings():
                 standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
                 integers, as token models require.
             limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
-            client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
+            client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
                 uses only the samples that clients train on.
@@ -74,7 +74,7 @@ with warnings.catch_warnings():
             scale: Factors by which normalisation multiplies after subtracting ``shift``, one per channel or feature.
                 Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
-            custom: Description of arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
+            custom: Description of arrays passed from Python. Only fedstrata sets this key.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

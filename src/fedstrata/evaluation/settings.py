@@ -31,15 +31,15 @@ class Evaluation(Setting):
             a metric in ``metrics``.
         targets: Target accuracies in (0, 1]. The run's summary gives the first round that reached each target. For
             other metrics, use a table such as ``{ macro-f1 = [0.5] }``.
-        validation: Fraction of the training samples that is held out for validation, to choose the best round and to
-            stop early.
-        client_test: Fraction of each client's samples that is held out as the client's test samples, stratified by
-            label. Sites with separate test samples ignore this setting.
-        test_clients: Fraction of clients that never train, and on whose samples the model is also evaluated.
-        fine_tune: Number of epochs for which each client fine-tunes the global model before its evaluation on the
-            client's test samples. With 0, only the client's own state, such as BatchNorm statistics, differs from the
-            global model.
-        unheard: Number n of recent evaluations. A client is *unheard* if the server has not used a reply of the client
+        validation: Fraction of the training samples held out for validation, to choose the best round and to stop
+            early.
+        client_test: Fraction of each client's samples held out for testing, stratified by label. Sites with separate
+            test samples ignore this setting.
+        test_clients: Fraction of clients that never train. The model is also evaluated on their samples.
+        fine_tune: Number of epochs for which each client fine-tunes the global model before evaluating it on the
+            client's test samples. With 0, clients only add their own state, such as BatchNorm statistics, to the global
+            model.
+        unheard: Number of recent evaluations. A client is *unheard* if the server used none of the client's replies
             since the first of these evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.
         per_class: Whether to record the accuracy and other metrics of each class.

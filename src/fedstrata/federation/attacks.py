@@ -29,8 +29,7 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of clients that are attackers. The experiment's seed decides which clients attack in all rounds.
-            Default: 0.2.
+        share: Fraction of clients that attack in every round, drawn with the experiment's seed. Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 
@@ -152,7 +151,7 @@ class SignFlip(Attack):
     """Attackers send their update with the opposite sign.
 
     Args:
-        scale: Factor by which attackers multiply their update, in addition to the change of sign.
+        scale: Factor by which attackers multiply their sign-flipped update.
     """
 
     scale: PositiveFloat = 1.0
@@ -166,7 +165,7 @@ class Gaussian(Attack):
     """Attackers send normally distributed random numbers instead of an update.
 
     Args:
-        deviation: Standard deviation of the random numbers that attackers send.
+        deviation: Standard deviation of the attackers' random numbers.
     """
 
     deviation: PositiveFloat = 1.0
@@ -200,7 +199,7 @@ class InnerProduct(Attack):
     """Attackers send the mean honest update with the opposite sign (inner-product manipulation, Xie et al. 2019).
 
     Args:
-        scale: Factor ε by which attackers multiply the mean honest update, in addition to the change of sign.
+        scale: Factor ε by which attackers multiply the sign-flipped mean honest update.
     """
 
     scale: PositiveFloat = 2.0

@@ -61,13 +61,13 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server invites only clients that are online.
-        deadline: Simulated seconds that the server waits for replies to a request. Default: unlimited.
+        announced: Whether the server invites only online clients.
+        deadline: Simulated seconds that the server waits for replies. Default: unlimited.
         seconds_per_sample: Simulated seconds that a client of median speed needs to compute the gradient of one sample.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds.
+        speed_spread: Standard deviation of the clients' logarithmic speeds.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
-        latency: Simulated latency of each message in seconds, in both directions.
+        latency: Simulated latency of each message, in seconds.
     """
 
     always_online: ClassVar[bool] = False
@@ -170,10 +170,10 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client is online or offline for a whole period of several rounds (ReBaFL §5.5.3).
+    """Each client stays online or offline for a period of several rounds (ReBaFL §5.5.3).
 
     Args:
-        p: Probability that a client is online in a period.
+        p: Probability that a client is online during a period.
         period: Length of a period, in rounds.
     """
 
@@ -198,7 +198,7 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with different probabilities of being online (ReBaFL).
+    """Each group of clients has its own probability of being online (ReBaFL).
 
     Args:
         groups: Groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Each

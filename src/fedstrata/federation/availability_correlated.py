@@ -19,9 +19,10 @@ class Correlated(Availability):
     """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
-        mean: Mean probability that a client is online, before probabilities are limited to [``least``, 1].
+        mean: Mean probability that a client is online, before clipping to [``least``, 1].
         least: Minimum probability that a client is online.
-        pattern: How clients go online and offline: by ``independent`` draws, or as in ``markov`` or ``cyclic``.
+        pattern: How clients go online and offline: by ``independent`` draws per round, or as in ``markov`` or
+            ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline, with ``pattern = "markov"``.
         period: Length of a period in rounds, with ``pattern = "cyclic"``.
     """
@@ -67,8 +68,8 @@ class LabelCorrelated(Correlated):
     are balanced, this probability is ``mean`` on average over the clients.
 
     Args:
-        concentration: Concentration of the Dirichlet distribution from which label weights are drawn. Clients whose
-            labels have large weights are online more often.
+        concentration: Concentration of the Dirichlet distribution of label weights. Clients whose labels have large
+            weights are online more often.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)

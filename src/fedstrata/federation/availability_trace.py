@@ -17,10 +17,10 @@ class Trace(Availability):
     """Each client is online in the rounds that a file lists.
 
     Args:
-        file: Path of a CSV file, relative to the spec or the working directory. Each line ``client,first,last`` says
-            that a client is online from round ``first`` (counted from 1) to round ``last``.
-        round_seconds: Seconds between the starts of two consecutive rounds. If set, ``first`` and ``last`` are seconds
-            since the start of round 1.
+        file: Path of a CSV file, relative to the spec or the working directory. A line ``client,first,last`` means that
+            a client is online from round ``first`` (counted from 1) to round ``last``.
+        round_seconds: Seconds from the start of one round to the next. If set, ``first`` and ``last`` are seconds since
+            the start of round 1.
     """
 
     file: str

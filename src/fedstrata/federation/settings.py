@@ -53,9 +53,8 @@ class DPSGD(Setting):
     from the seed.
 
     Args:
-        clip: Maximum L2 norm C of the gradient of one sample. Longer gradients are scaled down.
-        noise: Noise multiplier: noise with the standard deviation ``noise`` × ``clip`` is added to the sum of
-            gradients.
+        clip: Maximum L2 norm C of one sample's gradient. Larger gradients are scaled down.
+        noise: Noise multiplier: the noise in the sum of gradients has the standard deviation ``noise`` × ``clip``.
         delta: Value of δ in (ε, δ)-differential privacy. For a client with n samples, choose a value below 1 / n.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget. In
             deployments, the server checks the budget only from round 2. With secure sums, each site sets the budget in
@@ -86,17 +85,17 @@ class ClientDP(Setting):
     In both cases, the sum is divided by the expected number of clients per round.
 
     Args:
-        clip: Maximum L2 norm C of a client's update. Longer updates are scaled down.
-        noise: Noise multiplier: noise with the standard deviation ``noise`` × ``clip`` is added to the sum of updates.
-            Noise from the clients has at least this standard deviation.
+        clip: Maximum L2 norm C of a client's update. Larger updates are scaled down.
+        noise: Noise multiplier: the noise in the sum of updates has the standard deviation ``noise`` × ``clip``. If
+            clients add the noise, the standard deviation can be larger.
         delta: Value of δ in (ε, δ)-differential privacy. With N clients, choose a value below 1 / N.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget.
         participations: Maximum number of rounds to which a client is invited. If set, ε is computed without privacy
             amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal to the server the noise that they added. With 0, ε does not protect
-            against other clients, because each client knows its own noise.
+        colluding: Number of clients that may reveal their noise to the server. With 0, ε does not protect against other
+            clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -116,25 +115,24 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each value that it sends, such as an update
-            or a column's mean.
+        min_samples: Minimum number of samples that a client uses for each value it sends, such as an update or a
+            column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
-            client adds these samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch
+            client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
             ends.
         dp: Settings for differential privacy of individual samples.
-        clients: Settings for differential privacy of whole clients. Deployments support only noise that the clients
-            add.
-        sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
-            clients of a round, which needs the extra ``secure``.
-        simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
-            down the run.
-        range: Maximum absolute value of the elements of an update in a secure sum. An update with a larger element is
-            scaled down.
+        clients: Settings for differential privacy of whole clients. Deployments require ``noise_from = "sites"``.
+        sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over a
+            round's clients. Needs the extra ``secure``.
+        simulate_masks: Whether simulated clients really mask their updates. Masks do not change results, but slow down
+            the run.
+        range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
+            down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
         message_range: Maximum absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
             and ReBaFL's prototypes.
-        largest: Maximum number of samples of a client in secure sums. Clients with more samples do not answer. Default:
-            the number of samples of the largest client. Required if sites use their own data.
+        largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
+            the largest client's number of samples. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.
     """
 
@@ -201,28 +199,27 @@ class Training(Setting):
             ``local_epochs``.
         batch_size: Number of samples in a mini-batch. Clients with fewer samples use all their samples in each
             mini-batch.
-        accumulate: Number of mini-batches in one step, which uses the mean gradient over ``batch_size`` ×
+        accumulate: Number of mini-batches per step. Each step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples.
-        optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
+        optimizer: The clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
             or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores
             twice as many numbers as the model has.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' optimiser ``sgd``.
-        weight_decay: Factor of the weight decay, which ``sgd`` adds to the gradient and ``adamw`` applies separately.
+        weight_decay: Weight decay factor. ``sgd`` adds the decay to the gradient, and ``adamw`` applies it separately.
         schedule: Learning rate in round t, counted from 0. ``constant``: η. ``inverse``: η / (1 + t). ``cosine``: from
             η to zero along half a cosine wave.
         warmup: Number W of initial rounds with a reduced learning rate. In the k-th of these rounds, the rate is
             multiplied by k / (W + 1).
-        clip: Maximum norm of a gradient. Longer gradients are scaled down.
+        clip: Maximum norm of a gradient. Larger gradients are scaled down.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
-            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use
-            statistics of the test batches.
-        execution: How an engine computes sums over clients. ``fused``: the engine may compute a sum over several
-            clients in one pass. ``per-client``: results are bit-identical in all engines, but Stratify is several times
-            slower.
+            statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use the
+            test batches' statistics.
+        execution: How sums over clients are computed. ``fused``: possibly in one pass over several clients.
+            ``per-client``: results are bit-identical in all engines, but Stratify is several times slower.
         threads: Number of threads per PyTorch operation. A different number may change the last bits of results.
-        workers: Number of processes that train clients on this machine. This number does not change results. Default:
+        workers: Number of processes that train clients on this machine. Results do not depend on this number. Default:
             one process per core if this is faster, otherwise one process.
         precision: Number format of local training. With ``bf16``, PyTorch's autocast uses bfloat16 for some operations.
             Parameters and updates stay float32. Stratify and FedTAN always train in float32.

@@ -43,7 +43,7 @@ class CCVR(Recipe, HeadTuning):
     Classes without samples at any client have no virtual features.
 
     Args:
-        per_class: Number of features drawn from the Gaussian of each class.
+        per_class: Number of features drawn from each class's Gaussian.
         every: Number of rounds from one calibration to the next. Default: calibration only after the last round.
         steps: Number of gradient steps per calibration of the head.
         lr: Learning rate of the calibration.

@@ -20,8 +20,7 @@ class FedBABU(Recipe):
     ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: Settings for training the head on the server, as in ``fedavg-ft``. Default: the server does not train
-            the head.
+        fine_tune: Settings for training the head on the server, as in ``fedavg-ft``. Default: the head is not trained.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"

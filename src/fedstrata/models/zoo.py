@@ -110,7 +110,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A PyTorch module that a Python program passed to fedstrata. Only fedstrata writes this section.
+    """A PyTorch module passed from Python. Only fedstrata writes this section.
 
     Args:
         custom: Description of the module.

@@ -132,7 +132,7 @@ class Restricted(Calibrated):
 
 
 class LogitMargins(CountsIdle, Calibrated):
-    """Cross-entropy of calibrated logits: a class that is rarer at the client has a larger margin.
+    """Cross-entropy of calibrated logits: classes that are rarer at the client have larger margins.
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
     In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore

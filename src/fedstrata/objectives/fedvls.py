@@ -57,7 +57,7 @@ class Vacant(Distilled):
 
     Args:
         distillation: Weight λ of the distillation from the global model on vacant classes.
-        suppression: Weight β of the suppression of logits of all classes except the true class.
+        suppression: Weight β of the penalty on logits of all classes except the true class.
     """
 
     distillation: NonNegativeFloat = 1.0

@@ -19,8 +19,7 @@ class PersonalLayers(CrossEntropy):
     communication.
 
     Args:
-        layers: Names of the modules whose parameters each client keeps, such as ``["head", "body.3"]``. Default: the
-            head.
+        layers: Names of modules whose parameters each client keeps, such as ``["head", "body.3"]``. Default: the head.
     """
 
     layers: tuple[str, ...] | None = None

@@ -33,7 +33,7 @@ class EntropyState:
 
 
 class Entropy(ClientSampler):
-    """Chooses clients one by one, so that the entropy of their combined labels is as large as possible.
+    """Chooses clients one by one to maximise the entropy of their combined labels.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
     have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
@@ -44,8 +44,8 @@ class Entropy(ClientSampler):
     labels.
 
     Args:
-        buffer: Size of the buffer of recently invited clients, as a fraction of all clients. Clients in the buffer are
-            not invited.
+        buffer: Size of the buffer of recently invited clients, as a fraction of all clients. Buffered clients are not
+            invited.
     """
 
     tells_sizes = True

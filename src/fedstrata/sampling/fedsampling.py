@@ -62,9 +62,9 @@ class FedSamplingData(DataSampler):
     samples.
 
     Args:
-        samples: Total number K of samples that the participants of a round use on average.
-        epsilon: Parameter ε of local differential privacy, which protects the number of samples that each client
-            reports. Clients still disclose how many samples they used. Default: clients report exact numbers.
+        samples: Mean number K of samples that a round uses.
+        epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples.
+            Clients still disclose how many samples they used. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         reuse: Whether each client reports its number of samples only once. If false, random errors average out over

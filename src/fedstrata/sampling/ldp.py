@@ -56,24 +56,23 @@ class FedSTaSAnswersState(FedSTaSDataState):
 
 
 class FedSTaSData(DataSampler):
-    """Each participant uses each sample with the same probability, so that a round uses a requested number of samples.
+    """Each participant uses each sample with equal probability, so that a round uses the requested number on average.
 
     The probability is the requested number of samples, divided by the server's estimate of the participants' total
     number of samples. The settings ``share``, ``estimates`` and ``reuse`` are not in the paper.
 
     Args:
-        fraction: Fraction of all participants' samples that a round uses on average.
-        samples: Total number n* of samples that the participants of a round use on average. Default: computed from
-            ``fraction``.
-        epsilon: Parameter ε of local differential privacy, which protects the number of samples that each client
-            reports. A client spends ε per report. Default: clients report exact numbers.
+        fraction: Mean fraction of the participants' samples that a round uses.
+        samples: Mean number n* of samples that a round uses. Default: computed from ``fraction``.
+        epsilon: Parameter ε of local differential privacy, which protects each client's reported number of samples. A
+            client spends ε per report. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
         estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
             round, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
-        reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
+        reuse: Whether each client reports its number of samples, and spends ε, only once. Default: false.
     """
 
     needs_replies = "asks each client for its number of samples, or hides this number"

@@ -17,7 +17,7 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """Draws candidates in proportion to their numbers of samples, and invites candidates with the largest losses.
+    """Draws candidates in proportion to their numbers of samples, and invites the candidates with the largest losses.
 
     The sampler is biased on purpose: clients with a large loss have more weight in the aggregate than in the mean over
     all clients.

@@ -117,11 +117,12 @@ class Stratified(ClientSampler):
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
             paper. ``systematic``: with known probabilities (Madow 1949).
-        allocation: Number of draws from each stratum. ``neyman``: in proportion to the stratum's size times its spread,
-            possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding. ``neyman-at-least-one``: as
-            ``neyman``, but at least one. ``proportional``: in proportion to the stratum's size, but at least one.
-            Default: ``neyman-random`` with replacement or systematic draws. Otherwise ``neyman`` with ``refresh =
-            "all"``, and ``neyman-at-least-one`` with ``participants``.
+        allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
+            spread of its gradients, possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding.
+            ``neyman-at-least-one``: as ``neyman``, but at least one draw. ``proportional``: in proportion to the
+            stratum's size, but at least one draw. Default: ``neyman-random`` with replacement or systematic draws.
+            Otherwise ``neyman`` with ``refresh = "all"``, and ``neyman-at-least-one`` with ``refresh =
+            "participants"``.
     """
 
     needs_replies = "groups clients by their gradients"

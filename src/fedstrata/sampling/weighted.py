@@ -15,7 +15,7 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws clients with probabilities proportional to their numbers of samples. Each client reports its number once.
+    """Draws clients with probabilities proportional to their numbers of samples. Each client reports this number once.
 
     The aggregators ``size`` and ``stratum`` give all draws the same weight. The aggregate is then an unbiased estimate
     of the mean over all clients, weighted by size.

@@ -73,8 +73,8 @@ class _Best(Callback):
     Args:
         metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
             Default: ``evaluation.primary``.
-        mode: Whether the largest (``max``) or the smallest (``min``) value of the metric is the best value. Default:
-            depends on the metric.
+        mode: Whether larger (``max``) or smaller (``min``) values of the metric are better. Default: depends on the
+            metric.
     """
 
     metric: str | None = None

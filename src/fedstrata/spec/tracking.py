@@ -103,7 +103,7 @@ class TensorBoard(Tracker):
     Needs the optional packages of the extra ``tracking``.
 
     Args:
-        dir: Folder for event files, with a subfolder for each run. Default: ``tensorboard`` in the run folder.
+        dir: Folder for event files, with one subfolder per run. Default: ``tensorboard`` in the run folder.
     """
 
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
@@ -165,8 +165,8 @@ class MLflow(Tracker):
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: the environment variable
             ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
-        run: Name of the run in MLflow. Default: a name built from the method, data set and seed.
-        tags: Table with additional tags of the run in MLflow.
+        run: Name of the run in MLflow. Default: method, data set and seed.
+        tags: Additional tags of the run in MLflow.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
 
@@ -300,8 +300,8 @@ class Tracking(Setting):
     """Programs that display runs. You may change these settings when you resume a run.
 
     Args:
-        tensorboard: Settings for TensorBoard, or ``true`` for the default settings.
-        mlflow: Settings for MLflow, or ``true`` for the default settings.
+        tensorboard: Settings for TensorBoard, or ``true`` for the defaults.
+        mlflow: Settings for MLflow, or ``true`` for the defaults.
     """
 
     tensorboard: Annotated[

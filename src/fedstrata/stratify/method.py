@@ -75,15 +75,15 @@ class Stratify(Method):
             training on a batch equals one step of centralised SGD.
         server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and weight decay of ``training``.
-        chunk_size: Number of consecutive labels in a *chunk*, for which the server chooses clients together, in
+        chunk_size: Number of consecutive labels for which the server chooses clients together (a *chunk*), in
             single-sample mode. Larger chunks mean fewer transfers of the model.
         retain: Fraction of the clients with a label that may train on this label within a chunk, in single-sample mode.
             Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds in batch mode, with ``mode = "hybrid"``. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``), with
             ``mode = "hybrid"``.
-        masking: Form in which the server sees labels: unchanged (``none``), as keyed hashes (``prf``) or encrypted
-            (``ckks``).
+        masking: How labels are hidden from the server: not at all (``none``), as keyed hashes (``prf``) or by
+            encryption (``ckks``).
     """
 
     paper = "Wong, Lim and Chan, Stratify: Rethinking Federated Learning for Non-IID Data through Balanced Sampling"

@@ -57,7 +57,7 @@ class ClassGroup(Setting):
 
 
 class Groups(Partition):
-    """Label skew with groups of clients, which have different numbers of classes.
+    """Label skew: groups of clients have different numbers of classes.
 
     Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
     clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups with 2, 2, 3, 3 and

@@ -69,7 +69,7 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """A single client with samples of another partition, as a baseline for federated training.
+    """One client trains on samples of another partition, as a baseline for federated training.
 
     In centralised training, the single client has the samples of all clients of another partition. In local training,
     the single client has the samples of one of these clients.
@@ -77,7 +77,8 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Partition that first divides the samples among several clients.
-        only: Id (from 0) of the client in the partition ``of`` whose samples are used. Default: all clients.
+        only: Id (from 0) of the client whose samples are used, in the partition ``of``. Default: the samples of all
+            clients.
     """
 
     clients: Literal[1] = 1

@@ -39,8 +39,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
-        balance: Meaning of each Dirichlet draw. ``class``: how one class is divided among the clients, so clients
-            differ in size. ``client``: the class probabilities of one client, with equal sizes (±1).
+        balance: Distributions to draw. ``class``: each class's distribution over clients, so client sizes differ.
+            ``client``: each client's distribution over classes, with equal client sizes (±1).
         prior: Parameters of the Dirichlet distribution, with ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -132,8 +132,8 @@ class Given(Partition):
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
         file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. The
-            array ``indices`` lists the samples, client after client. The array ``offsets`` lists the position of each
-            client's first sample, and the length of ``indices``.
+            array ``indices`` lists the samples of one client after another. The array ``offsets`` lists where each
+            client's samples begin in ``indices``, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

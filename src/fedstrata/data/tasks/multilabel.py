@@ -23,8 +23,7 @@ class MultiLabel(Task):
     half.
 
     Args:
-        stratum: Label that divides samples into two strata, without and with this label, for Stratify and partitions by
-            label.
+        stratum: Label whose presence or absence replaces the class in Stratify and in partitions by label.
     """
 
     default_metrics = ("micro-f1", "macro-f1")

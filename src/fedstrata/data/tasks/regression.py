@@ -23,7 +23,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss
 
 
 class Regression(Task):
-    """Prediction of one or more numbers per sample, such as a length of stay.
+    """Prediction of one or more numbers per sample, such as a patient's length of stay.
 
     The model learns standardised targets: (target − mean) / deviation. Losses are computed from standardised targets,
     and metrics and predictions are in the unit of the targets. By default, mean and deviation are computed from the
@@ -32,8 +32,8 @@ class Regression(Task):
     Args:
         loss: Loss for standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic for
             errors up to 1, then linear.
-        bins: Number of strata, which replace classes in Stratify and in partitions by label. Each stratum is a range of
-            the first target, with equally many training samples.
+        bins: Number of strata, which replace classes in Stratify and in partitions by label. Strata are ranges of the
+            first target with equally many training samples.
         edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
             ``bins``.
         step: Unit to which targets are rounded down before ``bins`` are computed. In deployments, ``bins`` require

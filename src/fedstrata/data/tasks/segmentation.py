@@ -15,7 +15,7 @@ class Segmentation(PerPlace):
     The targets are class numbers, with the shape (N, H, W). The model returns logits (B, outputs, H, W).
 
     Args:
-        ignore: Target value that marks pixels, such as borders, that loss and metrics leave out.
+        ignore: Target value of pixels that loss and metrics ignore, such as borders.
         outputs: Number of classes. Default: the largest target plus 1.
     """
 

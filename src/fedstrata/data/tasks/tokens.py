@@ -23,7 +23,7 @@ class PerPlace(Task):
     clients and test data therefore include only these positions, and padding has no effect.
 
     Args:
-        ignore: Target value that marks positions, such as padding, that loss and metrics leave out.
+        ignore: Target value of positions that loss and metrics ignore, such as padding.
         outputs: Number of classes. Default: the largest target plus 1.
     """
 
@@ -83,7 +83,7 @@ class NextToken(PerPlace):
     to the same length, and the target of padding is ``ignore``. The model returns logits (B, T, outputs).
 
     Args:
-        ignore: Target value that marks positions, such as padding, that loss and metrics leave out.
+        ignore: Target value of positions that loss and metrics ignore, such as padding.
         outputs: Size of the vocabulary. Default: the largest target plus 1.
     """
 

@@ -211,8 +211,7 @@ class QSGD(Codec):
 
     Args:
         levels: Number of quantisation steps on each side of 0.
-        bucket: Number of consecutive coordinates that form a bucket. The scale of a bucket is its largest absolute
-            value.
+        bucket: Number of consecutive coordinates per bucket. A bucket's scale is its largest absolute value.
     """
 
     levels: int = Field(default=7, ge=1, le=2**15 - 1)
@@ -268,10 +267,9 @@ class WithMemory(Codec):
     The settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor by which a client's stored encoding error is multiplied for each round since the client's last
+        damping: Factor by which a client's stored encoding error is multiplied per round since the client's last
             update.
-        forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: errors are not
-            deleted.
+        forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
     """
 
@@ -293,7 +291,7 @@ class TopK(WithMemory):
     changed most.
 
     Args:
-        fraction: Fraction of the coordinates of an update that is sent.
+        fraction: Fraction of an update's coordinates to send.
     """
 
     fraction: float = Field(default=0.01, gt=0, le=1)
@@ -338,8 +336,8 @@ class PowerSGD(WithMemory):
     The server decodes only the sums, unless a method needs each client's change.
 
     Args:
-        rank: Rank of the matrices that approximate the update.
-        factors: Number format of the two factors of each low-rank matrix.
+        rank: Rank of the matrices that approximate an update.
+        factors: Number format of each low-rank matrix's two factors.
     """
 
     linear = True
@@ -535,9 +533,9 @@ class Communication(Setting):
     """Compression of models and updates.
 
     Args:
-        up: Codec that compresses the updates that clients send.
-        down: Codec that compresses the model that clients receive. With a codec, each client receives the encoded
-            difference from the version that it already has.
+        up: Codec (compression scheme) for the updates that clients send.
+        down: Codec for the model that clients receive. Each client receives the compressed difference from its previous
+            version.
     """
 
     up: AnyCodec = Uncompressed()
