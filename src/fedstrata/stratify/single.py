@@ -100,7 +100,7 @@ class Task:
 
 
 class Route:
-    """Plans the path of the model from client to client: the remaining schedule and a queue of tasks.
+    """Plans the path of the model from client to client. It stores the remaining schedule and a queue of tasks.
 
     The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
     because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
@@ -108,8 +108,8 @@ class Route:
 
     Args:
         roster: The clients that the server can ask.
-        wanted: The label to train at each position of the schedule, as an index into ``roster.holders.placeholders``,
-            shape (L,).
+        wanted: For each position of the schedule, the label to train on, as an index into
+            ``roster.holders.placeholders``, shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
         retain: The fraction of a label's available clients that may train this label in a chunk, in (0, 1].
     """
@@ -209,8 +209,8 @@ class Route:
     def _plan_block(self) -> None:
         """Choose the clients of the next chunks.
 
-        If all samples of a label are used, the clients may use them again. If no client with samples of the label is
-        present, the label is removed from the schedule.
+        If all samples of a label have been used, the clients may use these samples again. If no client with samples of
+        the label is present, the label is removed from the schedule.
         """
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):

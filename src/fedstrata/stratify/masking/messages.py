@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were computed with other keys, and replies with more tags than there are classes."""
+        """Refuse tags that were not computed with the clients' keys, and replies with more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"the reply has {len(self.tags)} tags, but there are only {classes} classes")
@@ -113,7 +113,7 @@ class TagReport(Request):
         """Refuse duplicate tags."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
-            raise ReplyRefusedError("the reply contains a tag twice")
+            raise ReplyRefusedError("the reply contains the same tag (keyed hash of a label) twice")
 
 
 @record("SealedLabels")
@@ -146,7 +146,7 @@ class SealLabels(Request):
     def check(self, reply: SealedLabels) -> None:
         """Refuse a reply that has zero ciphertexts, or more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
-            problem = f"the reply has {len(reply.sheets)} ciphertexts, which does not fit {self.classes} classes"
+            problem = f"the reply has {len(reply.sheets)} ciphertexts, which is impossible with {self.classes} classes"
             raise ReplyRefusedError(problem)
 
 
@@ -182,11 +182,11 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Refuse replies that contain more labels than there are classes."""
+        """Refuse replies about more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
-                f"the reply contains positions of {len(reply.places)} labels, but there are only {self.classes} classes"
+                f"the reply is about {len(reply.places)} labels, but there are only {self.classes} classes"
             )
 
 
@@ -223,12 +223,13 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Refuse a reply without exactly one ciphertext for each page of the list that gets an entry."""
+        """Refuse a reply that does not contain exactly one ciphertext for each page of the list that gets an entry."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
             raise ReplyRefusedError(
-                f"the reply has the pages {sorted(reply.pages)}, but must have the pages {sorted(pages)}"
+                f"the reply has ciphertexts for the pages {sorted(reply.pages)} of the list of labels, but the request "
+                f"is about the pages {sorted(pages)}"
             )
 
 
@@ -248,7 +249,7 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """A request for encrypted sample counts. The request also tells a client the placeholders of the client's labels.
+    """A request for encrypted sample counts. The request also tells a client the placeholders of its labels.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
@@ -264,7 +265,7 @@ class CountReport(Request):
     def check(self, reply: CountReply) -> None:
         """Refuse a reply if its number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
-            problem = f"the reply has {len(reply.pages)} ciphertexts, which does not fit {self.size} placeholders"
+            problem = f"the reply has {len(reply.pages)} ciphertexts, which is impossible for {self.size} counts"
             raise ReplyRefusedError(problem)
 
 
@@ -287,7 +288,7 @@ class Totals(Reply):
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "the totals are impossible: a label has fewer samples than clients, or has samples but not a client"
+                "the totals are impossible: a label has fewer samples than clients, or samples without a client"
             )
 
 
@@ -307,7 +308,7 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """Refuse a reply without exactly one total per label."""
+        """Refuse a reply that does not contain exactly one total per label."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 

@@ -110,7 +110,7 @@ class UniqueList:
         for client, reply in self.ask(requests, requests).items():
             placeholders = self._resolve(reply.places.numpy(), order[client])
             if placeholders is None or self.grid.sheets(len(placeholders)) != len(clients[client].sheets):
-                self.refuse(client, "the reply matches an empty entry, or does not fit the client's number of labels")
+                self.refuse(client, "the reply names an empty entry of the label list, or too many or too few labels")
             else:
                 held[client] = placeholders
         return held
@@ -184,7 +184,7 @@ class UniqueList:
         new = len(placeholders) - len(known)
         defect = ""
         if new > room:
-            defect = f"{new} labels are not on the list, but only {room} of {self.classes} labels are missing there"
+            defect = f"{new} of the client's labels are not on the list of labels, which has room for only {room} more"
         elif len(np.unique(known)) != len(known):
             defect = "two of the client's labels match the same entry of the list"
         if defect:
