@@ -149,7 +149,7 @@ class SharesAccountant(ClientAccountant):
     Args:
         dp: The settings of differential privacy.
         clients: Number of clients, N.
-        form: The form in which clients send updates, which determines the noise and the maximum norms of updates.
+        form: The object that encodes clients' updates. It determines the noise and the maximum norms of updates.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

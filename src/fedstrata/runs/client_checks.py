@@ -40,7 +40,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         "the server must clip each update, but it sees only sums of updates. Use privacy.sums = 'plain', or "
         "privacy.clients.noise_from = 'sites'."
     )
-    online = "the online clients would affect which other clients are invited, so ε is not valid. Remove the setting."
+    online = "the choice of clients would depend on which clients are online, so ε is not valid. Remove the setting."
     colluding = (
         "attackers may use the updates of other clients, so ε is not valid. Use the attack 'label-flip', or remove "
         "the section."
@@ -67,7 +67,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",
             "powersgd",
-            "decodes a client's update with the updates of other clients, so ε is not valid. Use another codec.",
+            "decodes each update together with other clients' updates, so ε is not valid. Use another codec.",
         ),
         (
             bool(config.model.buffers()) or not all(tensor.is_floating_point() for tensor in tensors),
@@ -99,7 +99,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
 
 
 def _check_method(method: Method, config: FederationConfig) -> None:
-    """Refuse methods whose clients send more than one update, or whose server needs individual updates."""
+    """Raise ``SpecError`` if clients send more than one update per round, or if the server needs individual updates."""
     own_rounds = not isinstance(method, Recipe) or type(method).train_clients is not Recipe.train_clients
     if own_rounds or type(method).run_round is not Recipe.run_round:
         problem = f"asks clients for more than one update per round, but ε covers only one. {USE}"

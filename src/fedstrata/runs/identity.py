@@ -142,7 +142,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name and the instruction sets of the processor. Equal processors compute the same bits."""
+    """Return the name and the instruction sets of the processor. Equal processors give bit-identical results."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
