@@ -311,7 +311,7 @@ class Attacker:
         prepared: The experiment. The attacker knows the test set.
         pixels: The conversion from images to the model's inputs.
         steps: The number of optimisation steps per inversion.
-        seed: The seed of the noise from which inversions start.
+        seed: The seed of the noise in the initial images of inversions.
     """
 
     def __init__(self, prepared: Prepared, pixels: Pixels, steps: int, seed: int) -> None:

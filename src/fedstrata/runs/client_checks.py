@@ -45,7 +45,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         "attackers may use the updates of other clients, so ε is not valid. Use the attack 'label-flip', or remove "
         "the section."
     )
-    buffers = "has buffers or integer parameters, to which noise is not added. Use a model without BatchNorm."
+    buffers = "has buffers or integer parameters, which cannot get noise. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
         (privacy.dp is not None, "privacy.dp", ..., "cannot be used with privacy.clients. Remove one of the sections."),
@@ -119,7 +119,7 @@ def _check_method(method: Method, config: FederationConfig) -> None:
         problem = f"lets clients send more than an update, but ε covers only the update. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if not is_plain(objective, "server_update"):
-        problem = f"uses the updates of individual clients, to which noise is not added. {USE}"
+        problem = f"uses the updates of individual clients, but ε covers only their sum. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if type(aggregator) is not Mean:
         problem = "does not give all clients the same weight. Use aggregator = 'mean', with any server optimiser."

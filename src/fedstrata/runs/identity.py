@@ -153,7 +153,7 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Refuse to resume a run if its identity differs in a way that is not permitted.
+    """Raise an error if an experiment differs too much from the run that it would resume.
 
     Args:
         before: The identity of the run, which was read from JSON.
@@ -263,7 +263,7 @@ def _settings(value: Any) -> Iterator[Setting]:
 
 
 def _digest(*parts: bytes | Inputs | None) -> str:
-    """Return the SHA-256 over several parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
+    """Return the SHA-256 over several parts and their lengths, so that ("ab", "c") and ("a", "bcdiffer."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Mapping):

@@ -436,7 +436,7 @@ def _task_of(about: Mapping[str, Any]) -> Task:
 
 
 def _trial_of(about: Mapping[str, Any], samples: int = 1) -> Trial:
-    """Return samples of zeros to try a model with, and a function that returns the expected shape of the outputs."""
+    """Return samples of zeros for testing a model, and a function that returns the expected shape of the outputs."""
     shape = _shape_of(about)
     if isinstance(shape, Mapping):
         types = {name: getattr(torch, one["dtype"]) for name, one in about["inputs"].items()}
@@ -456,7 +456,7 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
     """Return the shift and the scale of the inputs.
 
-    For several inputs, return mappings from the names of normalised inputs.
+    For several inputs, return mappings from input names. Inputs without normalisation are left out.
     """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])

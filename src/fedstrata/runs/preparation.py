@@ -245,7 +245,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Refuse attacks in a deployment, because the sites' replies must not be changed.
+    """Raise an error for attacks in a deployment, because the sites' replies must not be changed.
 
     Raises:
         SpecError: The spec has a section ``attack``.
@@ -359,7 +359,7 @@ def _one(samples: Tensor) -> Tensor:
 
 
 def _trial_of(dataset: Dataset) -> Trial:
-    """Return a sample to try a model with, and a function that returns the expected shape of the model's outputs."""
+    """Return a sample for testing a model, and a function that returns the expected shape of the model's outputs."""
     split: Split = "train" if dataset.train_size else "test"
     x, y = dataset.inputs(slice(0, 1), split), dataset.targets(slice(0, 1), split)
     if not len(y):  # the server of a deployment may have no samples

@@ -320,7 +320,7 @@ class BatchPlan:
         return left[np.argsort(self.batch_of[left], kind="stable")]
 
     def _check(self, reply: ReserveReply) -> None:
-        """Refuse a reply that moves a position of the schedule to a batch after the last batch."""
+        """Raise ``ReplyRefusedError`` if the reply moves a sample to a batch after the last batch."""
         if isinstance(reply, GatheredReply) and bool((reply.batches[~reply.missing] >= self.batches).any()):
             raise ReplyRefusedError(NO_SUCH_BATCH)
 

@@ -347,7 +347,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
 
 
 def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
-    """Return a copy of the model that stays loaded in training mode between batches."""
+    """Return a copy of the model whose parameters stay loaded, in training mode, for all batches."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 

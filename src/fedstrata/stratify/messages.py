@@ -154,7 +154,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """Refuse replies that do not cover every requested sample, or that move a sample to an impossible batch."""
+        """Raise ``ReplyRefusedError`` if the reply omits a requested sample, or moves a sample to a wrong batch."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -243,11 +243,13 @@ class Gradient(ModelRequest):
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """Refuse gradients and buffers whose shapes differ from the model's, and replies that cover zero samples."""
+        """Raise ``ReplyRefusedError`` if a shape differs from the model's, or if the reply is about zero samples."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
-            raise ReplyRefusedError(f"the reply covers {reply.samples} samples, but must cover at least one")
+            raise ReplyRefusedError(
+                f"the reply covers {reply.samples} samples, but a gradient needs at least one sample"
+            )
 
 
 @record("GradientSteps")
@@ -323,7 +325,7 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """Refuse replies that do not cover every label of the request, or whose loss is not a scalar."""
+        """Raise ``ReplyRefusedError`` if the reply omits a label of the request, or if the loss is not a scalar."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():

@@ -93,7 +93,7 @@ class Roster:
                 number if no holder is present.
 
         Returns:
-            True if a holder is present.
+            True if at least one client with samples of the label is present.
         """
         rows = self.rows[place]
         clients = self.holders.clients[rows][self.present[rows]].tolist()

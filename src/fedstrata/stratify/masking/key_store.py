@@ -200,7 +200,7 @@ class KeyRing:
 
 
 def ring_of(context: ClientContext) -> KeyRing:
-    """Return the key ring of a client's context, or this machine's ring if the context has none."""
+    """Return the key ring of a client's context. If the context has no key ring, return this machine's key ring."""
     ring: KeyRing = context.keys if context.keys is not None else context.cached(_site_ring)
     return ring
 

@@ -52,7 +52,7 @@ class OpenKeys(Request):
     comparing: bool
 
     def check(self, reply: PublicKeys) -> None:
-        """Refuse secret keys, and keys with unexpected encryption parameters."""
+        """Raise ``ReplyRefusedError`` if a key is secret, or if its encryption parameters are wrong."""
         sealer(reply.counting, COUNTING)
         if self.comparing:
             sealer(reply.comparing, COMPARING)
@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were not computed with the clients' keys, and replies with more tags than classes."""
+        """Raise ``ReplyRefusedError`` if the tags have another key, or if there are more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"the reply has {len(self.tags)} tags, but there are only {classes} classes")
@@ -110,7 +110,7 @@ class TagReport(Request):
     rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
 
     def check(self, reply: TagReply) -> None:
-        """Refuse duplicate tags."""
+        """Raise ``ReplyRefusedError`` if the reply contains the same tag twice."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
             raise ReplyRefusedError("the reply contains the same tag (keyed hash of a label) twice")
@@ -144,7 +144,7 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Refuse a reply that has zero ciphertexts, or more ciphertexts than all classes need."""
+        """Raise ``ReplyRefusedError`` if there are zero ciphertexts, or more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
             problem = f"the reply has {len(reply.sheets)} ciphertexts, which is impossible with {self.classes} classes"
             raise ReplyRefusedError(problem)
@@ -182,7 +182,7 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Refuse replies about more labels than there are classes."""
+        """Raise ``ReplyRefusedError`` if the reply is about more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
@@ -223,7 +223,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Refuse a reply that does not contain exactly one ciphertext for each page of the list that gets an entry."""
+        """Raise ``ReplyRefusedError`` if a page that gets an entry does not have exactly one ciphertext."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -263,7 +263,7 @@ class CountReport(Request):
     size: int
 
     def check(self, reply: CountReply) -> None:
-        """Refuse a reply if its number of ciphertexts does not fit the number of placeholders."""
+        """Raise ``ReplyRefusedError`` if the number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
             problem = f"the reply has {len(reply.pages)} ciphertexts, which is impossible for {self.size} counts"
             raise ReplyRefusedError(problem)
@@ -280,7 +280,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals, such as fewer samples of a label than clients with this label.
+        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of clients.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
@@ -308,7 +308,7 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """Refuse a reply that does not contain exactly one total per label."""
+        """Raise ``ReplyRefusedError`` if the reply does not contain exactly one total per label."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 
@@ -345,7 +345,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """Refuse fractions that amount to less than one sample, or to more than all samples."""
+        """Raise ``ReplyRefusedError`` if a fraction means less than one sample, or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
             raise ReplyRefusedError("a fraction of samples is above 1, or is less than one sample")
