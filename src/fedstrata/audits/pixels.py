@@ -1,4 +1,4 @@
-"""Convert images with values in [0, 1], which attacks use, to inputs of a model, and convert samples to such images."""
+"""Convert samples to images with values in [0, 1], which attacks use, and convert such images to inputs of a model."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         prepared: The experiment.
         view: The attacker's knowledge.
         sent: The prototypes that the client sent.
-        theirs: The indices of training samples that the attacker has. These samples do not serve as strangers.
+        theirs: The indices of training samples that the attacker has. These samples are not used as strangers.
         seed: The seed of the draws.
     """
     generator = rng(seed, "audit-targets", client=sent.client)

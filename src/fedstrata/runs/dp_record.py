@@ -13,7 +13,7 @@ OUTSIDE = {
     "labels": "the statistics of the labels",
     "evaluation": "the results of evaluations on the clients' samples",
 }
-"""The values that are computed from clients' samples without noise, and their names in ``policy.outside_dp``."""
+"""The values that a run computes from clients' samples without noise. The keys are names in ``policy.outside_dp``."""
 
 SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
 AT_SITES = "protects against everyone outside the site, including the server"

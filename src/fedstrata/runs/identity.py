@@ -263,7 +263,7 @@ def _settings(value: Any) -> Iterator[Setting]:
 
 
 def _digest(*parts: bytes | Inputs | None) -> str:
-    """Return the SHA-256 over several parts and their lengths, so that ("ab", "c") and ("a", "bcdiffer."""
+    """Return the SHA-256 over several parts and their lengths, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Mapping):

@@ -80,7 +80,7 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
             y_test)``, or a mapping with these keys.
         model: Your own model, which replaces the model in the spec. Pass the module's class, or a function that creates
             the module, so that the seed determines its initial values; see ``fedstrata.models.zoo.own_module``. If you
-            pass a module object, training starts from the object's parameters with every seed.
+            pass a module object, training starts from the object's parameters, and the seed does not change them.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.

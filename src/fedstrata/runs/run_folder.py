@@ -50,8 +50,8 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""The reasons for missing replies. The keys are the last parts of the names of columns ``clients_…``, which count such
-replies."""
+"""The reasons for missing replies. The column ``clients_failed`` counts the replies that are missing for the reason of
+the key ``failed``, and so on."""
 
 LONG = 100
 """The maximum number of sample indices of a ``given`` partition in ``spec.toml``. Longer lists are stored in a separate

@@ -127,7 +127,7 @@ class Route:
         self._sent: list[Task] = []
         """The tasks of this relay (one path of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
-        """A mapping from a task's index in ``_sent`` to the labels that the task trained, as in ``Task.places``."""
+        """A mapping from a task's index in ``_sent`` to the labels on which the client trained, as in ``Task.places``."""
 
     def open(self) -> bool:
         """Prepare for another relay. Return True if positions of the schedule are left to train."""
@@ -180,7 +180,7 @@ class Route:
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Put labels that were not trained back into the remaining schedule, each at a random position.
+        """Insert labels that were not trained into the remaining schedule again, each at a random position.
 
         See line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """

@@ -33,8 +33,8 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
     Returns:
         Two values: the entries of ``held`` for the clients that replied, and the encrypted number of samples of each
-        placeholder over exactly these clients. The encrypted numbers are sorted by name, and each ciphertext contains
-        many numbers.
+        placeholder's label, summed over exactly these clients. The encrypted numbers are sorted by name, and each
+        ciphertext contains many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []

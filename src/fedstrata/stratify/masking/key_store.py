@@ -47,7 +47,7 @@ class Keys:
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
         """The public keys: the server adds counts with the first key, and compares labels with the second key."""
         self.prf = parts["prf"]
-        """The key of the pseudo-random function."""
+        """The key of the pseudo-random function that hashes labels."""
 
     @classmethod
     def make(cls) -> Keys:

@@ -172,7 +172,7 @@ class UniqueList:
         return held
 
     def _fits(self, client: ClientId, placeholders: Ints, room: int) -> bool:
-        """Return True if a client's reply is possible. Otherwise, refuse the client and return False.
+        """Return True if a client's reply is possible. Otherwise, count the client as failed and return False.
 
         Args:
             client: The client.
