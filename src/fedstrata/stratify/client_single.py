@@ -229,7 +229,7 @@ def _loss(shared: ClientContext, model: Model, params: Params, x: Inputs, y: Ten
 
 
 class TracedStepper:
-    """A stepper that takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
+    """Takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
 
     def __init__(self, context: ClientContext, model: Model) -> None:
         x, y = single(context.data.inputs(slice(0, 1))), context.data.targets(slice(0, 1))
@@ -270,7 +270,7 @@ class TracedStepper:
 
 
 class AutogradStepper:
-    """A stepper that takes SGD steps with autograd, for models that cannot be traced."""
+    """Takes SGD steps with autograd, for models that cannot be traced."""
 
     random = True
 

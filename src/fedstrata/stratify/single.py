@@ -111,7 +111,7 @@ class Route:
         wanted: For each position of the schedule, the label to train on, as an index into
             ``roster.holders.placeholders``, shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
-        retain: The fraction of a label's available clients that may train this label in a chunk, in (0, 1].
+        retain: The fraction of a label's available clients that may train on this label in a chunk, in (0, 1].
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
@@ -127,7 +127,7 @@ class Route:
         self._sent: list[Task] = []
         """The tasks of this relay (one path of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
-        """A mapping from a task's index in ``_sent`` to the labels on which the client trained, as in ``Task.places``."""
+        """A mapping from a task's index in ``_sent`` to the labels that were trained, as in ``Task.places``."""
 
     def open(self) -> bool:
         """Prepare for another relay. Return True if positions of the schedule are left to train."""
