@@ -179,7 +179,7 @@ def test_calibration_starts_from_the_model_that_the_aggregator_evaluates(start):
             {"model": "resnet20", "training": {"batch_norm": "local"}},
             r"^training\.batch_norm = 'local': the server trains",
         ),
-        ({"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}}, r"Moments, to which noise is not added"),
+        ({"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}}, r"Moments, but noise is added only to updates"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, problem):

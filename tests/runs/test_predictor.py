@@ -145,7 +145,7 @@ def test_a_module_with_less_than_the_run_had(tmp_path: Path) -> None:
     slim = nn.Sequential(nn.Flatten(), nn.Linear(64, 10, bias=False))
     with pytest.raises(SpecError, match=r"model = 'Sequential': must take .*logits \(B, 10\), but returned \(20, 1\)"):
         fs.load(tmp_path / "run", model=nn.Sequential(nn.Flatten(), *wide[1:], nn.Flatten(0), nn.Unflatten(0, (-1, 1))))
-    with pytest.raises(SpecError, match=", but failed: "):
+    with pytest.raises(SpecError, match=", but the model failed on a test batch: "):
         fs.load(tmp_path / "run", model=nn.Sequential(nn.Identity(), nn.Linear(64, 10)))
     with pytest.raises(SpecError, match=r"1\.bias is missing in the module, but float32 \(10,\) in model\.safetensors"):
         fs.load(tmp_path / "run", model=slim)

@@ -27,7 +27,7 @@ from fedstrata.base.errors import SpecError
             {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))},
             r"outputs of shape \(B, 10\), but returned \(2, 9\)",
         ),
-        ({"model": nn.Linear(64, 10)}, r"batches of shape \(B, 1, 8, 8\) .*, but failed"),
+        ({"model": nn.Linear(64, 10)}, r"batches of shape \(B, 1, 8, 8\) .*, but the model failed"),
     ],
 )
 def test_data_and_models_that_cannot_be_used_are_found_before_the_first_round(how, message):

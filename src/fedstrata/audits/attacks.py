@@ -59,7 +59,7 @@ class View:
         return cls(model, params, pixels, images, labels, features, class_means)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Return the features (B, d) that the client's model computes for images (B, C, H, W), with gradients."""
+        """Return the client model's features (B, d) of images (B, C, H, W). Autograd can differentiate the features."""
         features, _ = self.model.with_features(self.params, self.pixels.inputs(images))
         return features.flatten(1)
 

@@ -2,10 +2,10 @@
 
 Canaries are artificial samples. Each canary is in the data of a client with probability 1/2; see
 ``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
-sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. The
-attacker subtracts the part of each update that test samples predict. Each canary belongs to one parameter, which
-decreases if the canary was in the data. The attacker sorts the canaries by the changes of their parameters. The guess
-is "in the data" for the largest decreases, and "not in the data" for the largest increases.
+sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From
+each update, the attacker subtracts the part that can be predicted from test samples. Each canary belongs to one
+parameter, which decreases if the canary was in the data. The attacker sorts the canaries by the changes of their
+parameters. The guess is "in the data" for the largest decreases, and "not in the data" for the largest increases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = "canaries"
 CANARIES = 1000
 """The default number of canaries."""
 TESTS = 1000
-"""The maximum number of test samples from which the attacker predicts the part of an update due to other samples."""
+"""The maximum number of test samples with which the attacker predicts the effect of ordinary samples on an update."""
 DELTA = 1e-5
 """The δ to which the bound refers in runs without ``privacy.dp``."""
 
@@ -108,7 +108,7 @@ def audit_canaries(
         client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence level of the bound.
         divide_noise: A number by which the noise is divided, as a control. The accountant's ε still refers to the
-            original noise of the run. With a large number, the bound should therefore be above ε.
+            run's original noise. With a large number, the bound should therefore be above ε.
         seed: The seed with which the canaries are drawn. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
@@ -246,7 +246,7 @@ def require_settings(
     if not 0 < confidence < 1:
         raise SpecError("confidence", "must be between 0 and 1. Use, for example, 0.95.", confidence)
     if not divide_noise >= 1:
-        raise SpecError("divide-noise", "must be at least 1. Use 1 to keep the noise of the run.", divide_noise)
+        raise SpecError("divide-noise", "must be at least 1. Use 1 to leave the run's noise unchanged.", divide_noise)
     if divide_noise > 1 and prepared.spec.privacy.dp is None:
         raise SpecError(
             "divide-noise", "has no effect, because the run does not use privacy.dp. Remove the option.", divide_noise

@@ -90,7 +90,10 @@ def _add_canaries(kinds: common.Commands) -> None:
     help = "number of artificial samples (default: 1000); with more samples, the bound can be larger"
     parser.add_argument("--canaries", type=int, default=1000, metavar="N", help=help)
     parser.add_argument(
-        "--client", type=int, metavar="ID", help="client with the artificial samples (default: the largest client)"
+        "--client",
+        type=int,
+        metavar="ID",
+        help="client that gets the artificial samples (default: the client with the most samples)",
     )
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence level of the bound (default: 0.95)")
     help = "number by which to divide the noise, to check the audit itself (default: 1)"

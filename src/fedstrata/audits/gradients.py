@@ -98,7 +98,7 @@ class Tap(LocalEngine):
         context: See ``LocalEngine``.
         store: See ``LocalEngine``.
         sizes: The sizes of parts (numbers of samples) for which gradients are stored.
-        parts: The maximum number of gradients to store per size of a part. The gradients are drawn uniformly.
+        parts: The maximum number of gradients to store per size of a part. The stored gradients are drawn at random.
         seed: The seed of the draws.
     """
 
@@ -147,7 +147,7 @@ class Finding:
 
     Args:
         size: The number of samples.
-        sent: The number of gradients over ``size`` samples that clients sent in the rounds that the audit ran again.
+        sent: The number of gradients that clients computed from ``size`` samples in the replayed rounds.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
         labels_chance: The expected fraction of correct labels for random guesses from the labels of all training
@@ -156,7 +156,8 @@ class Finding:
             not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
             is minimal.
-        error_mean: The mean squared error of a guess without the gradient: the mean test image of the sample's class.
+        error_mean: For comparison, the mean squared error if each reconstruction is replaced by the mean test image of
+            the sample's class.
         recognised: The fraction of recognised samples. A sample is recognised if its reconstruction is nearer to the
             sample than to each of 99 test images of the same class. With random reconstructions, the fraction is 0.01.
     """
@@ -181,8 +182,8 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last round that the audit ran again.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: A mapping from each number of samples to the number of gradients over so many samples that clients sent
-            in these rounds.
+        counts: A mapping from numbers of samples to numbers of gradients. It says how many gradients clients computed
+            from each number of samples in these rounds.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         findings: The results, one for each number of samples per gradient.
@@ -310,7 +311,7 @@ class Attacker:
         prepared: The experiment. The attacker knows the test set.
         pixels: The conversion from images to the model's inputs.
         steps: The number of optimisation steps per inversion.
-        seed: The seed of the noise from which inversions start.
+        seed: The seed of the noise in the initial images of inversions.
     """
 
     def __init__(self, prepared: Prepared, pixels: Pixels, steps: int, seed: int) -> None:
@@ -329,7 +330,7 @@ class Attacker:
 
         Args:
             size: The number of samples.
-            sent: The number of gradients over ``size`` samples that clients sent.
+            sent: The number of gradients that clients computed from ``size`` samples.
             parts: The gradients to attack.
         """
         if not parts:
@@ -495,7 +496,7 @@ def invert(
 
 
 def _errors(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean squared error between each image in ``one`` and each in ``other``, as a matrix."""
+    """Return a matrix of the mean squared errors between each image in ``one`` and each image in ``other``."""
     a, b = one.flatten(1).double(), other.flatten(1).double()
     return torch.cdist(a, b).square() / a.shape[1]
 

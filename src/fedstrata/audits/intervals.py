@@ -20,7 +20,7 @@ LARGEST_EPSILON = 100.0
 
 @dataclass(frozen=True)
 class Rate:
-    """The rate of successes in independent trials, with its Clopper-Pearson interval (1934).
+    """The success rate of independent trials, with its Clopper-Pearson confidence interval (1934).
 
     Args:
         right: The number of successes.

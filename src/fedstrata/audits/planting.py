@@ -32,11 +32,11 @@ from fedstrata.objectives.base import Batch, Context, CrossEntropy
 
 MARK = 1e6
 """The value of a canary's first pixel in the model's input. By this value, the loss recognises canaries. The second
-pixel is the number of the canary's parameter, and the third pixel says whether the canary is in the data."""
+pixel is the index of the canary's parameter, and the third pixel says whether the canary is in the data."""
 MOST = 2**24
 """The maximum number of canaries. Integers above this number are not exact in float32."""
 STRENGTH = 10.0
-"""The norm of a canary's gradient as a multiple of ``privacy.dp.clip``. As it is above 1, clipping is also audited."""
+"""The norm of a canary's gradient as a multiple of ``privacy.dp.clip``. A multiple above 1 also tests the clipping."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Canaries:
     """The canaries of an audit.
 
     Args:
-        places: The number of each canary's parameter, counted over all parameters of the model. The numbers differ.
+        places: The index of each canary's parameter among all parameters of the model. All indices are different.
         present: Whether each canary is in the data.
     """
 
@@ -53,7 +53,7 @@ class Canaries:
 
     @classmethod
     def drawn(cls, number: int, params: Params, seed: int) -> Canaries:
-        """Draw the parameters of the canaries, and draw which canaries are in the data."""
+        """Choose at random a parameter for each canary, and which canaries are in the data."""
         generator = rng(seed, "audit-canaries")
         places = generator.permutation(min(sum(w.numel() for w in params.values()), MOST))[:number]
         return cls(places, generator.random(number) < 0.5)
@@ -105,7 +105,7 @@ class CanaryTap(UpdateTap):
     """A local engine in which one client trains on its samples and on canaries; see ``UpdateTap``."""
 
     def plant(self, canaries: Canaries, client: ClientId, divide_noise: float) -> None:
-        """Give canaries to a client before the client trains.
+        """Give canaries to a client. This method must be called before the client trains.
 
         Args:
             canaries: The canaries.

@@ -85,10 +85,9 @@ class Finding:
         target: The target.
         image: The reconstruction, with values in [0, 1] and shape (C, H, W).
         mean: The mean similarity of the reconstruction to the images from which the feature was computed.
-        nearest: The similarity of the reconstruction to the most similar of the images from which the feature was
-            computed.
-        stranger: The similarity of the reconstruction to the most similar stranger (see ``Target``); None if there are
-            no strangers. If an attack learns nothing about the client, ``stranger`` is about as large as ``nearest``.
+        nearest: The largest similarity of the reconstruction to one of the images from which the feature was computed.
+        stranger: The largest similarity of the reconstruction to a stranger (see ``Target``); None if there are no
+            strangers. If an attack learns nothing about the client, ``stranger`` is about as large as ``nearest``.
         average: The similarity of the reconstruction to the mean of the images from which the feature was computed.
         feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """
@@ -221,7 +220,7 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
         prepared: The experiment.
         view: The attacker's knowledge.
         sent: The prototypes that the client sent.
-        theirs: The indices of training samples that the attacker has. These samples do not serve as strangers.
+        theirs: The indices of training samples that the attacker has. These samples are not used as strangers.
         seed: The seed of the draws.
     """
     generator = rng(seed, "audit-targets", client=sent.client)

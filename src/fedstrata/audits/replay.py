@@ -1,6 +1,6 @@
 """Recover the prototypes that clients sent in a run, and the models with which the prototypes were computed.
 
-A prototype is the mean feature of a client's samples of one class. A server sees the prototypes and the models.
+A prototype is the mean feature vector of a client's samples of one class. A server sees the prototypes and the models.
 However, a checkpoint contains only the last prototypes of each client, and not the client's model. The rounds between
 the last two checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the
 prototypes in the last checkpoint.
@@ -86,8 +86,8 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     sent = _send_again(prepared, before, last.round, stored, watch)
     if not sent:
         first = before.round + 1 if before else 1
-        problem = "cannot be replayed, because other clients sent prototypes than in the run. Use the same data and "
-        problem += "the same version of fedstrata as in the run."
+        problem = "cannot be replayed, because the run and the replay have prototypes of different clients. Use the "
+        problem += "same data and the same version of fedstrata as in the run."
         raise CheckpointError(f"rounds {first} to {last.round} of {folder} {problem}")
     return sent
 

@@ -3,8 +3,9 @@
 With ``privacy.sums = "secure"``, the server sees only the sum. The audit nevertheless attacks updates and sums, so that
 the results show what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
-- **gradient inversion**: with one step of SGD, an update is a gradient. ``fedstrata.audits.gradients`` describes the
-  attacks on labels, rows and images. As a control, these attacks also run on random numbers instead of the update.
+- **gradient inversion**: with one step of SGD, an update is a multiple of a gradient. ``fedstrata.audits.gradients``
+  describes the attacks on labels, rows and images. As a control, these attacks also run on random numbers instead of
+  the update.
 - **membership inference**: see ``fedstrata.audits.membership``.
 """
 
@@ -41,7 +42,7 @@ NAME = "updates"
 SINGLE, SUM = "one client", "sum"
 """The names of the two views: the update of one client, and the sum of all updates of a round."""
 IMAGES = 128
-"""The maximum number of training samples behind an update for which inversion is tried."""
+"""The maximum number of training samples of an update. Gradient inversion skips updates from more samples."""
 
 
 @dataclass(frozen=True)

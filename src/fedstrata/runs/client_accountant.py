@@ -51,8 +51,8 @@ class ClientAccountant(RunAccountant):
     """Computes the ε of a client from the number of rounds in which the client could take part.
 
     Without sampling, k rounds with noise z are equivalent to one Gaussian mechanism with noise z / √k. The ε of this
-    mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, ε is computed from the distribution of
-    the privacy loss (Koskela et al. 2020), and is never too small.
+    mechanism is exact (Balle and Wang 2018, Theorem 8). With Poisson sampling, an upper bound on ε is computed from
+    the distribution of the privacy loss (Koskela et al. 2020).
 
     Args:
         dp: The settings of differential privacy.
@@ -149,7 +149,7 @@ class SharesAccountant(ClientAccountant):
     Args:
         dp: The settings of differential privacy.
         clients: Number of clients, N.
-        form: The form in which clients send updates, which determines the noise and the maximum norms of updates.
+        form: The object that encodes clients' updates. It determines the noise and the maximum norms of updates.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

@@ -40,12 +40,12 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         "the server must clip each update, but it sees only sums of updates. Use privacy.sums = 'plain', or "
         "privacy.clients.noise_from = 'sites'."
     )
-    online = "the online clients would affect which other clients are invited, so ε is not valid. Remove the setting."
+    online = "the choice of clients would depend on which clients are online, so ε is not valid. Remove the setting."
     colluding = (
         "attackers may use the updates of other clients, so ε is not valid. Use the attack 'label-flip', or remove "
         "the section."
     )
-    buffers = "has buffers or integer parameters, to which noise is not added. Use a model without BatchNorm."
+    buffers = "has buffers or integer parameters, which cannot get noise. Use a model without BatchNorm."
     refusals: list[tuple[bool, str, Any, str]] = [
         (config.sizes is None and dp.noise_from == "server", "privacy.clients.noise_from", "server", at_sites),
         (privacy.dp is not None, "privacy.dp", ..., "cannot be used with privacy.clients. Remove one of the sections."),
@@ -67,7 +67,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
             isinstance(spec.communication.up, PowerSGD),
             "communication.up",
             "powersgd",
-            "decodes a client's update with the updates of other clients, so ε is not valid. Use another codec.",
+            "decodes each update together with other clients' updates, so ε is not valid. Use another codec.",
         ),
         (
             bool(config.model.buffers()) or not all(tensor.is_floating_point() for tensor in tensors),
@@ -99,7 +99,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
 
 
 def _check_method(method: Method, config: FederationConfig) -> None:
-    """Refuse methods whose clients send more than one update, or whose server needs individual updates."""
+    """Raise ``SpecError`` if clients send more than one update per round, or if the server needs individual updates."""
     own_rounds = not isinstance(method, Recipe) or type(method).train_clients is not Recipe.train_clients
     if own_rounds or type(method).run_round is not Recipe.run_round:
         problem = f"asks clients for more than one update per round, but ε covers only one. {USE}"
@@ -119,7 +119,7 @@ def _check_method(method: Method, config: FederationConfig) -> None:
         problem = f"lets clients send more than an update, but ε covers only the update. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if not is_plain(objective, "server_update"):
-        problem = f"uses the updates of individual clients, to which noise is not added. {USE}"
+        problem = f"uses the updates of individual clients, but ε covers only their sum. {USE}"
         raise SpecError("method.objective", problem, objective.name)
     if type(aggregator) is not Mean:
         problem = "does not give all clients the same weight. Use aggregator = 'mean', with any server optimiser."

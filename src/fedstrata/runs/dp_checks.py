@@ -52,9 +52,9 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
     unprotected = [each.label for each in asked or () if each.innermost.request is not Fit]
     if asked is None or unprotected:
         replies = "unknown replies" if asked is None else f"replies to {', '.join(unprotected)}"
-        refuse(f"the method {method.name!r} needs {replies}, to which noise is not added. {USE}")
+        refuse(f"the method {method.name!r} needs {replies}, but noise is added only to updates. {USE}")
     if any(each.innermost.where.get("keep") != 1 for each in asked or ()):
-        refuse(f"with the method {method.name!r}, clients train on a part of their samples. {USE}")
+        refuse(f"with the method {method.name!r}, clients train on only a part of their samples. {USE}")
     _try_gradient(method, config, data)
     if dp.budget is not None and config.sizes is not None:
         epsilon = Accountant(dp, training, config.sizes).largest(np.ones_like(config.sizes))

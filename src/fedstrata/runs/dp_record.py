@@ -13,11 +13,11 @@ OUTSIDE = {
     "labels": "the statistics of the labels",
     "evaluation": "the results of evaluations on the clients' samples",
 }
-"""The values that are computed from clients' samples without noise, and their names in ``policy.outside_dp``."""
+"""The values that a run computes from clients' samples without noise. The keys are names in ``policy.outside_dp``."""
 
 SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
 AT_SITES = "protects against everyone outside the site, including the server"
-"""The protection by the noise, in words: in a simulation, and at the sites of a deployment."""
+"""Descriptions of the noise's protection: in a simulation (``SEEDED``), and in a deployment (``AT_SITES``)."""
 
 
 def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the name and the instruction sets of the processor. Equal processors compute the same bits."""
+    """Return the name and the instruction sets of the processor. Equal processors give bit-identical results."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
@@ -153,7 +153,7 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Refuse to resume a run if its identity differs in a way that is not permitted.
+    """Raise an error if an experiment differs too much from the run that it would resume.
 
     Args:
         before: The identity of the run, which was read from JSON.

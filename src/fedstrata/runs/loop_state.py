@@ -47,7 +47,7 @@ class SavedLoopState:
         best: The best evaluation.
         memory: The state of each callback between rounds.
         stopped: The reason why the run was stopped early; empty if the run was not stopped.
-        channel: The server's state of the codecs, which compress messages; None without compression.
+        channel: The state of the server's codecs, which compress messages; None without compression.
     """
 
     heard: NDArray[np.int64]
@@ -112,10 +112,10 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of *unheard* clients, which are clients without a recently used reply.
+        """Return the ids of *unheard* clients, from which the server has not used a recent reply.
 
-        The word "recently" means since the first of the last ``evaluations`` evaluations. If there were fewer
-        evaluations, it means since the start of the run.
+        A reply is recent if the server used it after the first of the last ``evaluations`` evaluations. If the run has
+        had fewer evaluations, all replies are recent.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

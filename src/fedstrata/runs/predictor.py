@@ -436,7 +436,7 @@ def _task_of(about: Mapping[str, Any]) -> Task:
 
 
 def _trial_of(about: Mapping[str, Any], samples: int = 1) -> Trial:
-    """Return samples of zeros to try a model with, and a function that returns the expected shape of the outputs."""
+    """Return samples of zeros for testing a model, and a function that returns the expected shape of the outputs."""
     shape = _shape_of(about)
     if isinstance(shape, Mapping):
         types = {name: getattr(torch, one["dtype"]) for name, one in about["inputs"].items()}
@@ -456,7 +456,7 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
     """Return the shift and the scale of the inputs.
 
-    For several inputs, return mappings from the names of normalised inputs.
+    For several inputs, return mappings from input names. Inputs without normalisation are left out.
     """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])
@@ -558,7 +558,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     """Test the user's own module on two samples. Return the module in the memory format that training uses.
 
     Raises:
-        SpecError: The module fails on the samples, or does not return one logit per class.
+        SpecError: The module raises an error on the samples, or does not return one logit per class.
     """
     shape, name = _shape_of(about), type(model.module).__name__
     needed = f"must take batches of shape {described(shape)} and return logits (B, {about['classes']})"
@@ -570,7 +570,7 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
             assert trial is not None
             output = forward(laid_out.module, trial[0])
     except Exception as error:  # the user's own module may raise any exception
-        raise SpecError("model", f"{needed}, but failed: {error}", name) from error
+        raise SpecError("model", f"{needed}, but the model failed on a test batch: {error}", name) from error
     if trial[1](output):
         raise SpecError(
             "model", f"{needed}, but returned {tuple(output.shape)} for two samples. Change the output.", name

@@ -80,7 +80,7 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
             y_test)``, or a mapping with these keys.
         model: Your own model, which replaces the model in the spec. Pass the module's class, or a function that creates
             the module, so that the seed determines its initial values; see ``fedstrata.models.zoo.own_module``. If you
-            pass a module object, training starts from the object's parameters with every seed.
+            pass a module object, training starts from the object's parameters, and the seed does not change them.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -136,7 +136,7 @@ def assemble(
         sizes_known: Whether ``assignment`` has the samples of all clients; False in a deployment, in which sites keep
             their data.
         validation: The indices of training samples that were held out before the partition.
-        brought: The test samples of each client, if a site or the data set has separate test samples for clients.
+        brought: Each client's own test samples, if the site or the data set already has such samples.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
             samples; None if both are unknown.
 
@@ -245,7 +245,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Refuse attacks in a deployment, because the sites' replies must not be changed.
+    """Raise an error for attacks in a deployment, because the sites' replies must not be changed.
 
     Raises:
         SpecError: The spec has a section ``attack``.
@@ -314,7 +314,7 @@ def _check_start(model: Model, spec: Experiment) -> None:
             raise SpecError("model", problem + "register constants with persistent=False.")
     local = spec.training.batch_norm == "local" and model.has_batchnorm
     if local and spec.evaluation.batch_size == 1:
-        problem = "with training.batch_norm = 'local', statistics are computed per batch. Set batch_size to at least 2."
+        problem = "with training.batch_norm = 'local', statistics are computed per batch. Use batch_size = 2 or more."
         raise SpecError("evaluation.batch_size", problem, 1)
 
 
@@ -329,7 +329,9 @@ def _check_task(method: Method, config: FederationConfig) -> None:
             raise SpecError("method", f"{problem} Use another method, such as fedavg or fedprox.", method.name)
         if config.task.has_classes and not config.task.plain:
             changed = ", ".join(key for key in config.task.to_spec() if key != "name")
-            problem = f"has its own loss, which would ignore the task's settings ({changed}). Remove them, or use "
+            problem = (
+                f"has its own loss, which would ignore the task's settings ({changed}). Remove these settings, or use "
+            )
             raise SpecError("method", f"{problem}another method, such as fedavg or fedprox.", method.name)
     if method.needs_strata and not config.strata:
         problem = f"needs classes, and the task {task!r} has none. {config.task.stratum_hint}".rstrip()
@@ -352,12 +354,12 @@ def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
 
 
 def _one(samples: Tensor) -> Tensor:
-    """Return one sample whose values are all 0, in the form of ``samples``."""
+    """Return one sample whose values are all 0, with the type and shape of the samples in ``samples``."""
     return samples.new_zeros(1, *samples.shape[1:])
 
 
 def _trial_of(dataset: Dataset) -> Trial:
-    """Return a sample to try a model with, and a function that returns the expected shape of the model's outputs."""
+    """Return a sample for testing a model, and a function that returns the expected shape of the model's outputs."""
     split: Split = "train" if dataset.train_size else "test"
     x, y = dataset.inputs(slice(0, 1), split), dataset.targets(slice(0, 1), split)
     if not len(y):  # the server of a deployment may have no samples
@@ -374,7 +376,7 @@ def _check_outputs(model: Model, dataset: Dataset) -> None:
         with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
             output = model(params, x)
     except Exception as error:
-        raise SpecError("model", f"{needed}, but failed: {error}") from error
+        raise SpecError("model", f"{needed}, but the model failed on a test batch: {error}") from error
     if not isinstance(output, torch.Tensor) or dataset.task.check_outputs(output, y, dataset.outputs):
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SpecError("model", f"{needed}, but returned {shape} for {len(y)} samples. Change the output.")

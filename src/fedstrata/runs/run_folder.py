@@ -50,8 +50,8 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""For each column ``clients_…`` that counts missing replies: a mapping from the last part of the column's name to the
-reason why the replies are missing."""
+"""The reasons for missing replies. The column ``clients_failed`` counts the replies that are missing for the reason of
+the key ``failed``, and so on."""
 
 LONG = 100
 """The maximum number of sample indices of a ``given`` partition in ``spec.toml``. Longer lists are stored in a separate
@@ -81,7 +81,7 @@ def last_number(folder: Path, column: str) -> float | None:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Return True if a folder contains a finished run: a run with all ``rounds``, or that was stopped early."""
+    """Return True if a folder contains a finished run: all ``rounds`` are done, or the run was stopped early."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)

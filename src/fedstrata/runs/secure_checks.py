@@ -70,7 +70,9 @@ def _check_codecs(communication: Communication) -> None:
     """
     up, down = communication.up, communication.down
     if not isinstance(down, Uncompressed):
-        problem = "clients have different versions of the model, but a secure sum needs the same request for all"
+        problem = (
+            "clients have different versions of the model, but a secure sum needs the same request for all clients"
+        )
         raise SpecError("communication.down", f"{problem}. Use communication.down = 'none'.", down.name)
     if isinstance(up, PowerSGD):
         for key, only in (("factors", "float32"), ("start", 1)):
@@ -78,12 +80,12 @@ def _check_codecs(communication: Communication) -> None:
                 problem = f"is not supported with privacy.sums = 'secure'. Use {key} = {only!r}."
                 raise SpecError(f"communication.up.{key}", problem, value)
     elif not isinstance(up, Uncompressed):
-        problem = "is not possible with secure sums, because the sum of encoded updates is not an encoded update"
+        problem = "is not possible with secure sums, because a sum of encoded updates cannot be decoded"
         raise SpecError("communication.up", f"{problem}. Use communication.up = 'powersgd' or 'none'.", up.name)
 
 
 def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
-    """Return the settings in which ``privacy.parties`` is the number of clients that a sum needs.
+    """Return the settings, with ``privacy.parties`` set to the number of clients that a sum needs.
 
     If the clients add the noise, this number must be the same in all rounds, because each client's share of the noise
     depends on the number.
@@ -120,14 +122,14 @@ def check_replies(method: Method) -> None:
 
 
 def _check_sites(spec: Experiment) -> None:
-    """Refuse settings with which sites would send more than sums, or sums of numbers without a known bound."""
+    """Raise ``SpecError`` if sites would send more than sums, or if the summed numbers do not have a known bound."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
             problem = "metrics of individual sites are not sums. Remove the setting, and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None and spec.privacy.clients is None:
         problem = "is required, because the server does not know the sites' numbers of samples"
-        raise SpecError("privacy.largest", f"{problem}. Set an upper bound that is not a secret.")
+        raise SpecError("privacy.largest", f"{problem}. Set an upper bound that may be public.")
     if spec.privacy.dp is not None and spec.privacy.dp.budget is not None:
         problem = "needs each site's number of samples, but the server learns only the sum of these numbers. Remove "
         problem += "the setting, and let each site set 'budget' in its policy."
@@ -135,7 +137,7 @@ def _check_sites(spec: Experiment) -> None:
 
 
 def refuse_secure_sums(spec: Experiment) -> None:
-    """Refuse secure sums in NVFlare's simulator, because sites in the simulator have no certificates.
+    """Raise an error for secure sums in NVFlare's simulator, in which sites do not have certificates.
 
     Raises:
         SpecError: The spec sets ``privacy.sums`` to "secure".

@@ -86,15 +86,15 @@ HANDLERS = Handlers(
         masking.report_shares,
     ]
 )
-"""The functions with which clients answer requests. ``make_context`` adds functions of the method."""
+"""The functions with which clients answer requests. ``make_context`` adds the method's own functions."""
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """Return the context of a process's clients: the settings, data and handlers that these clients share.
+    """Return the context that all clients of a process share: the settings, the data and the request handlers.
 
     Args:
         prepared: The experiment.
-        keys: The store of the secret keys that mask labels. Default: the store of this machine.
+        keys: The key ring with the secret keys for masking labels. Default: the key ring of this machine.
     """
     method = prepared.spec.method
     handlers = HANDLERS + method.all_handlers()
@@ -319,7 +319,7 @@ class Simulation:
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Choose a model that is saved at the end of the run. By default, the model of the last round is saved.
+        """Choose the model to save at the end of the run. By default, the model of the last round is saved.
 
         Args:
             weights: The parameters and buffers to save.
@@ -335,8 +335,8 @@ class Simulation:
     def client_table(self) -> list[dict[str, Any]]:
         """Return one row per client: its sample counts, and its results in the last evaluation.
 
-        If ``leave`` has chosen a model, the results refer to this model. The list is empty if clients have no test
-        samples of their own.
+        If ``leave`` was called, the results refer to the model that ``leave`` chose. The list is empty if clients do
+        not have test samples of their own.
         """
         held, sizes = self.prepared.held, self.prepared.config.sizes
         if held.own_test is None:

@@ -73,7 +73,7 @@ class BatchMode:
         return training.lr_at(round) * factor * scale
 
     def form(self, config: FederationConfig) -> GradientForm:
-        """Return the form in which secure sums (``privacy.sums``) add the gradients of a batch."""
+        """Return the object that encodes the clients' gradients of a batch for secure sums (``privacy.sums``)."""
         return GradientForm(config, self.batch_size or config.training.batch_size, self.local_steps)
 
     def run_epoch(
@@ -83,7 +83,7 @@ class BatchMode:
 
         Args:
             roster: The clients that the server can ask.
-            wanted: The label to train at each of the L positions of the schedule, as an index into
+            wanted: For each of the L positions of the schedule, the label to train on, as an index into
                 ``roster.holders.placeholders``, shape (L,).
             weights: The global model.
             optimizer: The state of the server's optimiser.
@@ -200,7 +200,7 @@ class BatchPlan:
 
     Args:
         roster: The clients that the server can ask.
-        wanted: The label to train at each position, as an index into ``roster.holders.placeholders``, shape (L,).
+        wanted: The label to train on at each position, as an index into ``roster.holders.placeholders``, shape (L,).
         batch_size: The number of positions in a batch.
         pairs: Whether every batch must have at least two samples, which BatchNorm requires.
     """
@@ -257,7 +257,7 @@ class BatchPlan:
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
         """Return the clients with unused samples of each label.
 
-        If all samples of a label are used, let clients reuse these samples.
+        If all samples of a label have been used, let the clients use these samples again.
 
         Args:
             wanted: The labels, as indices into ``roster.holders.placeholders``.
@@ -320,7 +320,7 @@ class BatchPlan:
         return left[np.argsort(self.batch_of[left], kind="stable")]
 
     def _check(self, reply: ReserveReply) -> None:
-        """Refuse a reply that moves a position of the schedule to a batch after the last batch."""
+        """Raise ``ReplyRefusedError`` if the reply moves a sample to a batch after the last batch."""
         if isinstance(reply, GatheredReply) and bool((reply.batches[~reply.missing] >= self.batches).any()):
             raise ReplyRefusedError(NO_SUCH_BATCH)
 

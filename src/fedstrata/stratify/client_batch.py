@@ -46,9 +46,9 @@ from fedstrata.stratify.messages import (
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""The keys in a client's state for its samples (used, unused and reserved), and for the labels of placeholders.
+"""Two keys in a client's state: for its samples (used, unused and reserved), and for its placeholders.
 
-A placeholder is a number that stands for a label.
+A placeholder is a number that stands for a label. The state maps each placeholder to its label.
 """
 
 
@@ -103,7 +103,7 @@ class Reserved:
 def opened(
     client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
 ) -> dict[int, Pool]:
-    """Return the client's pools for a request, with its shuffled samples of each label and the number of used samples.
+    """Return a client's pools for a request: its shuffled samples of each label, and the number of used samples.
 
     A pool belongs to a *placeholder*, a number that stands for a label. If the request refills a pool, all samples of
     the pool are unused again. A placeholder without a pool gets a new pool. The pool is empty if the client does not
@@ -114,13 +114,13 @@ def opened(
         client: The client.
         pools: A mapping from each placeholder to its pool, before the request.
         request: The request. It lists the pools to refill, and the range (``window``) of samples that may be used.
-        placeholders: The placeholders from which the request draws samples.
+        placeholders: The placeholders of the labels of which the request needs samples.
 
     Raises:
-        FedstrataError: The request refills more pools than there are classes, which could exhaust the memory.
+        FedstrataError: The request refills more pools than there are classes. So many pools could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
-        raise FedstrataError("the request refills the samples of more labels than there are classes")
+        raise FedstrataError("the request lets the client use samples of more labels again than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
     labels: Ints | None = None
@@ -347,7 +347,7 @@ def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER
 
 
 def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
-    """Return a copy of the model that stays loaded in training mode between batches."""
+    """Return a copy of the model whose parameters stay loaded, in training mode, for all batches."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 
@@ -373,7 +373,7 @@ def summed_gradient(
         params: The loaded parameters.
         request: The request.
         batch: The samples.
-        factors: The factor by which the loss of each sample is multiplied, shape (B,); None for 1.
+        factors: The factor by which the loss of each sample is multiplied, shape (B,); None if all factors are 1.
     """
     task, size = shared.config.task, len(batch.y)
     chain = shared.cached(_chain) if factors is None else None

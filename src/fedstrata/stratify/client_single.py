@@ -97,9 +97,10 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 class FusedSteps:
     """Trains a model that travels from client to client (a *relay*), if all clients share one process.
 
-    At first, each task only draws its samples. The SGD steps for many tasks (a *block*) are taken later, all at once.
-    The result is bit for bit the same as with separate steps at each client. If the model is not finite after a block,
-    the block is repeated task by task. Each task after which the model is not finite is then undone.
+    At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken later,
+    all at once. The result is bit for bit the same as with separate steps at each client. If the model contains NaN or
+    infinity after a block, the block is repeated task by task. The steps of a task that leads to NaN or infinity are
+    then undone.
 
     Args:
         context: The context that the clients share.
@@ -137,7 +138,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Train the remaining tasks. Return the model and, for each task, a reply with the loss, or a failure."""
+        """Take the remaining steps. Return the model and, for each task, a reply with the loss, or a failure."""
         self._flush()
         # If all tasks failed, the original model is returned.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
@@ -164,7 +165,7 @@ class FusedSteps:
                 self._done.append(replace(reply, loss=outcome.sum()))
 
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
-        """Train several tasks. Return the losses of their samples, or a failure if the model is not finite then."""
+        """Take the steps of several tasks. Return the samples' losses, or a failure if the model is not finite."""
         try:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
@@ -175,7 +176,7 @@ class FusedSteps:
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest stepper that works for the model. The stepper is cached for later calls with this model."""
+    """Return the fastest object that can take SGD steps on a model. The object is cached for later calls."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -207,7 +208,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
     """Return True if two steppers give the same losses and the same model on a few samples.
 
-    A trace assumes that every step does the same operations as the first step, which is wrong for some models.
+    A traced stepper repeats the operations of the first step in every step. For some models, the result is wrong.
     """
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()
@@ -228,7 +229,7 @@ def _loss(shared: ClientContext, model: Model, params: Params, x: Inputs, y: Ten
 
 
 class TracedStepper:
-    """A stepper that takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
+    """Takes SGD steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
 
     def __init__(self, context: ClientContext, model: Model) -> None:
         x, y = single(context.data.inputs(slice(0, 1))), context.data.targets(slice(0, 1))
@@ -269,7 +270,7 @@ class TracedStepper:
 
 
 class AutogradStepper:
-    """A stepper that takes SGD steps with autograd, for models that cannot be traced."""
+    """Takes SGD steps with autograd, for models that cannot be traced."""
 
     random = True
 
@@ -302,7 +303,7 @@ class AutogradStepper:
 
 
 Stepper = TracedStepper | AutogradStepper
-"""An object that contains a model, and takes one SGD step per sample."""
+"""An object that contains a model and trains the model with one SGD step per sample."""
 
 
 def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:

@@ -40,8 +40,8 @@ NO_SUCH_BATCH = "the reply moves a sample to a batch that is finished or does no
 class Epoch(Order):
     """The order of requests within an epoch, which the client enforces.
 
-    Clients must reserve samples for a batch before they train on the batch. Each batch is used at most once, in
-    ascending order.
+    Clients must reserve samples for a batch before they train on the batch. Clients train on batches in ascending
+    order, and on each batch at most once.
     """
 
     def __init__(self) -> None:
@@ -91,11 +91,11 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("ReserveReply")
 class ReserveReply(Reply):
-    """The reply to ``Reserve``, which says for which entries of the request the client could not reserve a sample.
+    """The reply to ``Reserve``. It says for which entries of the request the client could not reserve a sample.
 
     Args:
-        missing: True for each entry for which the client could not reserve a sample, because all its samples of the
-            label are used.
+        missing: True for each entry for which the client could not reserve a sample, because it has already used all
+            its samples of the label.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
     """
@@ -106,7 +106,7 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The reply to ``Reserve`` of a client that may move its samples to other batches.
+    """The reply to ``Reserve`` from a client that may move its samples to other batches.
 
     Samples are moved because the client never computes a gradient over fewer than ``privacy.min_samples`` samples.
 
@@ -127,9 +127,11 @@ class Reserve(Request):
 
     Args:
         round: The epoch, counted from 1.
-        batches: The index of the batch of each sample to reserve, int64, ascending.
-        labels: The placeholder of each sample to reserve, int64. A placeholder is a number that stands for a label.
-        refill: The placeholders for which all samples become unused again before samples are reserved, int64.
+        batches: For each sample to reserve, the index of its batch, int64, ascending.
+        labels: For each sample to reserve, the placeholder of its label, int64. A placeholder is a number that stands
+            for a label.
+        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
+            int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
@@ -152,7 +154,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """Refuse replies that do not cover every requested sample, or that move a sample to an impossible batch."""
+        """Raise ``ReplyRefusedError`` if the reply omits a requested sample, or moves a sample to a wrong batch."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -193,7 +195,7 @@ class GradientReply(Reply):
 
     @property
     def size(self) -> float:
-        """The number by which a step divides the summed gradient."""
+        """The number by which the server divides the summed gradient before its step."""
         return self.samples
 
 
@@ -241,11 +243,13 @@ class Gradient(ModelRequest):
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """Refuse gradients and buffers whose shapes differ from the model's, and replies that cover zero samples."""
+        """Raise ``ReplyRefusedError`` if a shape differs from the model's, or if the reply is about zero samples."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
-            raise ReplyRefusedError(f"the reply covers {reply.samples} samples, but must cover at least one")
+            raise ReplyRefusedError(
+                f"the reply covers {reply.samples} samples, but a gradient needs at least one sample"
+            )
 
 
 @record("GradientSteps")
@@ -277,8 +281,8 @@ class StepsReply(Reply):
     """The labels for which a client had no unused sample, and the summed loss over the samples used in training.
 
     Args:
-        missing: True for each label of the request for which the client did not train, because all samples of the label
-            are used.
+        missing: True for each label of the request on which the client did not train, because it had already used all
+            its samples of the label.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.
@@ -297,8 +301,9 @@ class Steps(Request):
 
     Args:
         round: The epoch, counted from 1.
-        labels: The labels to train, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders for which all samples become unused again before the first step, int64.
+        labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
+        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
+            int64.
         fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
             interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.
@@ -320,7 +325,7 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """Refuse replies that do not cover every label of the request, or whose loss is not a scalar."""
+        """Raise ``ReplyRefusedError`` if the reply omits a label of the request, or if the loss is not a scalar."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():

@@ -134,7 +134,7 @@ class Stratify(Method):
         self._mode.check(config)
 
     def _check_label_weights(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if the weights have no effect, do not undo the schedule, or disclose hidden values."""
+        """Raise ``SpecError`` if label weights would have no effect, give a wrong gradient, or reveal hidden values."""
         problems = {
             "requires batches. Use method.mode = 'batch'.": self.mode != "batch",
             "gives the gradient of the mean loss only with one local step. Use method.local_steps = 1.": (
@@ -174,7 +174,7 @@ class Stratify(Method):
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the requests that the server may send: in the enrolment, and in batch or single-sample mode."""
+        """Return the requests that the server may send before the first round (about labels) and during training."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.strata)
         before, window = 0, by_round("all", lambda _: ALL)
@@ -197,7 +197,7 @@ class Stratify(Method):
 
     @property
     def _weighted(self) -> bool:
-        """Whether clients multiply losses by weights. With the schedule ``uncapped``, all weights are 1."""
+        """Whether clients multiply samples' losses by weights. With the schedule ``uncapped``, all weights are 1."""
         return self.label_weights and self.schedule != "uncapped"
 
     @cached_property

@@ -57,10 +57,9 @@ class Roster:
         self.answered: set[int] = set()
         """The clients that replied to a request in this epoch."""
         self.refills: dict[int, set[int]] = {}
-        """A mapping from each client to the labels of which the client may use all samples again from its next request
-        on.
+        """A mapping from each client to labels, given as indices into ``holders.placeholders``.
 
-        A label is given as an index into ``holders.placeholders``.
+        From its next request on, the client may use all its samples of these labels again.
         """
         self._by_client = np.argsort(holders.clients, kind="stable")
         self._begins = np.searchsorted(holders.clients[self._by_client], np.arange(federation.config.clients + 1))
@@ -94,7 +93,7 @@ class Roster:
                 number if no holder is present.
 
         Returns:
-            True if a holder is present.
+            True if at least one client with samples of the label is present.
         """
         rows = self.rows[place]
         clients = self.holders.clients[rows][self.present[rows]].tolist()
@@ -113,7 +112,7 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels for which the client may use all samples again, as indices into ``holders.placeholders``.
+            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

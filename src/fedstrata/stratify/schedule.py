@@ -99,10 +99,10 @@ def label_weights(totals: Ints, frequency: Ints) -> Floats:
 
     Args:
         totals: The number n_l of samples of each label, shape (P,).
-        frequency: The number f_l of positions of the schedule with each label, shape (P,).
+        frequency: For each label l, the number f_l of entries of the schedule with this label, shape (P,).
 
     Returns:
-        The weight w_l of each label, float64, shape (P,). A label without positions gets the weight 1.
+        The weight w_l of each label, float64, shape (P,). A label that is not in the schedule gets the weight 1.
 
     >>> label_weights(np.array([6, 2]), np.array([2, 2])).tolist()
     [1.5, 0.5]
@@ -115,7 +115,7 @@ def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
     """Return the stratified label schedule (SLS): f_l copies of every label l, in random order.
 
     Args:
-        frequency: The number f_l of samples of each label to train in the epoch, shape (P,).
+        frequency: For each label l, the number f_l of samples to train on in the epoch, shape (P,).
         generator: The random generator.
 
     Returns:

@@ -29,7 +29,7 @@ from fedstrata.stratify.messages import Gradient, GradientReply, WeightedGradien
 
 
 class GradientForm(ModelForm):
-    """The form in which clients mask their replies to ``Gradient``: means, weighted by the clients' sample counts.
+    """Encodes replies to ``Gradient`` for secure sums, as mean gradients that are weighted by clients' sample counts.
 
     Args:
         config: The settings that server and clients share.

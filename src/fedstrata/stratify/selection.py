@@ -1,4 +1,4 @@
-"""Select clients for Stratify: choose the client that trains each position of the schedule.
+"""Select clients for Stratify: choose a client for each position (entry) of the schedule of labels.
 
 The schedule is the sequence of labels of an epoch. A *position* is one entry of the schedule, at which a client trains
 on one sample of the label. A *placeholder* is a number that stands for a label. In this module, placeholders are the
@@ -27,26 +27,25 @@ def assign_runs(
     retain: float = 0.5,
     generator: np.random.Generator,
 ) -> Ints:
-    """Choose the client that trains each position of a schedule (Stratify, Algorithm 1).
+    """Choose a client for each position (entry) of a schedule of labels (Stratify, Algorithm 1).
 
     The schedule is cut into chunks of consecutive positions. Each position has a placeholder (a number that stands for
-    a label). In each chunk, only a random subset of the clients with samples of a placeholder may train this
-    placeholder; see ``retained``. The positions of a chunk are assigned in order. At position i, the server chooses the
-    client that may train the longest run of positions i, i + 1, … in the chunk. If several clients may train equally
+    a label). In each chunk, only a random subset of the clients with samples of a label may train on this label; see
+    ``retained``. The positions of a chunk are assigned in order. At position i, the server chooses the client that may
+    train on the most consecutive positions i, i + 1, … of the chunk (a *run*). If several clients may train on equally
     long runs, one of them is drawn at random. The client gets the whole run, and the next client is chosen for the
     position after the run.
 
     Args:
-        wanted: The placeholder of every position, in 0 … P−1, shape (L,).
-        available: Whether each client has unused samples of each placeholder, shape (P, N).
-        weights: The number of samples that each client has of each placeholder, shape (P, N); None for uniform
-            selection.
+        wanted: For each position, the placeholder of its label, in 0 … P−1, shape (L,).
+        available: Whether each client has unused samples of each placeholder's label, shape (P, N).
+        weights: Each client's number of samples of each placeholder's label, shape (P, N); None for uniform selection.
         chunk_size: The number of positions in a chunk.
-        retain: The fraction of a placeholder's available clients that may train this placeholder in a chunk, in (0, 1].
+        retain: The fraction of a label's available clients that may train on this label in a chunk, in (0, 1].
         generator: The random generator.
 
     Returns:
-        The client of every position, shape (L,). The value is −1 if no client is available.
+        For each position, the id of the chosen client, shape (L,). The value is −1 if no client is available.
 
     >>> both = np.array([[True, True], [True, False]])  # placeholder 0: clients 0 and 1; placeholder 1: client 0
     >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, generator=np.random.default_rng(0)).tolist()
@@ -78,8 +77,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
     Args:
         able: Whether each client is available for each label, shape (…, N).
-        weights: The number of samples that each client has of each label, in the shape of ``able``; None for uniform
-            selection.
+        weights: Each client's number of samples of each label, in the shape of ``able``; None for uniform selection.
         retain: The fraction of the available clients to draw, in (0, 1].
         generator: The random generator.
 
@@ -102,7 +100,7 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
     """Divide a schedule into tasks: consecutive positions that one client trains in one chunk (Algorithm 3, line 8).
 
     Args:
-        owner: The client of every position of the schedule, shape (L,); −1 for positions without a client.
+        owner: For each position of the schedule, the id of its client, shape (L,); −1 for positions without a client.
         chunk_size: The number of positions in a chunk.
 
     Returns:
@@ -124,11 +122,11 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Draw the clients that may train each position of the schedule; see ``retained``.
+    """Draw at random which clients may train on each position of the schedule; see ``retained``.
 
     Returns:
-        Whether each client may train each position of each chunk, shape (chunks, size, N). ``size`` is the smaller of
-        ``chunk_size`` and ``len(wanted)``. A short last chunk is padded with False.
+        Whether each client may train on each position of each chunk, shape (chunks, size, N). ``size`` is the smaller
+        of ``chunk_size`` and ``len(wanted)``. A short last chunk is padded with False.
     """
     length = len(wanted)
     chunk = np.arange(length) // chunk_size
@@ -147,12 +145,12 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
     """Choose the client of each position in all chunks at the same time; see ``assign_runs``.
 
     Args:
-        covers: Whether each of N clients may train each position of each chunk, shape (chunks, size, N).
+        covers: Whether each of N clients may train on each position of each chunk, shape (chunks, size, N).
         generator: The random generator, to break ties.
 
     Returns:
-        The client of each position, as an index on the last axis of ``covers``; −1 if no client may train the position.
-        Shape (chunks, size).
+        For each position, the client as an index into the last axis of ``covers``, shape (chunks, size). The value is
+        −1 if no client may train on the position.
     """
     chunks, size, clients = covers.shape
     runs = np.zeros((size + 1, chunks, clients), dtype=np.int32)
@@ -175,20 +173,20 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
 def select_batch(
     wanted: Ints, available: Mapping[int, Ints], weights: Mapping[int, Floats] | None, generator: np.random.Generator
 ) -> Ints:
-    """Choose the client that trains each position of one batch (Stratify, Algorithm 2).
+    """Choose a client for each position (entry of the schedule) of one batch (Stratify, Algorithm 2).
 
     Each position has a placeholder p (a number that stands for a label). For each position with p, one client is drawn
     from ``available[p]``. Clients are drawn with replacement only if there are fewer clients than positions with p.
 
     Args:
-        wanted: The placeholder of every position, shape (B,).
+        wanted: For each position, the placeholder of its label, shape (B,).
         available: A mapping from each placeholder to the clients with samples of its label.
         weights: A mapping from each placeholder to the weights of the clients in ``available``, in the same order; None
             for uniform selection.
         generator: The random generator.
 
     Returns:
-        The client of every position, shape (B,). The value is −1 if no client is available.
+        For each position, the id of the chosen client, shape (B,). The value is −1 if no client is available.
     """
     return select_batches(wanted, np.zeros(len(wanted), dtype=np.int64), available, weights, generator)
 
@@ -203,7 +201,7 @@ def select_batches(
     """Choose clients for many batches at once; see ``select_batch``.
 
     Args:
-        wanted: The placeholder (a number that stands for a label) of every position of the schedule, shape (L,).
+        wanted: For each position of the schedule, the placeholder (the number that stands for its label), shape (L,).
         batch_of: The index of the batch to which each position belongs, ascending, shape (L,).
         available: A mapping from each placeholder to the clients with samples of its label.
         weights: A mapping from each placeholder to the weights of the clients in ``available``; None for uniform
@@ -211,7 +209,7 @@ def select_batches(
         generator: The random generator.
 
     Returns:
-        The client of every position, shape (L,). The value is −1 if no client is available.
+        For each position, the id of the chosen client, shape (L,). The value is −1 if no client is available.
     """
     chosen = np.full(len(wanted), -1, dtype=np.int64)
     for p in np.unique(wanted).tolist():
@@ -241,7 +239,7 @@ def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, gener
         shares: The weight of each client, shape (``clients``,); None for uniform draws. A weighted draw gives each
             client a random key Exp(1) / share, and draws the clients with the smallest keys (Efraimidis and Spirakis
             2006).
-        most: The number of clients to draw for a group; all clients if there are fewer.
+        most: The number of clients to draw for a group. If there are fewer clients, all clients are drawn.
         generator: The random generator.
 
     Returns:

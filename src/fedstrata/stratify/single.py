@@ -100,7 +100,7 @@ class Task:
 
 
 class Route:
-    """Plans the path of the model from client to client: the remaining schedule and a queue of tasks.
+    """Plans the path of the model from client to client. It stores the remaining schedule and a queue of tasks.
 
     The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
     because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
@@ -108,10 +108,10 @@ class Route:
 
     Args:
         roster: The clients that the server can ask.
-        wanted: The label to train at each position of the schedule, as an index into ``roster.holders.placeholders``,
-            shape (L,).
+        wanted: For each position of the schedule, the label to train on, as an index into
+            ``roster.holders.placeholders``, shape (L,).
         chunk_size: The number of positions in a chunk; see ``selection.assign_runs``.
-        retain: The fraction of a label's available clients that may train this label in a chunk, in (0, 1].
+        retain: The fraction of a label's available clients that may train on this label in a chunk, in (0, 1].
     """
 
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
@@ -127,7 +127,7 @@ class Route:
         self._sent: list[Task] = []
         """The tasks of this relay (one path of the model from client to client), in order."""
         self._trained: dict[int, Ints] = {}
-        """A mapping from a task's index in ``_sent`` to the labels that the task trained, as in ``Task.places``."""
+        """A mapping from a task's index in ``_sent`` to the labels that were trained, as in ``Task.places``."""
 
     def open(self) -> bool:
         """Prepare for another relay. Return True if positions of the schedule are left to train."""
@@ -180,7 +180,7 @@ class Route:
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Put labels that were not trained back into the remaining schedule, each at a random position.
+        """Insert labels that were not trained into the remaining schedule again, each at a random position.
 
         See line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """
@@ -209,8 +209,8 @@ class Route:
     def _plan_block(self) -> None:
         """Choose the clients of the next chunks.
 
-        If all samples of a label are used, the clients may use them again. If no client with samples of the label is
-        present, the label is removed from the schedule.
+        If all samples of a label have been used, the clients may use these samples again. If no client with samples of
+        the label is present, the label is removed from the schedule.
         """
         roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):

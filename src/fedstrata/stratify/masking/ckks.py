@@ -81,7 +81,7 @@ def _exact(context: Any) -> None:
 
 
 class Sealer:
-    """A public key, which can encrypt numbers, and add and multiply ciphertexts, but cannot decrypt them.
+    """Encrypts numbers, and adds and multiplies ciphertexts, with a public key. It cannot decrypt ciphertexts.
 
     Args:
         public: A serialised context without the secret key.
@@ -162,7 +162,7 @@ def sealer(public: bytes, parameters: Parameters) -> Sealer:
 
 
 class Opener(Sealer):
-    """A secret key, with which ciphertexts can also be decrypted. Only clients have secret keys.
+    """Encrypts and decrypts with a secret key. Only clients have secret keys.
 
     Args:
         secret: A serialised context with the secret key.

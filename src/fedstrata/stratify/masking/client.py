@@ -73,7 +73,7 @@ def report_labels(client: Client, request: LabelReport) -> LabelReply:
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store the label for which each placeholder (a number that the server uses) stands."""
+    """Store which label each placeholder (a number that the server uses instead of a label) stands for."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -82,7 +82,8 @@ def assign(client: Client, request: Assign) -> Assigned:
 def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
     if len(placeholders) != len(labels) or len(np.unique(placeholders)) != len(placeholders):
         raise FedstrataError(
-            f"the request has {len(placeholders)} placeholders for {len(labels)} labels, or a placeholder occurs twice"
+            f"the request must contain one placeholder for each of {len(labels)} labels, without repetitions. It "
+            f"contains {len(placeholders)} placeholders."
         )
     client.state[PLACEHOLDERS] = dict(zip(placeholders.tolist(), labels.tolist(), strict=True))
 
@@ -114,7 +115,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Decrypt scrambled differences between the client's labels and the server's list, and report which are zero."""
+    """Decrypt scrambled differences between the client's labels and the server's list, and report the zeros."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -136,7 +137,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Send the encrypted number of samples of each label, and store the label for which each placeholder stands."""
+    """Send the encrypted number of samples of each label, and store which label each placeholder stands for."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -159,6 +160,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each label of the client, the fraction of all clients' samples that the client has."""
+    """Report, for each label of the client, which fraction of all clients' samples with this label it has."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

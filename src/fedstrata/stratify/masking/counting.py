@@ -33,8 +33,8 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
     Returns:
         Two values: the entries of ``held`` for the clients that replied, and the encrypted number of samples of each
-        placeholder over exactly these clients. The encrypted numbers are sorted by name, and each ciphertext contains
-        many numbers.
+        placeholder's label, summed over exactly these clients. The encrypted numbers are sorted by name, and each
+        ciphertext contains many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -53,7 +53,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
 
 def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """Return the number of samples of each placeholder over all clients. The first client that replies decrypts it.
+    """Return the number of samples of each label over all clients. The first client that replies decrypts the numbers.
 
     Args:
         federation: The federation, through which the server sends requests to clients.
@@ -65,8 +65,8 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         The totals, shape (P,).
 
     Raises:
-        QuorumError: No client could decrypt the totals. Clients refuse to report totals that are not close to an
-            integer.
+        QuorumError: No client could decrypt the totals. Clients refuse to report totals that are not close to
+            integers.
     """
     size = len(names)
     if size == 0 or not held:

@@ -164,7 +164,7 @@ def enrol(
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
         roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
-        raise QuorumError(f"none of {len(clients)} clients could enrol. The events record the reasons.")
+        raise QuorumError(f"none of {len(clients)} clients could report its labels. The events record the reasons.")
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
     federation.note("enrolled", reason=f"{len(roll.held)} of {federation.config.clients} clients, {reason}")
     return roll
@@ -252,7 +252,7 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
 ) -> tuple[Held, Ints, Held]:
-    """Add up encrypted sample counts, and let a client decrypt the sums; if selection is weighted, ask for shares.
+    """Add up encrypted sample counts, and let a client decrypt the sums. Weighted selection also needs fractions.
 
     Returns:
         Three values: the placeholders (numbers that stand for labels) of each client that replied, the number of
@@ -265,14 +265,14 @@ def _counted(
 
 
 def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
-    """Give numbers to labels, in the order in which clients report the labels.
+    """Give placeholders (the integers 0, 1, 2, …) to labels, in the order in which clients report the labels.
 
     Args:
-        known: The labels that already have a number; new labels are appended.
+        known: The labels that already have a placeholder, in the order of the placeholders. New labels are appended.
         presented: A mapping from each client to its labels (or to the hashes of its labels).
 
     Returns:
-        A mapping from each client to the numbers of its labels.
+        A mapping from each client to the placeholders that stand for its labels.
     """
     number = {label: placeholder for placeholder, label in enumerate(known)}
     held = {}

@@ -47,7 +47,7 @@ class Keys:
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
         """The public keys: the server adds counts with the first key, and compares labels with the second key."""
         self.prf = parts["prf"]
-        """The key of the pseudo-random function."""
+        """The key of the pseudo-random function that hashes labels."""
 
     @classmethod
     def make(cls) -> Keys:
@@ -200,7 +200,7 @@ class KeyRing:
 
 
 def ring_of(context: ClientContext) -> KeyRing:
-    """Return the key ring of a client's context, or this machine's ring if the context has none."""
+    """Return the key ring of a client's context. If the context has no key ring, return this machine's key ring."""
     ring: KeyRing = context.keys if context.keys is not None else context.cached(_site_ring)
     return ring
 

@@ -52,7 +52,7 @@ class OpenKeys(Request):
     comparing: bool
 
     def check(self, reply: PublicKeys) -> None:
-        """Refuse secret keys, and keys with unexpected encryption parameters."""
+        """Raise ``ReplyRefusedError`` if a key is secret, or if its encryption parameters are wrong."""
         sealer(reply.counting, COUNTING)
         if self.comparing:
             sealer(reply.comparing, COMPARING)
@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags that were computed with other keys, and replies with more tags than there are classes."""
+        """Raise ``ReplyRefusedError`` if the tags have another key, or if there are more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"the reply has {len(self.tags)} tags, but there are only {classes} classes")
@@ -110,10 +110,10 @@ class TagReport(Request):
     rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
 
     def check(self, reply: TagReply) -> None:
-        """Refuse duplicate tags."""
+        """Raise ``ReplyRefusedError`` if the reply contains the same tag twice."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
-            raise ReplyRefusedError("the reply contains a tag twice")
+            raise ReplyRefusedError("the reply contains the same tag (keyed hash of a label) twice")
 
 
 @record("SealedLabels")
@@ -144,9 +144,9 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Refuse a reply that has zero ciphertexts, or more ciphertexts than all classes need."""
+        """Raise ``ReplyRefusedError`` if there are zero ciphertexts, or more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
-            problem = f"the reply has {len(reply.sheets)} ciphertexts, which does not fit {self.classes} classes"
+            problem = f"the reply has {len(reply.sheets)} ciphertexts, which is impossible with {self.classes} classes"
             raise ReplyRefusedError(problem)
 
 
@@ -182,11 +182,11 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Refuse replies that contain more labels than there are classes."""
+        """Raise ``ReplyRefusedError`` if the reply is about more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
-                f"the reply contains positions of {len(reply.places)} labels, but there are only {self.classes} classes"
+                f"the reply is about {len(reply.places)} labels, but there are only {self.classes} classes"
             )
 
 
@@ -223,12 +223,13 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """Refuse a reply without exactly one ciphertext for each page of the list that gets an entry."""
+        """Raise ``ReplyRefusedError`` if a page that gets an entry does not have exactly one ciphertext."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
             raise ReplyRefusedError(
-                f"the reply has the pages {sorted(reply.pages)}, but must have the pages {sorted(pages)}"
+                f"the reply has ciphertexts for the pages {sorted(reply.pages)} of the list of labels, but the request "
+                f"is about the pages {sorted(pages)}"
             )
 
 
@@ -248,7 +249,7 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """A request for encrypted sample counts. The request also tells a client the placeholders of the client's labels.
+    """A request for encrypted sample counts. The request also tells a client the placeholders of its labels.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
@@ -262,9 +263,9 @@ class CountReport(Request):
     size: int
 
     def check(self, reply: CountReply) -> None:
-        """Refuse a reply if its number of ciphertexts does not fit the number of placeholders."""
+        """Raise ``ReplyRefusedError`` if the number of ciphertexts does not fit the number of placeholders."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
-            problem = f"the reply has {len(reply.pages)} ciphertexts, which does not fit {self.size} placeholders"
+            problem = f"the reply has {len(reply.pages)} ciphertexts, which is impossible for {self.size} counts"
             raise ReplyRefusedError(problem)
 
 
@@ -279,7 +280,7 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse impossible totals, such as fewer samples of a label than clients with this label.
+        """Raise ``ReplyRefusedError`` if a total is impossible, for example below the number of clients.
 
         Args:
             holders: The number of clients with samples of each label, int64, shape (P,).
@@ -287,7 +288,7 @@ class Totals(Reply):
         totals = self.totals.numpy()
         if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError(
-                "the totals are impossible: a label has fewer samples than clients, or has samples but not a client"
+                "the totals are impossible: a label has fewer samples than clients, or samples without a client"
             )
 
 
@@ -307,7 +308,7 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """Refuse a reply without exactly one total per label."""
+        """Raise ``ReplyRefusedError`` if the reply does not contain exactly one total per label."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 
@@ -344,7 +345,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """Refuse fractions that amount to less than one sample, or to more than all samples."""
+        """Raise ``ReplyRefusedError`` if a fraction means less than one sample, or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
             raise ReplyRefusedError("a fraction of samples is above 1, or is less than one sample")

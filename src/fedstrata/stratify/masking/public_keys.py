@@ -68,7 +68,7 @@ class Public:
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Refuse a reply that was encrypted with other keys.
+        """Raise ``ReplyRefusedError`` if a reply was encrypted with other keys.
 
         Args:
             key: The fingerprint in the reply.
@@ -79,13 +79,13 @@ class Public:
             )
 
     def check_counts(self, reply: CountReply) -> None:
-        """Refuse counts that were not encrypted with these keys."""
+        """Raise ``ReplyRefusedError`` if the counts were not encrypted with these keys."""
         self.check_key(reply.key)
         for data in reply.pages:
             self.counting.load(data, length=COUNTING.slots)
 
     def check_labels(self, reply: SealedLabels | Enlisted) -> None:
-        """Refuse labels that were not encrypted with these keys."""
+        """Raise ``ReplyRefusedError`` if the labels were not encrypted with these keys."""
         self.check_key(reply.key)
         for data in reply.sheets if isinstance(reply, SealedLabels) else reply.pages.values():
             self.comparing.load(data, length=COMPARING.slots)

@@ -61,12 +61,12 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of entries in one ciphertext (page) of the unique list, called columns."""
+        """The number of columns, which are the entries in one ciphertext (page) of the unique list."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of labels in one ciphertext (sheet) of a client, called rows."""
+        """The number of rows, which are the labels in one ciphertext (sheet) of a client."""
         return self.slots // self.width
 
     @property

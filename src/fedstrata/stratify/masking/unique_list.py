@@ -38,8 +38,8 @@ class PackedRegister:
     Args:
         keys: The clients' public keys.
         pages: A mapping from the index of each page to its ciphertext.
-        places: The index of each placeholder (a number that stands for a label) in the list, shape (P,). Indices count
-            the entries of all pages.
+        places: The index of each placeholder (a number that stands for a label) in the list, shape (P,). Entries are
+            numbered consecutively over all pages.
     """
 
     keys: PublicKeys
@@ -110,7 +110,7 @@ class UniqueList:
         for client, reply in self.ask(requests, requests).items():
             placeholders = self._resolve(reply.places.numpy(), order[client])
             if placeholders is None or self.grid.sheets(len(placeholders)) != len(clients[client].sheets):
-                self.refuse(client, "the reply matches an empty entry, or does not fit the client's number of labels")
+                self.refuse(client, "the reply names an empty entry of the label list, or too many or too few labels")
             else:
                 held[client] = placeholders
         return held
@@ -172,7 +172,7 @@ class UniqueList:
         return held
 
     def _fits(self, client: ClientId, placeholders: Ints, room: int) -> bool:
-        """Return True if a client's reply is possible. Otherwise, refuse the client and return False.
+        """Return True if a client's reply is possible. Otherwise, count the client as failed and return False.
 
         Args:
             client: The client.
@@ -184,7 +184,7 @@ class UniqueList:
         new = len(placeholders) - len(known)
         defect = ""
         if new > room:
-            defect = f"{new} labels are not on the list, but only {room} of {self.classes} labels are missing there"
+            defect = f"{new} of the client's labels are not on the list of labels, which has room for only {room} more"
         elif len(np.unique(known)) != len(known):
             defect = "two of the client's labels match the same entry of the list"
         if defect:
