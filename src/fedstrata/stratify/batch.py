@@ -156,7 +156,7 @@ class BatchMode:
         while samples := plan.work(request.batch):
             if together and sum(samples.values()) < 2:
                 # The remaining client did not fail, so it stays in the plan for later batches.
-                federation.note("batch skipped", samples, "the batch has only one sample, but BatchNorm needs two")
+                federation.note("batch skipped", samples, "it has only one sample left, but BatchNorm needs two")
                 return None
             work = samples if steps == 1 else {client: steps * count for client, count in samples.items()}
             total = federation.ask_sum(samples, request, together=together, work=work)
@@ -179,7 +179,7 @@ class BatchMode:
         federation, samples = plan.roster.federation, plan.work(request.batch)
         least = federation.config.privacy.parties
         if len(samples) < least:
-            reason = f"the batch has samples of {len(samples)} clients, but a secure sum needs at least {least}"
+            reason = f"it has samples of {len(samples)} clients, but a secure sum needs {least}"
             federation.note("batch skipped", samples, reason)
             return None
         work = {client: self.local_steps * count for client, count in samples.items()}
@@ -351,7 +351,7 @@ class BatchPlan:
         given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
             self.held_back += count
-            reason = f"{count} positions are not trained: the client has too few samples in the batch"
+            reason = f"{count} positions: the client has too few samples in the batch"
             self.roster.federation.note("held back", [client], reason)
         return given_up
 

@@ -98,7 +98,7 @@ class Roster:
         rows = self.rows[place]
         clients = self.holders.clients[rows][self.present[rows]].tolist()
         if not clients:
-            reason = f"{positions} positions are not trained: no client with samples of placeholder {place} is present"
+            reason = f"{positions} positions of placeholder {place}: no client with this label is present"
             self.federation.note("label skipped", reason=reason)
             return False
         self.available[rows] = self.present[rows]
