@@ -62,7 +62,7 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"metrics": []}, "metrics = .*at least 1 item"),
         (
             {"metrics": ["ece", {"name": "ece", "bins": 3}]},
-            r"'ece', 'bins': 3\}\]: the list contains 'ece' twice\. Remove one of them\.",
+            r"'ece', 'bins': 3\}\]: the list contains 'ece' twice\. Remove one of the two\.",
         ),
         ({"metrics": [{"name": "ece", "bins": 0}]}, "bins = 0"),
         ({"metrics": [{"name": "accuracy", "bins": 3}]}, "metrics.bins = 3: is not a known key"),
@@ -84,7 +84,7 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"validation": 0}, "validation = 0.*greater than 0"),
         ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),
         ({"test_clients": -0.1}, "test_clients = -0.1"),
-        ({"fine_tune": 1}, "fine_tune = 1: personal models are evaluated on the clients' own test samples"),
+        ({"fine_tune": 1}, "fine_tune = 1: requires that clients have their own test samples"),
         ({"fine_tune": -1, "client_test": 0.1}, "fine_tune = -1"),
     ],
 )

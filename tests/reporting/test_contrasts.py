@@ -143,7 +143,7 @@ def test_the_primary_metric_is_compared() -> None:
         ),
         ({"at": {"bytes": None}}, r"at = 'bytes': at least one run did not record bytes\. Use another budget\."),
         ({"at": {"bytes": -1.0}}, r"at = 'bytes=-1': the amount of a budget must be above 0\."),
-        ({"test": "z"}, r"test = 'z': is not a test\. Use one of: t, wilcoxon\."),
+        ({"test": "z"}, r"test = 'z': is not a statistical test\. Use one of: t, wilcoxon\."),
     ],
 )
 def test_what_there_is_not(arguments: dict, message: str) -> None:

@@ -88,7 +88,7 @@ def test_differences_that_are_alike_have_no_test_and_no_interval(shift: float) -
 
 
 def test_a_test_that_there_is_not() -> None:
-    with pytest.raises(SpecError, match=r"test = 'z': is not a test\. Use one of: t, wilcoxon\."):
+    with pytest.raises(SpecError, match=r"test = 'z': is not a statistical test\. Use one of: t, wilcoxon\."):
         paired_difference(MINE, THEIRS, "z")  # type: ignore[arg-type]
 
 

@@ -30,8 +30,7 @@ class Aggregator(Setting):
     """Base class of the aggregators, which combine the clients' updates with one weight a_k per client.
 
     Args:
-        server: Server optimiser, which applies the combined update to the global model. Default: the server adds the
-            update unchanged.
+        server: Server optimiser. Default: the server adds the combined update unchanged.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -52,7 +51,7 @@ class Aggregator(Setting):
     server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the aggregator does not work with the federation or the client sampler."""
+        """Raise ``SpecError`` if the aggregator does not work with the federation's settings or the client sampler."""
 
     @abstractmethod
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
@@ -105,7 +104,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model that is evaluated, and that is saved at the end of a run. Default: the global model."""
+        """Return the model to evaluate, and to save at the end of a run. Default: the global model."""
         return weights
 
     def combine(
@@ -307,7 +306,10 @@ class HorvitzThompson(Aggregator):
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with known probabilities: draws with replacement, systematic draws, or uniform draws."""
+        """Raise ``SpecError`` if probabilities of draws are unknown, or if some strata may never be drawn.
+
+        The probabilities are known for draws with replacement, systematic draws and uniform draws.
+        """
         allocation, draws = getattr(sampler, "allocation", None), config.training.invited(config.clients)
         all_drawn = allocation in (None, "neyman-random") or (
             allocation != "neyman" and draws >= getattr(sampler, "strata", 0)
@@ -343,7 +345,7 @@ def _chance(selection: Selection) -> Floats:
 def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
     """Return the total size of the strata from which at least one client replied.
 
-    If the numbers of draws per stratum are random (``stratum_chance``), strata that were not invited count, too,
+    If the numbers of draws per stratum are random (``stratum_chance``), strata without an invited client also count,
     because ``_chance`` compensates for these strata.
     """
     missing = per_stratum == 0

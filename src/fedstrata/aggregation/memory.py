@@ -46,8 +46,8 @@ class Intervals(Remembering):
     ends, ω_k is 1. A client that was not invited counts as absent.
 
     Args:
-        cutoff: Maximum length K of an interval between two replies of a client, in rounds. A smaller K lowers the
-            weights of clients that rarely reply, but adds bias.
+        cutoff: Maximum interval K between two replies of a client, in rounds. A smaller K lowers the weights of clients
+            that rarely reply, but adds bias.
     """
 
     cutoff: PositiveInt = 50
@@ -87,7 +87,7 @@ class LastUpdates(Remembering):
     in rounds in which no client replies. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: Maximum memory for stored updates, in GB. The server and each checkpoint store one update per client.
+        memory_gb: Maximum memory for stored updates (one per client), in GB.
     """
 
     memory_gb: PositiveFloat = 4.0
@@ -121,7 +121,7 @@ class VarianceReduced(LastUpdates):
     BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
-        memory_gb: Maximum memory for stored updates, in GB. The server and each checkpoint store one update per client.
+        memory_gb: Maximum memory for stored updates (one per client), in GB.
     """
 
     @override
@@ -182,9 +182,8 @@ class Echoes(Remembering):
     state, and all messages have the same size.
 
     Args:
-        clip: Maximum norm of the mean update. A longer mean update is scaled down to this norm. The published algorithm
-            does not limit the norm.
-        memory_gb: Maximum memory for stored models, in GB. The server stores at most one model per client.
+        clip: Maximum norm of the mean update. The published algorithm does not limit the norm.
+        memory_gb: Maximum memory for stored models (at most one per client), in GB.
     """
 
     own_starts = True
@@ -243,7 +242,7 @@ class Echoes(Remembering):
 
 
 def require_memory(config: FederationConfig, models: int, limit: float, what: str) -> None:
-    """Refuse an aggregator whose stored tensors could exceed its setting ``memory_gb``.
+    """Raise an error if the tensors that an aggregator stores could exceed its setting ``memory_gb``.
 
     Args:
         config: The federation's settings.

@@ -19,7 +19,7 @@ BETAS = (0.9, 0.99)
 
 
 class ServerOptimizer(Setting):
-    """The server optimiser, which is SGD with momentum or an adaptive optimiser (Reddi et al. 2021).
+    """SGD with momentum or an adaptive optimiser on the server (Reddi et al. 2021).
 
     The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step sets m ← β₁ m +
     (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v − (1
@@ -27,15 +27,15 @@ class ServerOptimizer(Setting):
     PyTorch's Adam.
 
     Args:
-        optimizer: Type of the server optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi``
-            (FedYogi) or ``adagrad`` (FedAdagrad).
-        lr: Learning rate of the server optimiser. Default: 1 for ``sgd``, 0.01 for ``adam``, ``yogi`` and ``adagrad``.
+        optimizer: Type of optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi`` (FedYogi)
+            or ``adagrad`` (FedAdagrad).
+        lr: Learning rate of the server optimiser. Default: 1 for ``sgd``, otherwise 0.01.
         schedule: Schedule of the server's learning rate: ``inverse`` or ``cosine``, as in ``training.schedule``.
-            Default: a constant learning rate.
-        momentum: Momentum of the server optimiser ``sgd``.
-        betas: Coefficients β₁ (first moment) and β₂ (second moment) of the server optimisers ``adam`` and ``yogi``.
+            Default: constant.
+        momentum: Momentum of ``sgd``.
+        betas: Coefficients β₁ (first moment) and β₂ (second moment) of ``adam`` and ``yogi``.
         eps: Constant τ that ``adam``, ``adagrad`` and ``yogi`` add to the denominator of each step.
-        weight_decay: Factor of the L2 penalty on the parameters of the global model.
+        weight_decay: Factor of the L2 penalty on the global model's parameters.
     """
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"
@@ -86,7 +86,8 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 class Stepper:
     """A server optimiser that changes its own copy of the parameters step by step.
 
-    This class does not use PyTorch's optimisers, because their import takes seconds and they differ from the paper's.
+    This class does not use PyTorch's optimisers, because their import takes seconds, and because they differ from the
+    optimisers in the paper.
 
     Args:
         settings: The optimiser's settings.

@@ -116,7 +116,7 @@ class TrimmedMean(RobustAggregator):
     """The mean of each coordinate of the updates, without the smallest and largest values (Yin et al. 2018).
 
     Args:
-        attackers: Number f of replies per round that may come from attackers. In each coordinate, the f smallest and f
+        attackers: Maximum number f of replies from attackers per round. In each coordinate, the f smallest and f
             largest values are left out.
     """
 
@@ -149,7 +149,7 @@ class Krum(RobustAggregator):
     update with the smallest score is used, and all other updates are ignored.
 
     Args:
-        attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
+        attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
     """
 
     attackers: NonNegativeInt = 1
@@ -187,7 +187,7 @@ class MultiKrum(Krum):
     """Multi-Krum: the mean of several updates with the smallest distances to their nearest neighbours.
 
     Args:
-        attackers: Number f of replies per round that may come from attackers. A round needs at least 2 f + 3 replies.
+        attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
         chosen: Number of updates to average. With n replies and f attackers, the maximum and default is n − f.
     """
 
@@ -219,7 +219,7 @@ class GeometricMedian(RobustAggregator):
     update‖). The algorithm starts with v = 0, which stands for the unchanged global model.
 
     Args:
-        steps: Number of steps of the Weiszfeld algorithm, which approximates the geometric median.
+        steps: Number of steps of the Weiszfeld algorithm.
         smoothing: Constant ν. The weight of an update is 1 / max(ν, d), where d is its distance to the current
             estimate.
     """
@@ -248,8 +248,7 @@ class CentredClipping(RobustAggregator):
     unchanged global model. In the paper, a round instead starts with the result of the previous round.
 
     Args:
-        radius: Clipping radius τ. Updates that are further from the current estimate of the mean are moved to the
-            distance τ.
+        radius: Clipping radius τ: maximum distance of an update from the current estimate of the mean.
         steps: Number of clipping steps per round.
     """
 

@@ -97,8 +97,8 @@ class Normalised(MeanBySize):
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
     """Return the total weight of all gradients in an update of SGD with momentum.
 
-    Without momentum, every gradient has the weight 1. With momentum ρ, a step's gradient also contributes to each later
-    step, with ρ times its weight in the step before.
+    Without momentum, every gradient has the weight 1. With momentum ρ, a gradient also contributes to all later steps.
+    In each step, the gradient's weight is ρ times the gradient's weight in the previous step.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -118,8 +118,7 @@ class Extrapolated(Mean):
     and weights updates by numbers of samples.
 
     Args:
-        eps: Constant ε in the denominator of the factor that multiplies the mean update. It limits the factor if the
-            mean update is near zero.
+        eps: Constant ε in the factor's denominator. With a mean update near zero, ε limits the factor.
     """
 
     needs_replies = ""

@@ -3,7 +3,7 @@
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
 fields of the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts
 ``{"name": "dirichlet", "alpha": 0.1}`` to such a model. The registry imports the model's class only when the class is
-needed. Users name their own classes by ``"module:Class"``.
+needed. A spec names a user's own class as ``"module:Class"``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The maximum value of an integer setting without a limit of its own. Counts that are computed from this value fit into
-64 bits."""
+"""The maximum value of an integer setting that does not declare its own limit. Counts that are computed from this value
+fit into 64 bits."""
 
 LARGEST = 1e18
-"""The maximum value of a float setting without a limit of its own. The square of this value fits into float32."""
+"""The maximum value of a float setting that does not declare its own limit. The square of this value fits into
+float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
@@ -47,7 +48,7 @@ _REGISTRIES: list[Registry[Any]] = []
 
 
 class _SpecName:
-    """A descriptor that returns the name of a class in specs.
+    """A descriptor that returns the name that stands for a class in specs.
 
     A class in a registry has its registered name. A user's own class has the name ``"module:Class"``. Other classes
     have an empty name.
@@ -71,7 +72,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Values are checked when an object is created, and unknown keys are errors.
+    """Base class of groups of settings. Values are checked when an object is created, and unknown keys cause an error.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -85,8 +86,8 @@ class Setting(BaseModel):
     """The name that selects this class in a spec; empty if the section has only one class."""
 
     later_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that earlier versions did not have. To keep the hashes of old specs, ``to_spec`` omits their default
-    values."""
+    """Names of settings that earlier versions of fedstrata did not have. ``to_spec`` omits these settings if they have
+    their default values, so that old specs keep their hashes."""
 
     @property
     def implementation(self) -> Any:
@@ -111,7 +112,7 @@ class Setting(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false as values of numeric settings, because pydantic would read them as 1 and 0."""
+        """Raise an error if a numeric setting is true or false, because pydantic would read these values as 1 and 0."""
         types = list(_types(cls.model_fields[info.field_name or ""].annotation))
         if bool not in types and (int in types or float in types) and _has_truth_value(value):
             raise ValueError("must be a number, not true or false.")
@@ -120,7 +121,7 @@ class Setting(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_served(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers that would cause an overflow or would need too much memory."""
+        """Raise an error for numbers that would cause an overflow or would need too much memory."""
         limits = cls.model_fields[info.field_name or ""].metadata
         if not any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in limits):
             _check_size(value)
@@ -174,13 +175,13 @@ class Registry(Generic[T]):
     """A mapping from names to Python classes. A class is imported when it is first used.
 
     Args:
-        kind: What error messages call these classes, such as ``"method"``.
+        kind: The word for these classes in error messages, such as ``"method"``.
         base: The base class of these classes.
         known: A mapping from each name to the path ``"module:Class"`` of its class.
     """
 
     path_form = "class as 'module:Class'"
-    """How a spec refers to a user's own class, for error messages."""
+    """A phrase for error messages, which says how a spec refers to a user's own class."""
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
@@ -232,13 +233,13 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """An annotation for fields whose values a registry creates: ``Annotated[Codec, FromRegistry(CODECS)]``.
+    """An annotation for fields whose values a registry creates, as in ``Annotated[Codec, FromRegistry(CODECS)]``.
 
     The field accepts a name, a mapping with the key ``name``, or an instance. Errors show the field's key.
 
     Args:
         registry: The registry that contains the names.
-        default: The name for mappings without the key ``name``. By default, such mappings are refused.
+        default: The name to use for mappings without the key ``name``. By default, such mappings cause an error.
     """
 
     registry: Registry[Any]
@@ -255,7 +256,8 @@ class FromRegistry:
         except SpecError as error:
             if "is not a known key" not in error.problem or "did you mean" in error.problem:
                 raise
-            problem = f"{error.problem.rstrip('.')}. The key 'name' is not set, so {self.default!r} is used. Set name."
+            problem = f"{error.problem.rstrip('.')}. The key 'name' is not set, so {self.default!r} is used. "
+            problem += "Set 'name'."
             raise SpecError(error.key, problem, error.value) from None
 
 
@@ -291,7 +293,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
 
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
-    """Convert the first problem of a pydantic error to a ``SpecError``."""
+    """Convert a pydantic error to a ``SpecError`` that describes the first problem."""
     # Unknown keys come first, because a misspelt key may be the reason why another key is missing.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
@@ -332,7 +334,7 @@ def _reworded(message: str) -> str:
 
 
 def _unknown(cls: type[BaseModel], word: str) -> str:
-    """Return the text of an error about an unknown key ``word``, with the most similar key and all keys of ``cls``."""
+    """Return an error message about an unknown key ``word``, with a similar key and a list of all keys of ``cls``."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
@@ -346,7 +348,10 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence that names the classes with a setting ``word`` in the registry of ``cls``, if there are any."""
+    """Return a sentence that names the classes in the registry of ``cls`` that have a setting ``word``.
+
+    Return an empty string if none of the classes has this setting.
+    """
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
             owners = []
@@ -360,7 +365,7 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
-    """Return the settings class that a path of keys leads to."""
+    """Return the settings class of the section at a path of keys, such as ``["training", "optimizer"]``."""
     for part in path:
         field = cls.model_fields.get(part)
         inner = field.annotation if field else None

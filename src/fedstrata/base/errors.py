@@ -14,13 +14,13 @@ class FedstrataError(Exception):
     """Base class of fedstrata's errors. The command-line program prints each error in one line."""
 
     public = ""
-    """A description of an error in one party's data that other parties may see.
+    """A description that other parties may see, if the error is about one party's data.
 
     The description names the column and the violated rule, but does not contain values from the data.
     """
 
     def publicly(self, text: str) -> Self:
-        """Set ``public``, and return the error. The text must not disclose data, not even counts."""
+        """Set ``public`` to ``text``, and return the error. The text must not disclose data, not even counts."""
         self.public = text
         return self
 
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word. If an accepted word is similar, suggest this word.
+    """Return the end of an error message about an unknown word, which suggests a similar accepted word.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')
@@ -109,7 +109,7 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def not_among(problem: str, word: str, accepted: Collection[str], use: str = "Use one of") -> str:
-    """Return the text of an error about an unknown word: the problem, a suggestion, and all accepted words.
+    """Return an error message about an unknown word: the problem, a suggestion, and all accepted words.
 
     >>> not_among("is not a known key", "alfa", ["alpha", "clients"])
     "is not a known key; did you mean 'alpha'? Use one of: alpha, clients."

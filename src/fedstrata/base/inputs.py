@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 Inputs = Tensor | Mapping[str, Tensor]
-"""A batch: one tensor (B, …), or a mapping from the names of the module's arguments to tensors (B, …)."""
+"""The inputs of a batch: one tensor with shape (B, …), or a mapping from the model's argument names to such tensors."""
 
 Shape = tuple[int, ...] | Mapping[str, tuple[int, ...]]
-"""The shape of one sample, such as (channels, height, width) or (features,); for several inputs, the shape of each
-input."""
+"""The shape of one sample, such as (channels, height, width) or (features,). For several named inputs, a mapping from
+names to shapes."""
 
 
 def each(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:

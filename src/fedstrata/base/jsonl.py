@@ -15,7 +15,8 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The last key in each line. The key's value is a hash of the line's other text and of the previous line's checksum."""
+"""The name of the last key in each line. This key's value is a hash of the rest of the line and of the previous line's
+checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
 """The advice in errors about a damaged line. All lines before this line are intact."""
@@ -74,8 +75,8 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if the line has no checksum. If ``after``, the previous line's checksum, is given, also return None if
-    the line's checksum is wrong.
+    Return None if the line has no checksum, or if the checksum is wrong. Wrong checksums are detected only if
+    ``after``, the previous line's checksum, is given.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
@@ -84,7 +85,7 @@ def checksum_of(line: bytes, after: str | None = None) -> str | None:
 
 
 class MetricsLog(Log):
-    """The log with one record per round of a run.
+    """A log with one record for each round of a run.
 
     If the process is killed while it writes a line, the earlier lines stay intact.
     """
@@ -104,7 +105,7 @@ class MetricsLog(Log):
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
-        """Remove the records of all rounds after ``round``, and an incomplete last line.
+        """Remove an incomplete last line, and the records of all rounds after ``round``.
 
         The file is replaced atomically.
 
@@ -233,7 +234,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if no process has this id, and True if a process has this id or if this is unknown."""
+    """Return False if it is certain that no process has this id; otherwise return True."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)

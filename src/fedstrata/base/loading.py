@@ -11,7 +11,7 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError, SpecError
 
 _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", default=None)
-"""The packages that may be imported (None: any package), and the message of errors about other packages."""
+"""The packages that may be imported (None: any package), and the error message for other packages."""
 
 
 @contextmanager
@@ -22,8 +22,7 @@ def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[No
 
     Args:
         packages: The allowed top-level packages. The value None allows any package.
-        advice: The message of errors about packages that are not allowed. Default: a message that names the allowed
-            packages.
+        advice: The error message for packages that are not allowed. By default, the message names the allowed packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
     try:

@@ -29,7 +29,9 @@ def occupied(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=PATIENCE)
     except Timeout:
         raise SpecError(
-            "out", "another process is using this folder. Use another folder, or wait until it ends.", str(folder)
+            "out",
+            "another process is using this folder. Use another folder, or wait until the process ends.",
+            str(folder),
         ) from None
     except (OSError, ValueError) as error:  # a null byte in the name raises ValueError
         raise SpecError(

@@ -18,7 +18,7 @@ def installed() -> list[str]:
 
 
 def commands() -> list[Any]:
-    """Return the modules ``cli`` of the installed outer packages."""
+    """Return the module ``cli`` of each installed outer package, which defines the package's commands."""
     return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 

@@ -25,7 +25,7 @@ def print_lines(*lines: object, file: TextIO | None = None) -> None:
 
 
 def csv_cell(value: object) -> object:
-    r"""Return a value for a CSV file.
+    r"""Convert a value to a form that is safe in a CSV file.
 
     Strings become printable, and spreadsheets do not interpret them as formulas.
 

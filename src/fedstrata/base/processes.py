@@ -2,7 +2,7 @@
 
 A new process does not share memory with this process, so tasks and their errors are pickled. A fork starts with a copy
 of this process's memory. A fork can therefore use objects that cannot be pickled, such as a class that a notebook
-defines. A fork can also use large arrays without a copy.
+defines. A fork can also use large arrays without copying them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TaskPool(Generic[K]):
         self._busy: dict[Connection, tuple[Worker, K]] = {}
 
     def run(self, tasks: Iterable[tuple[K, Task]], watch: Callable[[], None] = lambda: None) -> Iterator[tuple[K, str]]:
-        """Run tasks, and yield each task when it ends.
+        """Run tasks, and yield the key of each task when the task ends.
 
         Args:
             tasks: Pairs of a key and a task. The next pair is taken from the iterator when a worker is free.
@@ -238,7 +238,7 @@ def _do(task: Task, connection: Connection) -> None:
 def _error_of(task: Task) -> Exception | None:
     """Run a task.
 
-    If it raises an exception, return the exception in a form that can be pickled; otherwise return None.
+    If the task raises an exception, return the exception in a form that can be pickled; otherwise return None.
     """
     try:
         task()

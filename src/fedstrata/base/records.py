@@ -34,7 +34,7 @@ DEFAULT_LIMIT = 2 << 30
 """The maximum size of a message that ``decode`` accepts by default, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""A mapping from wire names to the Python classes of declared records; ``decode`` only creates objects of these
+"""A mapping from wire names to the Python classes of declared records; ``decode`` creates objects of only these
 classes."""
 _WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
@@ -139,8 +139,8 @@ def size(tree: Tree) -> int:
 def _form(tree: Tree) -> Hashable:
     """Return a cache key for ``size``: trees with equal keys have encodings of equal length.
 
-    The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, texts, shapes and
-    dtypes. The key does not contain values of numbers and tensors. The children of a node follow the node.
+    The key is a flat tuple of everything that determines the length: types of nodes, mapping keys, strings, shapes and
+    dtypes. The key does not contain values of numbers and tensors. In the tuple, each node comes before its children.
     """
     form: list[Any] = []
     pending = [tree]
@@ -398,7 +398,7 @@ def _obvious(message: Message) -> bool:
 
 
 def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """Return a quick test of whether a value has the type ``hint``.
+    """Return a function that quickly tests whether a value has the type ``hint``.
 
     True means that the value has the type. False means that pydantic must check the value.
     """
@@ -480,5 +480,5 @@ def add(first: Any, second: Any) -> Any:
 
 
 def same() -> Any:
-    """Declare a field that is equal in all replies, so that ``add`` keeps the value instead of adding values."""
+    """Declare a record field whose value is equal in all replies. ``add`` keeps this value instead of adding values."""
     return dataclasses.field(metadata={"same": True})

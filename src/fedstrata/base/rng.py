@@ -26,7 +26,8 @@ class Key(ISeedSequence):
     """The key of a generator: 128 bits, as two 64-bit integers, shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. With ``key=``, NumPy also reads random
-    numbers from the operating system, but does not use them. Without this step, ``rng`` is three times as fast.
+    numbers from the operating system, but does not use them. ``Key`` avoids this step, which makes ``rng`` three times
+    as fast.
     """
 
     words: NDArray[np.uint64]
@@ -60,9 +61,9 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
     """Draw a uniform number in [0, 1) for each client. A client's number does not depend on the other clients.
 
-    This function is faster than ``rng(…, client).random()`` for each client, and draws different numbers. The computing
-    time depends on the number of clients, not on the largest id. Each number is a hash of the key and the client's id,
-    computed by SplitMix64 (Steele et al. 2014).
+    This function is faster than calling ``rng(…, client).random()`` for each client, but does not return the same
+    numbers. The computing time depends on the number of clients, not on the largest id. Each number is a hash of the
+    key and the client's id, computed by SplitMix64 (Steele et al. 2014).
 
     Args:
         seed: The experiment's seed.

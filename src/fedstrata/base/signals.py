@@ -105,7 +105,7 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     also sends SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. Otherwise, the kernel does not
+        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel must not
             send SIGTERM, because it would send the signal as soon as the starting thread ends.
 
     Raises:

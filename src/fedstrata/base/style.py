@@ -22,7 +22,7 @@ Dash = Literal["-", "--", "-.", ":"]
 
 
 class Stroke(NamedTuple):
-    """The line of a method in charts. The field ``name`` is the name of the line's colour."""
+    """The line style of a method in charts. The field ``name`` is the name of the line's colour."""
 
     name: str
     colour: Colour
@@ -39,20 +39,20 @@ SERIES = (
     Stroke("brown", Colour("#6c2e26", "#ea937f"), "-."),
     Stroke("violet", Colour("#492e63", "#dd95ff"), ":"),
 )
-"""The lines from which charts choose the line of each label."""
+"""The line styles from which a chart chooses one for each label."""
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
-"""A mapping from methods that have the same line in every figure to the line's index in ``SERIES``."""
+"""A mapping from methods that have the same line style in every figure to the style's index in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")
-"""The line of all labels that do not get a line of ``SERIES``."""
+"""The line style of all labels that do not get a style from ``SERIES``."""
 COLOURED = 6
-"""The number of labels that get a line of ``SERIES`` if there are more labels than lines."""
+"""The number of labels that get a style from ``SERIES`` if a chart has more labels than there are styles."""
 
 INK = Colour("#1f242b", "#e4e7eb")
 """The colour of text and axes."""
 SOFT = Colour("#59626d", "#a3acb8")
-"""The colour of notes and of headings of tables."""
+"""The colour of notes and table headings."""
 GRID = Colour("#e5e8ec", "#353b43")
-"""The colour of grids in charts and of lines between rows of tables."""
+"""The colour of grids in charts, and of lines between table rows."""
 PAPER = Colour("#ffffff", "#14171b")
 """The colour of the background."""
 PANEL = Colour("#f6f7f9", "#1c2025")
@@ -73,7 +73,7 @@ FATES = {
     "failed": Colour("#ab4e00", "#ab4e00"),
     "refused": Colour("#d0468f", "#d0468f"),
 }
-"""A mapping from each outcome of an invitation to its colour."""
+"""The colour for each outcome of a client's invitation to a round."""
 
 
 class Verdict(NamedTuple):
@@ -111,10 +111,10 @@ def style_sheet() -> str:
 
 
 def lines(labels: Sequence[str]) -> dict[str, Stroke]:
-    """Choose a line for each label of a chart.
+    """Choose a line style for each label of a chart.
 
-    A method in ``FIXED`` has its own line, and other labels get the remaining lines. If there are more labels than
-    lines, only the first ``COLOURED`` labels get colours, so that the colours can be distinguished.
+    A method in ``FIXED`` has its own style, and other labels get the remaining styles. If there are more labels than
+    styles, only the first ``COLOURED`` labels get colours, so that the colours can be distinguished.
 
     Args:
         labels: The labels, with the most important labels first.

@@ -69,13 +69,13 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
     """Add the argument ``--json``. If ``progress`` is true, also add the argument ``--quiet``."""
     if progress:
-        parser.add_argument("--quiet", action="store_true", help="do not print the progress")
+        parser.add_argument("--quiet", action="store_true", help="do not print progress")
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
 
 
 def add_columns(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``--columns``, which selects columns of a table."""
-    help = "columns of tables to print: fit (as many as fit the terminal; default) or all"
+    help = "columns of each table to print: fit (as many as fit in the terminal; default) or all"
     parser.add_argument("--columns", choices=("fit", "all"), default="fit", help=help)
 
 
@@ -122,7 +122,7 @@ def show_paragraphs(*paragraphs: Text) -> None:
 
 
 def show_link(word: str, path: Path) -> None:
-    """Print the URL of a file as a link, which a click in the terminal opens."""
+    """Print the URL of a file as a link that a click in the terminal opens."""
     from rich.console import Console
     from rich.text import Text
 
@@ -205,7 +205,7 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
     """Parse the option ``--seeds``. Return None if the option was not given.
 
     Raises:
-        SpecError: A seed is not an integer of at least 0, or occurs twice.
+        SpecError: A seed is negative, is not an integer, or occurs twice.
     """
     if options.seeds is None:
         return None
@@ -233,7 +233,7 @@ def jobs(options: argparse.Namespace) -> int | None:
 
 
 def stamp() -> str:
-    """Return the current date and time in a form for folder names."""
+    """Return the current date and time in a format that is suitable for folder names."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 

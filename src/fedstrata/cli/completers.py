@@ -71,7 +71,7 @@ COMPLETERS: dict[tuple[str, str], Completer] = {
     ("settings", "name"): names,
     ("new", "kind"): kinds,
 }
-"""A mapping from pairs of a command ("" for all commands) and an argument to the argument's completer."""
+"""The completer of each argument. A key is a pair of a command ("" for all commands) and an argument."""
 
 
 def attach(whole: argparse.ArgumentParser) -> None:

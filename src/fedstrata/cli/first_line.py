@@ -1,4 +1,4 @@
-"""Print what a command will do, before imports and the start of worker processes, which take several seconds."""
+"""Print what a command will do, before slow steps such as imports and the start of worker processes."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]], one_line: bool = False) -> None:
-    """Print a table of texts. Long texts wrap to the width of the terminal, or are cut off after one line."""
+    """Print a table. Long texts wrap or, if ``one_line`` is true, are cut off after one line."""
     words = range(1, len(headings))
     common.show(ScreenTable(headings, list(rows), words=words, every=True, one_line=one_line))
 
@@ -176,7 +176,7 @@ def add_strata(commands: Commands) -> None:
         "TOML file that describes the experiment, or folder of a run (default: an experiment with default settings)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, help="number of rounds to run before the plot, if SPEC is a file (default: 1)"
+        "--rounds", type=int, default=1, help="number of rounds to run before plotting, if SPEC is a file (default: 1)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("strata.png"), help="image file to write (default: strata.png)"

@@ -45,8 +45,8 @@ def known() -> dict[str, Any]:
 def find_section(name: str) -> dict[str, Any]:
     """Return the description of a section, as a dict.
 
-    In the dict, ``common`` has one row for each key that all kinds share. ``kinds`` maps each name to the description
-    of this kind; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
+    In the dict, ``common`` has one row for each key that belongs to all names in the section. ``kinds`` maps each name
+    to its description; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -58,15 +58,17 @@ def find_section(name: str) -> dict[str, Any]:
 
 
 def find_kind(section: str, name: str) -> dict[str, Any]:
-    """Return a dict that describes one kind in a section: a sentence (``about``), and one row per key (``keys``).
+    """Return a dict that describes one name in a section, such as ``dirichlet`` in the section ``partition``.
+
+    The dict contains a sentence (``about``), and one row per key (``keys``).
 
     Args:
         section: The section, such as ``"method.objective"``.
-        name: The name of the kind. ``"module:Class"`` imports a user's own class. ``model``, ``evaluation.metrics``
-            and ``data.augment`` also accept ``"module:function"``.
+        name: The name. ``"module:Class"`` imports a user's own class. ``model``, ``evaluation.metrics`` and
+            ``data.augment`` also accept ``"module:function"``.
 
     Raises:
-        SpecError: The section is unknown, or the section does not have this kind.
+        SpecError: The section is unknown, or the section does not accept this name.
     """
     if ":" in name and section in FUNCTIONS:
         from fedstrata.base.config import Setting
@@ -91,7 +93,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If only some kinds of a section have the key, the names of these kinds are added in brackets.
+    If the key belongs to only some names in a section, these names are added in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.

@@ -32,7 +32,7 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in the same form as all commands."""
+    """An argument parser that reports errors in the same form as the commands do."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with code 2."""

@@ -30,7 +30,7 @@ def add_predict(commands: Commands) -> None:
         "run",
         type=Path,
         metavar="RUN",
-        help="folder of a run that was trained on a table, or folder with the result of a job",
+        help="folder of a run that was trained on a table, or folder with the result of a deployment's job",
     )
     parser.add_argument("rows", type=Path, metavar="ROWS", help="CSV or Parquet file with the rows to predict")
     parser.add_argument(

@@ -45,7 +45,7 @@ def add_table(commands: Commands) -> None:
     metrics = "comma-separated results to compare, such as final_accuracy, rounds_to_0.8 or a key of metrics.jsonl"
     parser.add_argument("--metric", help=metrics)
     budgets = (
-        "cost at which the primary metric is compared: bytes, samples, seconds or simulated_seconds (default amount: "
+        "cost at which the primary metric is compared: bytes, samples, seconds or simulated_seconds (default AMOUNT: "
         "the largest amount that all runs reached)"
     )
     parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
@@ -169,11 +169,11 @@ def add_sweep(commands: Commands) -> None:
     defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
     parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
     parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
-    overrides = "key and its values to try, separated by commas; a single value is fixed; may be repeated"
+    overrides = "key and the values to try, separated by commas (one value: the key does not vary); may be repeated"
     common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
     ranges = "key and the range that Optuna searches: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
     parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
-    trials = "number of trials of the search, including earlier trials in the folder of --out (default: 20)"
+    trials = "total number of trials, including earlier trials in the folder --out (default: 20)"
     parser.add_argument("--trials", type=int, default=20, help=trials)
     no_pruning = "run every trial to its end, instead of stopping poor trials early"
     parser.add_argument("--no-pruning", action="store_true", help=no_pruning)
@@ -183,7 +183,7 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder to store the sweep in (default: a new folder runs/sweep-DATASET-TIME)"
     )
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="maximum number of runs at the same time (default: one per processor)")
     common.add_columns(parser)
     add_output(parser)
 

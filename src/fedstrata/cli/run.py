@@ -69,8 +69,8 @@ def _run(options: argparse.Namespace) -> int:
         spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = (
-                f"'fedstrata run' ignores [{COMPARE}], and runs only {spec.method.name}. To run all, use 'fedstrata "
-                "compare'."
+                f"'fedstrata run' ignores [{COMPARE}], and runs only {spec.method.name}. To run all methods, use "
+                "'fedstrata compare'."
             )
             say(f"fedstrata: note: {note}")
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"
@@ -125,7 +125,7 @@ def add_compare(commands: Commands) -> None:
         "centralised (one client has all samples)"
     )
     parser.add_argument("--references", help=references)
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time (default: one per processor)")
+    parser.add_argument("--jobs", type=int, help="maximum number of runs at the same time (default: one per processor)")
     common.add_columns(parser)
     common.add_output(parser)
 

@@ -113,7 +113,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections that ``--set`` cannot change, which are lists of tables, and sections with names that users choose."""
+"""Sections that ``--set`` cannot change, because they are lists of tables or contain names that users choose."""
 
 
 def _example(entry: dict[str, Any]) -> str:

@@ -60,11 +60,12 @@ class ClientContext:
             reply always contains sums, from which the server computes the metrics over all clients.
         privacy: The privacy settings. The clients' site may require more samples per reply than the spec does.
         forms: A function that returns how secure sums (``privacy.sums``) add up the replies to each kind of request.
-        prepared: The cache of ``cached``: a mapping from each function to its result.
+        prepared: The results that ``cached`` stores, as a mapping from each function to its result.
         keys: Secret keys that all clients share and the server does not have. Only Stratify uses these keys.
         secret: Whether the clients' random numbers come from the operating system instead of the spec's seed, which the
             server knows. Sites of a deployment need secret random numbers for ``privacy.dp`` and ``privacy.clients``.
-        member: The site's part in secure sums; None in simulations, and in runs without secure sums.
+        member: The object that takes part in secure sums for the site; None in simulations, and in runs without secure
+            sums.
     """
 
     config: FederationConfig
@@ -128,8 +129,8 @@ class Client:
     def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to a reply.
 
-        Handlers call this method before they read the samples. Only noisy size reports and masked labels do not need
-        this check.
+        Handlers call this method before they read the samples. Only two kinds of replies skip this check: noisy size
+        reports and masked labels.
 
         If ``privacy.min_samples`` is 1, a reply is allowed even if it is based on 0 samples.
 
@@ -148,7 +149,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        If ``training.local_steps`` is set, at most the samples in the batches of these steps contribute.
+        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of the batches
+        of these steps.
 
         Args:
             samples: Number of samples that are available for training.
@@ -167,7 +169,7 @@ class Client:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The stratum of each of the client's samples, such as its class, shape (n_k,)."""
+        """The stratum of each of the client's samples, such as the sample's label, shape (n_k,)."""
         return self.context.data.require_strata("method", "stratify")[self.indices]
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Inputs, Tensor]:

@@ -1,7 +1,7 @@
 """Mark and find handlers, which are the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` collects marked
-functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
+A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` collects
+marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
 contains the handlers of a user's method.
 """
 
@@ -31,14 +31,14 @@ class RelayHandler(Protocol):
     def hop(self, client: Client, task: Any) -> Reply:
         """Let one client change the model, and return the client's reply.
 
-        If this method raises an exception, the hop counts as failed.
+        If this method raises an exception, the client's turn counts as failed.
         """
 
     def keep(self, accepted: bool) -> None:
-        """Keep the model of the last hop if ``accepted`` is true; otherwise restore the model before this hop."""
+        """Keep the last client's model if ``accepted`` is true; otherwise restore the model before the turn."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
+        """Return the model after all accepted turns, and the reply or the failure of each of these turns, in order."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]
@@ -82,7 +82,7 @@ class Handlers:
 
     Args:
         functions: Functions that are marked with a decorator, such as ``handles``. If several functions are marked for
-            the same class in the same way, the last function is used.
+            the same class with the same decorator, the last function is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):
@@ -94,7 +94,7 @@ class Handlers:
         self.alone: dict[type[Request], Handler] = _Required("answer")
         """The functions with which a single client answers a request."""
         self.hop: dict[type[Request], HopHandler] = _Required("pass on")
-        """The functions with which a client changes the model of a relay."""
+        """The functions with which a client changes the model that travels from client to client in a relay."""
         self.sum: dict[type[Request], SumHandler] = {}
         """The functions that compute the sum of several clients' replies without computing each reply."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}

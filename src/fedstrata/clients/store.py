@@ -74,6 +74,6 @@ class StateStore:
         return self._folder / f"{client}.state"
 
     def close(self) -> None:
-        """Remove the temporary folder. A folder that the caller chose stays."""
+        """Remove the temporary folder. A folder that the caller chose is not removed."""
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -51,8 +51,8 @@ class CropFlip(Augmentation):
     The padding reflects the image at its edges.
 
     Args:
-        padding: Number of pixels that are added on each side of an image before cropping.
-        flip: Whether images are mirrored at random. Use false if mirroring changes an image's meaning.
+        padding: Number of pixels added on each side before cropping.
+        flip: Whether images are mirrored. Use false if mirroring changes an image's meaning.
     """
 
     padding: NonNegativeInt = 4

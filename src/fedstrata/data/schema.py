@@ -46,9 +46,8 @@ class Column(Setting):
     """The type and preparation of a feature column.
 
     Args:
-        type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). By default,
-            other keys such as ``categories`` imply the type. Otherwise, simulations guess the type from the cells, and
-            sites of a deployment use ``number``.
+        type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
+            implied by other keys such as ``categories``, otherwise guessed from the cells (``number`` in deployments).
         unit: Unit of the numbers, such as ``mm``, which is shown in messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
@@ -207,10 +206,10 @@ class Schema(Setting):
     Args:
         label: Name of the column with the label.
         client: Name of the column with the client of each row, for the partition ``natural``.
-        features: Names of the feature columns. Default: all columns without another role. In deployments, the default
-            is the list of keys in ``columns``.
-        columns: Type or settings of each feature column, and of a label column with numbers. For columns that are not
-            listed, simulations guess the type from the cells. In deployments, every feature must be listed.
+        features: Names of the feature columns. Default: all columns without another role, or the keys of ``columns`` in
+            deployments.
+        columns: Type or settings of each feature column, and of a label column with numbers. Simulations guess the
+            types of other columns. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the labels of the table in sorted
             order.
         missing: Contents of cells, such as ``NA``, that mark missing values. Empty cells always mark missing values.

@@ -63,17 +63,16 @@ with warnings.catch_warnings():
             normalize: Scaling of each channel or feature, computed from training samples. ``standard``: to mean 0 and
                 standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
                 integers, as token models require.
-            limit: Number of training samples to use, drawn at random from each class in proportion to the class's size.
-                Default: all samples.
+            limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
             client: Column of a Hugging Face data set with the client of each sample, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
-                uses only the samples that clients train on. In deployments, arrays require ``shape`` and ``classes``.
+                uses only the samples that clients train on.
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
-            scale: Factors by which normalisation multiplies after the subtraction of ``shift``, one per channel or
-                feature. Set both ``shift`` and ``scale``, or neither.
+            scale: Factors by which normalisation multiplies after subtracting ``shift``, one per channel or feature.
+                Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
             custom: Description of arrays that a Python program passed to fedstrata. Only fedstrata sets this key.
         """

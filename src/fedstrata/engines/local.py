@@ -21,7 +21,7 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Minimum amount of work, in seconds, to start worker processes, and to use workers that are already running.
+"""Minimum work, in seconds, for which it pays to start worker processes, or to use workers that already run.
 
 The decision to start workers also counts work that this process has already done without workers. Two processes do 0.05
 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
@@ -127,7 +127,7 @@ class LocalEngine(Engine):
     def _patience(self, numbers: Iterable[ClientId]) -> float:
         """Return the number of seconds without progress after which a group is considered stuck.
 
-        In this time, all clients of the group could train for a round one after another.
+        This time is long enough for all clients of the group to train for a round one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -180,7 +180,7 @@ class LocalEngine(Engine):
             return None  # the federation then sends each request separately, and so finds the client that fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay."""
+        """Let one client change the model that travels from client to client in a relay."""
         self._pending = {}
         try:
             return self.context.handlers.hop[type(task)](self._client(client), task, weights)
@@ -280,14 +280,14 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Accept or reject the model of the last hop, and the new state of the client of this hop."""
+        """Accept or reject the model that the last client returned, and the new state of this client."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """End the relay, and store the new states of the clients without failed hops."""
+        """End the relay, and store the new states of the clients that did not fail."""
         weights, outcomes = self._handler.finish()
         failed = {
             client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)
@@ -299,7 +299,7 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers, for requests that clients compute in parallel threads.
+    """Raise an error if a model draws random numbers, because clients in parallel threads share one generator.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.

@@ -53,7 +53,7 @@ MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""Number of workers that may die during a call. The clients of the call then count as failed."""
+"""Number of workers that must die during a call before the call's clients count as failed."""
 
 CALL_PAYS = 0.005
 """Minimum amount of work per call, in seconds. Clients with less work are combined in one call."""
@@ -131,7 +131,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay. The worker keeps the model for the next hop."""
+        """Let one client change the model of a relay. The worker keeps the model for the next client."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -246,7 +246,7 @@ class WorkerHandle:
             ready.
         name: The worker's process and machine, for error messages.
         running: A mapping from Ray's reference to each unfinished call, in the order in which the calls were sent.
-        weights: The current model of a relay, if this worker computed the last hop; otherwise None.
+        weights: The current model of a relay, if this worker ran the relay's last client; otherwise None.
     """
 
     actor: Any
@@ -287,7 +287,7 @@ class WorkerPool:
         return len(self._all)
 
     def enter(self, worker_payload: Any) -> None:
-        """Send a context to all workers, and wait until the first worker is ready.
+        """Send the clients' context to all workers, and wait until the first worker is ready.
 
         The other workers join later, because some processes start more slowly, and because a cluster may not have free
         cores yet.
@@ -349,8 +349,8 @@ class WorkerPool:
         """Wait until a call is finished or a worker is ready.
 
         Returns:
-            The worker, and Ray's reference to its finished call. Instead of the reference, the second value is None if
-            the worker has just become ready.
+            The worker, and Ray's reference to its finished call. The second value is None if the worker has just become
+            ready.
         """
         waiting = {ref: worker for worker in self._all for ref in worker.running}
         waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}
@@ -379,7 +379,7 @@ class WorkerPool:
 
         Raises:
             FedstrataError: The call raised an exception.
-            RayError: The call was lost with its worker.
+            RayError: The worker died before the call was finished.
         """
         try:
             return self._ray.get(ref, timeout=timeout)

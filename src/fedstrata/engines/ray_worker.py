@@ -76,7 +76,7 @@ class WorkerPayload:
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """Restore the context. Its data set uses the arrays without a copy."""
+        """Restore the context. Its data set uses the arrays without copying them."""
         records.register(self.declared)
         tensors: dict[str, Any] = {}
         for name, array in self.arrays.items():
@@ -102,7 +102,7 @@ class EncodedAnswer:
         state: The client's encoded new state; None if the state did not change.
         failure: The reason why the reply is missing; None if there is a reply.
         raised: The traceback of the client's exception; empty without an exception.
-        moved: The encoded model after the client's hop in a relay; None outside a relay.
+        moved: The encoded model after the client's turn in a relay; None outside a relay.
     """
 
     reply: bytes = b""
@@ -164,13 +164,13 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client change the model of a relay.
+        """Let a client change the model that travels from client to client in a relay.
 
         Args:
             client: The client.
             task: The encoded task.
             state: The client's encoded state.
-            sent: The encoded model; None to continue with the model that this worker's last hop returned.
+            sent: The encoded model; None to continue with the model that this worker returned last.
         """
         weights: Weights | None = self._weights if sent is None else records.decode(sent)
         assert weights is not None

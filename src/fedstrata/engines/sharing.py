@@ -1,7 +1,8 @@
 """Exchange nested structures (trees) of tensors and other values between a process and its forks via shared memory.
 
-Tensors and arrays are written to shared memory, and read from there without a copy. All other values are pickled, as
-``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same machine.
+Tensors and arrays are written to shared memory, and readers use them there without copying them. All other values are
+pickled, as ``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same
+machine.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ The operating system provides memory for a page of this range only when the page
 class SharedMemory:
     """Memory that a process shares with its later forks. One process writes to the memory, and others read it.
 
-    Each tree that is written gets one block of the memory, which contains its tensors. When the reader deletes the last
-    of these tensors, the block is added to the reader's list ``free``. The reader must send this list to the writer,
-    which passes the list to ``reuse``.
+    Each tree that is written gets one block of the memory, which contains the tree's tensors. When the reader deletes
+    the last of these tensors, the block is added to the reader's list ``free``. The reader must send this list to the
+    writer, which passes the list to ``reuse``.
 
     Raises:
         OSError: The operating system refuses even the minimum size.

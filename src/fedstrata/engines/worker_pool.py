@@ -1,7 +1,7 @@
 """Compute the replies of clients in worker processes, in parallel with the main process.
 
-Workers are forks of the main process, and use the data, the model and the settings without a copy. Each worker uses one
-thread. Any free worker may compute any client's reply, because the result is the same.
+Workers are forks of the main process, and use the data, the model and the settings without copying them. Each worker
+uses one thread. Any free worker may compute any client's reply, because the result is the same.
 
 Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times as fast on an MLP
 (``benchmarks/fast_paths.py``).
@@ -81,9 +81,9 @@ class LocalWorkerPool:
             run_locally: A function that computes a client's reply in this process, and stores the reply.
 
         Returns:
-            The replies and states that workers computed. A client is missing if its worker failed, if it raised an
-            exception, or if ``run_locally`` computed its reply. All clients are missing if the requests cannot be
-            shared.
+            The replies and states that workers computed. A client is missing if its worker failed, if its handler
+            raised an exception, or if ``run_locally`` computed its reply. All clients are missing if the requests
+            cannot be written to shared memory.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]

@@ -255,7 +255,8 @@ class Evaluator:
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
         """Summarise the metrics over all clients.
 
-        The key ``unheard`` of the result contains a summary over the unheard clients.
+        The key ``unheard`` of the result contains a summary over clients whose replies the server has not used
+        recently.
         """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)

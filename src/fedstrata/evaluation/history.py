@@ -238,7 +238,7 @@ class History(Sequence[Record]):
         return next((value for record in reversed(self) if (value := number_in(record, name)) is not None), None)
 
     def best(self, name: str) -> float | None:
-        """Return the value of a column in the best round; None if the column is not a number in this round."""
+        """Return the value of a column in the best round; None if this round does not have a number."""
         best = self.best_round
         return next((number_in(record, name) for record in self if record["round"] == best), None)
 
@@ -354,7 +354,7 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with one row per round. Lists and dicts become JSON, and missing values empty cells."""
+        """Write a CSV file with one row per round. Lists and dicts become JSON; missing values become empty cells."""
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -443,7 +443,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the key of a target in ``rounds_to_target``: the target as a short decimal number that parses to it.
+    """Return the key of a target in ``rounds_to_target``: the target as text, as short as possible without rounding.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')

@@ -1,4 +1,4 @@
-"""Hold samples out of training: for validation, for tests of each client, and all samples of test clients.
+"""Hold samples out of training: validation samples, each client's test samples, and all samples of test clients.
 
 Each client holds out the same fraction of its samples of each label. The choice depends only on the seed, the client
 and the sample, and not on the number of clients.

@@ -29,7 +29,7 @@ class Evaluated(Reply):
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Refuse sums with a number of classes other than ``classes``.
+        """Raise an error if the sums do not have ``classes`` classes.
 
         Raises:
             ReplyRefusedError: The sums have the wrong number of classes.
@@ -68,7 +68,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Refuse a reply with impossible counts, or with a number of bins that was not requested."""
+        """Raise an error if a reply has impossible counts, or a number of bins that was not requested."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")
@@ -113,7 +113,7 @@ class EvaluateTask(Evaluate):
     )
 
     def check(self, reply: TaskEvaluated) -> None:  # type: ignore[override]
-        """Refuse a reply with impossible sums."""
+        """Raise an error if a reply has impossible sums."""
         sums = reply.sums
         if sums.samples < 0 or sums.weight < 0:
             raise ReplyRefusedError("the reply contains a negative count")

@@ -43,7 +43,7 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The values from which the metric is computed. The value is an entry of ``Task.tables``, ``"loss"`` (losses),
+    """The name of the values from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses),
     ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of plain classification).
     """
 
@@ -213,7 +213,7 @@ class _OfCounts(_ByClient):
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value over all classes.
+        """Return the metric's value over all classes together.
 
         Default: the mean of the classes' values. See ``each`` for the arguments.
         """
@@ -335,8 +335,7 @@ class AUROC(_ByClient):
     the record also contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in the histogram of each class's scores. The sites of a deployment send this histogram
-            instead of scores.
+        bins: Number of bins in each class's histogram of scores, which sites of a deployment send instead of scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -353,7 +352,7 @@ class AUROC(_ByClient):
     def _each(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
         """Return each client's area for each class, (clients, C); NaN if undefined.
 
-        For two classes, only the second counts.
+        With two classes, only the area of the second class is used.
         """
         classes = [1] if predictions.classes == 2 else range(predictions.classes)
         return np.stack(
@@ -416,7 +415,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Perplexity: the exponential of the mean cross-entropy in nats."""
+    """Exponential of the mean cross-entropy in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -445,7 +444,7 @@ class ECE(_ByClient):
     weighted by the bins' numbers of samples.
 
     Args:
-        bins: Number of bins of equal width into which samples are divided by confidence.
+        bins: Number of confidence bins of equal width.
     """
 
     higher_is_better = False

@@ -112,7 +112,7 @@ class Rows:
         return Rows(arrays, self.losses[part], self.weights[part])
 
     def sums(self, name: str, owners: Ints, clients: int) -> Reals:
-        """Return the sum of an entry over the samples of each client.
+        """Return the sum of one entry of ``arrays`` over the samples of each client.
 
         Args:
             name: The name of the entry.
@@ -173,7 +173,7 @@ def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device
 
 
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
-    """Return how many samples (at least 1) have outputs that fit into ``OUTPUT_BYTES``, measured with one sample.
+    """Estimate from one sample how many samples have outputs that fit into ``OUTPUT_BYTES``; return at least 1.
 
     Raises:
         SpecError: The values of all samples would take more than ``KEPT_BYTES``.

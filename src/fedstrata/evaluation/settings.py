@@ -33,19 +33,18 @@ class Evaluation(Setting):
             other metrics, use a table such as ``{ macro-f1 = [0.5] }``.
         validation: Fraction of the training samples that is held out for validation, to choose the best round and to
             stop early.
-        client_test: Fraction of each client's samples that is held out as the client's own test samples, stratified by
-            label. Sites that have separate test samples ignore this setting.
-        test_clients: Fraction of the clients that never train. The model is also evaluated on the samples of these
-            held-out clients.
-        fine_tune: Number of epochs for which each client fine-tunes the global model, before the model is evaluated on
-            the client's test samples. With 0, only the client's own state, such as BatchNorm statistics, differs from
-            the global model.
+        client_test: Fraction of each client's samples that is held out as the client's test samples, stratified by
+            label. Sites with separate test samples ignore this setting.
+        test_clients: Fraction of clients that never train, and on whose samples the model is also evaluated.
+        fine_tune: Number of epochs for which each client fine-tunes the global model before its evaluation on the
+            client's test samples. With 0, only the client's own state, such as BatchNorm statistics, differs from the
+            global model.
         unheard: Number n of recent evaluations. A client is *unheard* if the server has not used a reply of the client
             since the first of these evaluations. Results of unheard clients are also reported separately.
         checkpoint_every: Number of rounds from one checkpoint to the next. With 0, checkpoints are not written.
         per_class: Whether to record the accuracy and other metrics of each class.
-        weight_diversity: Whether to record Λ, the mean squared distance between the clients' models and their mean. The
-            methods SFL and Stratify never record Λ.
+        weight_diversity: Whether to record Λ, the mean squared distance between the clients' models and their mean. SFL
+            and Stratify never record Λ.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1
@@ -67,7 +66,7 @@ class Evaluation(Setting):
     def _different(cls, metrics: list[Metric]) -> list[Metric]:
         labels = [metric.label for metric in metrics]
         if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"the list contains {twice[0]!r} twice. Remove one of them.")
+            raise ValueError(f"the list contains {twice[0]!r} twice. Remove one of the two.")
         return metrics
 
     @field_validator("targets", mode="before")
@@ -97,7 +96,7 @@ class Evaluation(Setting):
             problem = not_among("is not a metric of this run", self.primary, self.measured, use)
             raise SpecError("primary", problem, self.primary)
         if self.fine_tune is not None and self.client_test is None:
-            problem = "personal models are evaluated on the clients' own test samples. Set evaluation.client_test too."
+            problem = "requires that clients have their own test samples. Set evaluation.client_test too."
             raise SpecError("fine_tune", problem, self.fine_tune)
         return self
 

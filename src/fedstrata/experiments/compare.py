@@ -228,7 +228,7 @@ def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) 
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return True if a folder contains a finished run: a run with all rounds of the spec, or that was stopped early."""
+    """Return True if a folder contains a finished run: a run that has all rounds of the spec, or was stopped early."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -314,7 +314,7 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in ``folder``, and run it to its end. Pass ``given`` to ``carry_out``."""
+    """Start or resume an experiment in ``folder``, and run it to its end. ``carry_out`` receives ``given``."""
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 

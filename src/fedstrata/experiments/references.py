@@ -46,7 +46,7 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
 have equal values of these settings, because a reference must fit all experiments."""
 
 SUMMED = ("samples", "seconds")
-"""Columns that are summed over the runs of a reference. Counts of clients are also summed, other columns averaged."""
+"""Columns that are summed over a reference's runs. Counts of clients are also summed; other columns are averaged."""
 
 MEASURED = ("test", "validation")
 """The keys of a record whose values are dicts of metrics."""

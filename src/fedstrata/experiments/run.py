@@ -45,8 +45,8 @@ def run(
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` says if the server could not use any reply from some round until the end. Otherwise, the
-        attribute is empty.
+        attribute ``warning`` is usually empty. It contains a text if, from some round to the end, the server could not
+        use any reply.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

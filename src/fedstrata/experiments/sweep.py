@@ -66,7 +66,8 @@ class Sweep:
         values: A mapping from each label to the primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: For each cell that cannot be the best, a mapping from its label to the reason, such as pruning.
+        notes: Reasons why cells cannot be chosen as the best cell, such as pruning, as a mapping from labels to
+            reasons.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.
         best_of_methods: A mapping from each method to the label of its best cell. Methods without a best cell are left
             out.
@@ -181,12 +182,12 @@ def judge(
 ) -> Sweep:
     """Compute the primary metric of each cell on the validation samples, and find the best cell.
 
-    A cell cannot be the best if it has a note, or if one of its runs has a warning or no value.
+    A cell cannot be the best cell if ``notes`` contains the cell, or if one of its runs has a warning or no value.
 
     Args:
         planned: A mapping from each label to its cell.
         histories: The histories of each label.
-        notes: For each cell that cannot be the best, a mapping from its label to the reason.
+        notes: Reasons why cells cannot be chosen as the best cell, as a mapping from labels to reasons.
     """
     notes = dict(notes or {})
     for label in planned:

@@ -200,8 +200,7 @@ class InnerProduct(Attack):
     """Attackers send the mean honest update with the opposite sign (inner-product manipulation, Xie et al. 2019).
 
     Args:
-        scale: Factor ε by which attackers multiply the mean honest update, in addition to the change of sign. Attacks
-            with a small factor are harder to detect.
+        scale: Factor ε by which attackers multiply the mean honest update, in addition to the change of sign.
     """
 
     scale: PositiveFloat = 2.0

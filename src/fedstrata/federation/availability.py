@@ -61,15 +61,13 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only clients that are online.
-        deadline: Number of simulated seconds that the server waits for replies to a request. Default: the server waits
-            for all replies.
+        announced: Whether the server invites only clients that are online.
+        deadline: Simulated seconds that the server waits for replies to a request. Default: unlimited.
         seconds_per_sample: Simulated seconds that a client of median speed needs to compute the gradient of one sample.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds. With 0, all clients have the same
-            speed.
+        speed_spread: Standard deviation of the logarithm of the clients' speeds.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
-        latency: Simulated network latency in seconds, which is added to each message in both directions.
+        latency: Simulated latency of each message in seconds, in both directions.
     """
 
     always_online: ClassVar[bool] = False
@@ -203,8 +201,8 @@ class Grouped(Availability):
     """Groups of clients with different probabilities of being online (ReBaFL).
 
     Args:
-        groups: List of groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p =
-            0.2}]``. Each client of a group is online with the group's probability ``p``.
+        groups: Groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Each
+            client is online with its group's probability ``p``.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)

@@ -19,11 +19,9 @@ class Correlated(Availability):
     """Base class of models in which a client's samples determine the probability that the client is online.
 
     Args:
-        mean: Mean probability that a client is online in a round, before each client's probability is limited to
-            [``least``, 1].
-        least: Minimum probability that a client is online in a round.
-        pattern: How clients go online and offline over the rounds: by ``independent`` draws, or as in the availability
-            models ``markov`` and ``cyclic``.
+        mean: Mean probability that a client is online, before probabilities are limited to [``least``, 1].
+        least: Minimum probability that a client is online.
+        pattern: How clients go online and offline: by ``independent`` draws, or as in ``markov`` or ``cyclic``.
         offline_rounds: Mean number of rounds that a client stays offline, with ``pattern = "markov"``.
         period: Length of a period in rounds, with ``pattern = "cyclic"``.
     """
@@ -69,8 +67,8 @@ class LabelCorrelated(Correlated):
     are balanced, this probability is ``mean`` on average over the clients.
 
     Args:
-        concentration: Concentration of the Dirichlet distribution from which label weights are drawn. With a smaller
-            value, fewer labels have large weights. Clients with such labels are online more often.
+        concentration: Concentration of the Dirichlet distribution from which label weights are drawn. Clients whose
+            labels have large weights are online more often.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)

@@ -39,7 +39,7 @@ class Cyclic(Availability):
     """Each client is online for a fixed fraction of each period. Each client's periods start at a random round.
 
     Args:
-        p: Fraction of each period in which a client is online. Each client is online for at least one round per period.
+        p: Fraction of each period (at least one round) in which a client is online.
         period: Length of a period, in rounds.
     """
 
@@ -55,11 +55,10 @@ class Diurnal(Availability):
     """The probability that a client is online follows a sine wave over the day.
 
     Args:
-        lowest: Probability that a client is online at the lowest point of the sine wave.
-        highest: Probability that a client is online at the highest point of the sine wave.
+        lowest: Lowest probability that a client is online.
+        highest: Highest probability that a client is online.
         period: Length of a day, in rounds.
-        spread: Range of the clients' random time zones, as a fraction of a day. With 0, all clients have the same time
-            zone.
+        spread: Range of the clients' random time zones, as a fraction of a day.
     """
 
     lowest: float = Field(default=0.1, ge=0, le=1)

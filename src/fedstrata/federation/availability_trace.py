@@ -18,8 +18,7 @@ class Trace(Availability):
 
     Args:
         file: Path of a CSV file, relative to the spec or the working directory. Each line ``client,first,last`` says
-            that a client is online from round ``first`` (counted from 1) to round ``last``. A client without a line is
-            never online.
+            that a client is online from round ``first`` (counted from 1) to round ``last``.
         round_seconds: Seconds between the starts of two consecutive rounds. If set, ``first`` and ``last`` are seconds
             since the start of round 1.
     """

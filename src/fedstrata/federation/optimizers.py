@@ -88,7 +88,7 @@ class AdamW(LocalOptimizer):
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and its square.
-        eps: Small number that is added to the denominator of each step, for numerical stability.
+        eps: Small number added to the denominator of each step.
     """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)

@@ -58,8 +58,8 @@ class DPSGD(Setting):
             gradients.
         delta: Value of δ in (ε, δ)-differential privacy. For a client with n samples, choose a value below 1 / n.
         budget: Maximum ε of a client. The run ends before a round in which a client could exceed this budget. In
-            deployments, the server learns the numbers of samples in round 1, and checks the budget only from round 2.
-            With secure sums, each site sets the budget in its policy instead.
+            deployments, the server checks the budget only from round 2. With secure sums, each site sets the budget in
+            its policy instead.
     """
 
     clip: PositiveFloat
@@ -95,9 +95,8 @@ class ClientDP(Setting):
             amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal to the server the noise that they added. With a larger number, each
-            client adds more noise. With 0, ε does not protect against other clients, because each client knows its own
-            noise.
+        colluding: Number of clients that may reveal to the server the noise that they added. With 0, ε does not protect
+            against other clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -122,12 +121,11 @@ class Privacy(Setting):
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not answer until the epoch
             ends.
-        dp: Settings for differential privacy of individual samples: clipping and noise.
-        clients: Settings for differential privacy of whole clients: clipping and noise. Deployments support only noise
-            that the clients add.
+        dp: Settings for differential privacy of individual samples.
+        clients: Settings for differential privacy of whole clients. Deployments support only noise that the clients
+            add.
         sums: Updates that the server sees. ``plain``: the update of every client. ``secure``: only the sum over the
-            clients of a round, which needs the extra ``secure``. Some methods do not support secure sums, or support
-            them only in simulations.
+            clients of a round, which needs the extra ``secure``.
         simulate_masks: Whether clients of a simulation really mask their updates. Masks do not change results, but slow
             down the run.
         range: Maximum absolute value of the elements of an update in a secure sum. An update with a larger element is
@@ -136,7 +134,7 @@ class Privacy(Setting):
         message_range: Maximum absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
             and ReBaFL's prototypes.
         largest: Maximum number of samples of a client in secure sums. Clients with more samples do not answer. Default:
-            the number of samples of the largest client. If sites use their own data, you must set a value.
+            the number of samples of the largest client. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.
     """
 
@@ -203,8 +201,8 @@ class Training(Setting):
             ``local_epochs``.
         batch_size: Number of samples in a mini-batch. Clients with fewer samples use all their samples in each
             mini-batch.
-        accumulate: Number of mini-batches whose gradients are combined in one step. A step uses the mean gradient over
-            ``batch_size`` × ``accumulate`` samples.
+        accumulate: Number of mini-batches in one step, which uses the mean gradient over ``batch_size`` ×
+            ``accumulate`` samples.
         optimizer: Optimiser of the clients: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
             or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores
@@ -216,7 +214,7 @@ class Training(Setting):
             η to zero along half a cosine wave.
         warmup: Number W of initial rounds with a reduced learning rate. In the k-th of these rounds, the rate is
             multiplied by k / (W + 1).
-        clip: Maximum norm of a gradient. A longer gradient is scaled down to this norm.
+        clip: Maximum norm of a gradient. Longer gradients are scaled down.
         batch_norm: Treatment of BatchNorm's running statistics. ``average``: the server averages the clients'
             statistics. ``local``: each client keeps its own statistics, and evaluations of the global model use
             statistics of the test batches.

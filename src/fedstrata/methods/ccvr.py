@@ -43,11 +43,10 @@ class CCVR(Recipe, HeadTuning):
     Classes without samples at any client have no virtual features.
 
     Args:
-        per_class: Number of features that the server draws from the Gaussian of each class.
-        every: Number of rounds from one calibration of the head to the next. Default: the server calibrates only after
-            the last round.
+        per_class: Number of features drawn from the Gaussian of each class.
+        every: Number of rounds from one calibration to the next. Default: calibration only after the last round.
         steps: Number of gradient steps per calibration of the head.
-        lr: Learning rate with which the server calibrates the head.
+        lr: Learning rate of the calibration.
     """
 
     paper = "Luo et al. 2021, No Fear of Heterogeneity: Classifier Calibration for FL with Non-IID Data (NeurIPS)"

@@ -15,8 +15,8 @@ class FedAU(Recipe):
     Clients that are often absent then have the same influence as other clients. See the aggregator ``fedau``.
 
     Args:
-        cutoff: Maximum length K of an interval between two replies of a client, in rounds. A longer absence counts as
-            several intervals.
+        cutoff: Maximum interval K between two replies of a client, in rounds. A longer absence counts as several
+            intervals.
     """
 
     paper = "Wang and Ji 2024, Tackling Unknown Participation Statistics in Federated Averaging (arXiv:2306.03401)"

@@ -17,7 +17,7 @@ class FedAWE(Recipe):
 
     Args:
         clip: Maximum norm of the mean update. A longer mean update is scaled down to this norm.
-        memory_gb: Maximum memory for stored models, in GB. The server stores at most one model per client.
+        memory_gb: Maximum memory for stored models (at most one per client), in GB.
     """
 
     paper = (

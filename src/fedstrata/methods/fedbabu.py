@@ -20,8 +20,8 @@ class FedBABU(Recipe):
     ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: Settings for training the head on the server, with the same keys as the method ``fedavg-ft``.
-            Default: the server does not train the head.
+        fine_tune: Settings for training the head on the server, as in ``fedavg-ft``. Default: the server does not train
+            the head.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"

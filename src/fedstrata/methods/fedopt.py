@@ -43,7 +43,7 @@ class FedAdagrad(Recipe):
 
     Args:
         server_lr: Learning rate of the server optimiser.
-        tau: Constant τ, which is added to the denominator of each step of the server optimiser.
+        tau: Constant τ, which is added to the denominator of each server step.
     """
 
     paper = ADAPTIVE
@@ -62,7 +62,7 @@ class AdaptiveMoments(Recipe):
     Args:
         server_lr: Learning rate of the server optimiser.
         betas: Coefficients β₁ (first moment) and β₂ (second moment) of the server optimiser.
-        tau: Constant τ, which is added to the denominator of each step of the server optimiser.
+        tau: Constant τ, which is added to the denominator of each server step.
     """
 
     paper = ADAPTIVE

@@ -21,11 +21,11 @@ class HeadTuning(Setting):
     the head) once, in evaluation mode. The clients' optimiser (``training.optimizer``) is not used.
 
     Args:
-        per_class: Number of samples per class with which the server trains the head.
-        steps: Number of gradient steps each time that the server trains the head.
-        lr: Learning rate with which the server trains the head.
-        momentum: Momentum with which the server trains the head.
-        weight_decay: Factor of the L2 penalty on the parameters of the head.
+        per_class: Number of samples per class for training the head.
+        steps: Number of gradient steps per training of the head.
+        lr: Learning rate for training the head.
+        momentum: Momentum for training the head.
+        weight_decay: Factor of the L2 penalty on the head's parameters.
     """
 
     per_class: PositiveInt = 10

@@ -71,9 +71,9 @@ class Recipe(Method):
 
     Args:
         client_sampler: Client sampler, which chooses the clients of each round.
-        data_sampler: Data sampler, which chooses the samples that a client uses in a round.
-        objective: Objective: the loss that clients minimise in training.
-        aggregator: Aggregator, which combines the clients' models into a new global model.
+        data_sampler: Data sampler, which chooses the samples that each client uses.
+        objective: Objective: the loss that clients minimise.
+        aggregator: Aggregator, which combines the clients' models.
 
     >>> from pydantic import Field
     >>> from fedstrata.objectives.fedprox import Proximal

@@ -31,7 +31,7 @@ class SFL(Method):
     The drift is larger if the clients' data differ more.
 
     Args:
-        client_sampler: Client sampler, which chooses the clients that the model visits in a round.
+        client_sampler: Client sampler, which chooses the clients that the model visits.
     """
 
     needs_replies = "sends the model from client to client"

@@ -113,7 +113,7 @@ class CustomModel(ModelSpec):
     """A PyTorch module that a Python program passed to fedstrata. Only fedstrata writes this section.
 
     Args:
-        custom: Description of the module. Only fedstrata sets this key.
+        custom: Description of the module.
     """
 
     custom: str = ""

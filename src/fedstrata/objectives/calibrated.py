@@ -121,8 +121,7 @@ class Restricted(Calibrated):
     Local training then changes the head's parameters for these classes less.
 
     Args:
-        alpha: Factor α by which logits of classes that the client lacks are multiplied. With 1, training is as in
-            FedAvg.
+        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -141,9 +140,9 @@ class LogitMargins(CountsIdle, Calibrated):
     (``idle_clients``).
 
     Args:
-        tau: Factor τ by which all margins are multiplied. With 0, logits are unchanged.
-        missing: Treatment of classes that the client lacks. ``excluded``: the softmax leaves out these classes.
-            ``one``: each of these classes counts as if the client had one sample.
+        tau: Factor τ of all margins. With 0, logits are unchanged.
+        missing: Classes that the client lacks are left out of the softmax (``excluded``), or treated as if the client
+            had one sample of each (``one``).
     """
 
     tau: NonNegativeFloat = 1.0

@@ -24,7 +24,7 @@ class NotTrue(PerSample, Distilled):
 
     Args:
         beta: Weight β of the distillation.
-        temperature: Temperature τ of the softmax, in both the global model and the client's model.
+        temperature: Temperature τ of the softmax in the distillation.
     """
 
     beta: NonNegativeFloat = 1.0

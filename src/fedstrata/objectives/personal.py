@@ -54,8 +54,7 @@ class HeadThenBody(BodyOnly):
     its trained head, and sends back the head that it received.
 
     Args:
-        head_epochs: Number of epochs for which the client trains its head. The section ``training`` sets the epochs of
-            the body.
+        head_epochs: Number of epochs for the head. The section ``training`` sets the epochs for the body.
     """
 
     head_epochs: PositiveInt = 10
@@ -93,7 +92,7 @@ class PersonalModel(CrossEntropy):
     batches. In this implementation, a client first trains the global model, and then the personal model.
 
     Args:
-        strength: Strength λ with which each personal model is pulled towards the global model.
+        strength: Strength λ of the pull towards the global model.
     """
 
     strength: NonNegativeFloat = 0.1

@@ -60,16 +60,14 @@ class Rebalanced(CountsIdle):
     the mean of h − P[y] is therefore not 0.
 
     Args:
-        epsilon: Smoothing ε of the class prior. With 0, the prior of a class is its share of the client's samples. With
-            1, the prior is uniform.
+        epsilon: Smoothing ε of the class prior: from the client's class fractions (0) to a uniform prior (1).
         mu: Weight μ of the loss on augmented features. The published code uses 0.5, with ``training.momentum = 0.5``.
         transfer: Factor λ in an augmented feature, which is another class's prototype plus λ times a sample's deviation
             from its own class's prototype.
-        relaxed: Whether the loss uses the class prior. If false, both terms of the loss are plain cross-entropy.
-        keep_prototypes: Whether each client stores the prototypes that it sent most recently. The command ``fedstrata
-            audit prototypes`` needs these prototypes.
-        prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only the
-            prototypes of the current round count, as in the paper.
+        relaxed: Whether the loss uses the class prior, instead of plain cross-entropy.
+        keep_prototypes: Whether each client stores its latest prototypes, which ``fedstrata audit prototypes`` needs.
+        prototype_momentum: Weight β of the previous prototype in a moving average over rounds. With 0, only the current
+            round counts, as in the paper.
     """
 
     later_settings = ("prototype_momentum",)

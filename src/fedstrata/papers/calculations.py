@@ -151,7 +151,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
     """Simulate how the server estimates the total number of samples from the clients' randomised reports.
 
-    The returned estimates ñ, shape (draws,), are not yet clipped to at least 1.
+    The returned estimates ñ, shape (draws,), can be below 1, because this function does not clip estimates.
 
     Args:
         sizes: Number of samples n_k of each of the m participants, shape (m,).
@@ -246,9 +246,9 @@ def transfers(
 
     Args:
         spec: Experiment whose method is Stratify.
-        chunk_sizes: Chunk sizes to compare. A chunk is a number of consecutive labels of the label schedule.
+        chunk_sizes: Chunk sizes to compare. A chunk consists of consecutive labels of the label schedule.
         weighted: Whether the probability of drawing a client is proportional to its number of samples with the label.
-        retain: Fraction of the clients with samples of a label that are considered for this label.
+        retain: For each label, Stratify considers only this fraction of the clients that have samples of the label.
 
     Returns:
         Number of model transfers per sample, for each chunk size.

@@ -25,7 +25,7 @@ UNITS: Mapping[str, tuple[float, Range]] = {
     "rounds": (1.0, UNBOUNDED),
     "%": (0.01, (-100.0, math.inf)),
 }
-"""A mapping from each unit to the step to which numbers are rounded, and to the possible range of differences."""
+"""A mapping from each unit to two values: the rounding step of numbers, and the range of possible differences."""
 
 Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 """A mapping from (row, column, seed) to the results of this run."""
@@ -114,9 +114,9 @@ def predicted(mean: float, sd: float, n: int) -> Range:
 
 
 def predicted_margin(difference: Difference) -> Range | None:
-    """Return the 95 % prediction interval for the accuracy difference of one further pair of runs, in points.
+    """Return the 95 % prediction interval for the accuracy difference of two rows with one more seed, in points.
 
-    Return None if there are fewer than ``MIN_SEEDS`` pairs of runs.
+    Return None if the two rows have fewer than ``MIN_SEEDS`` seeds in common.
     """
     if difference.mean is None or difference.n < MIN_SEEDS:
         return None

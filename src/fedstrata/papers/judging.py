@@ -43,7 +43,7 @@ class Claim:
     Args:
         paper: Name of the paper, which is a key of ``PAPERS``.
         statement: Text of the claim.
-        where: Parts of the paper that make the claim, such as ``abstract, conclusion``.
+        where: Parts of the paper that state the claim, such as ``abstract, conclusion``.
         kind: How the claim is judged: one of ``KINDS``.
         about: Parameters of the judgement, such as the table and the row. A claim that is shown on the first page of
             the results also has ``headline``, a short statement, and ``data``, the name of the data set.
@@ -161,7 +161,7 @@ class _Case:
         if {other for _, (other, _) in places} != set(self.others):
             raise SpecError(
                 f"{self.claim.paper}/claims",
-                f"the table {self.name} lacks rows of this claim. Set row and than to rows of this table.",
+                f"the table {self.name} lacks rows of this claim. Set the claim's row and than to rows of this table.",
                 self.claim.statement,
             )
         return places
@@ -238,7 +238,7 @@ class _Case:
 
 
 def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within: float = 0.0) -> Verdict:
-    """Return the verdict on a claim that all comparisons have the order ``wanted``.
+    """Return the verdict on a claim that all differences are above 0, or that all differences are below 0.
 
     Args:
         comparisons: The comparisons of the claim.
@@ -278,7 +278,7 @@ def _counted(differences: Sequence[Difference], wanted: Order, within: float) ->
 
 
 def _above(case: _Case) -> Judgement:
-    """Judge whether a row is above the other rows in all columns, or at most ``within`` points below them."""
+    """Judge whether, in all columns, a row's accuracy is above the other rows' accuracies minus ``within`` points."""
     texts = f"{case.instead}, the accuracy changes by", f"We compare the accuracies of {case.both}."
     return case.by_metrics(lambda metric: case.judged(texts, case.places(), metric))
 
@@ -296,7 +296,7 @@ def _near(case: _Case) -> Judgement:
 
 
 def _margin(case: _Case) -> Judgement:
-    """Judge whether a published margin between two rows lies in our 95 % prediction interval for one more pair of runs.
+    """Judge whether a published margin between two rows lies in our 95 % prediction interval for one more seed.
 
     If a paper leaves open what its number means, ``published`` contains several margins. If all margins lie outside the
     interval, the claim is contradicted. If all margins lie inside the interval, and the 95 % interval of our mean
@@ -316,7 +316,7 @@ def _margin(case: _Case) -> Judgement:
         verdict: Verdict = "inconclusive" if any(inside) else "contradicted"
         if all(inside) and difference.order() in ("above", "below"):
             verdict = "confirmed"
-        one_more = f"the 95 % prediction interval for one more pair of runs, [{signed(low)}, {signed(high)}], "
+        one_more = f"the 95 % prediction interval for one more seed, [{signed(low)}, {signed(high)}], "
         one_more += "contains the paper's margin" if any(inside) else "does not contain the paper's margin"
         text = f"{margins}. Our mean margin is {difference_text(difference)} points, and {one_more}"
         decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
@@ -326,7 +326,7 @@ def _margin(case: _Case) -> Judgement:
 
 
 def _gains(case: _Case) -> Judgement:
-    """Judge whether a row gains more accuracy over another row in the first of two columns than in the second."""
+    """Judge whether a row's gain in accuracy over another row is larger in the first column than in the second."""
     more, less = case.columns
     text = f"The gain of `{case.row}` over {case.other} with `{more}`, minus the gain with `{less}`, is"
 
@@ -362,7 +362,7 @@ COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clie
 
 
 def _ratio(case: _Case) -> Judgement:
-    """Judge whether the ratio of the counts (see ``COUNTED``) of two rows is from ``least`` to ``most``."""
+    """Judge whether the ratio of two rows' counts (see ``COUNTED``) is between ``least`` and ``most``."""
     metric = case.about["metric"]
     by_place = []
     for mine, theirs in case.places():

@@ -56,11 +56,11 @@ class Lost(Recipe):
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD with lost replies, which change a client's control variate c_k but not the server's c."""
+    """SCAFFOLD with lost replies. A lost reply changes the client's control variate c_k, but not the server's c."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn with lost replies, which change a client's correction λ_k but not the server's term h."""
+    """FedDyn with lost replies. A lost reply changes the client's correction λ_k, but not the server's term h."""
 
 
 class PublishedScaffold(Scaffold):

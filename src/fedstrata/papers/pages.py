@@ -39,8 +39,8 @@ QUICK = "\n**At small scale: these runs test the software, not the papers' claim
 ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
-In the figure, blue differences in accuracy are as claimed, orange differences are the opposite, and grey differences
-are not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
+Blue differences in accuracy support the claim, orange differences show the opposite, and grey differences are
+not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
 claim hold simultaneously. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
@@ -209,11 +209,11 @@ def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
 NARROW = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"
 """The first lines of a page, which hide the list of the page's sections."""
 WIDE = '<div class="wide-page"></div>'
-"""An element that gives a page the whole width of the window."""
+"""An HTML element that makes a page as wide as the window."""
 
 
 def _claims(judgements: Sequence[Judgement]) -> list[str]:
-    """Return an HTML element for each claim, sorted by verdict. If a reader expands it, the element shows numbers."""
+    """Return an HTML element for each claim, sorted by verdict. When a reader expands an element, numbers appear."""
     lines = []
     for each in sorted(judgements, key=lambda each: judging.VERDICTS.index(each.verdict)):
         _, statement, where, _, figures, _ = _row(each)
@@ -286,7 +286,7 @@ def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
 
 
 def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
-    """Estimate the seconds per round on one core for each row and column. Places without an estimate are left out.
+    """Estimate the seconds per round on one core for each row and column. Pairs without an estimate are left out.
 
     The estimate comes from the first of these sources that exists: finished runs of the row and column, finished runs
     of the row in other columns, the table's file, and finished runs of other rows. Times from other columns are scaled

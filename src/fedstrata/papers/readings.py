@@ -328,5 +328,5 @@ def _prototype_operations() -> Made:
 
 @cache
 def readings() -> dict[str, Reading]:
-    """Compute all readings, and return a mapping from the name of each reading to the reading."""
+    """Compute all readings, and return a mapping from their names to the readings."""
     return {reading.name: reading for reading in (make() for make in _MAKERS)}

@@ -1,7 +1,7 @@
-"""Run the cells of the papers' tables, and store the results. A cell is the run of one row and column with one seed.
+"""Run the experiments of the papers' tables, and store the results. Each row and column has one run per seed.
 
-Several processes may run cells at the same time, but only one process runs each cell. If this process is killed, the
-next process resumes the cell from its last checkpoint.
+Several processes may work on a table at the same time, but each run is executed by only one process. If this process is
+killed, the next process resumes the run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
 
 
 class Stored(Protocol):
-    """A set of cells, such as a table, whose results are stored in one file."""
+    """A set of runs, such as the runs of a table, whose results are stored in one file."""
 
     @property
     def paper(self) -> str:
@@ -85,12 +85,12 @@ def run(
     device: str = "cpu",
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run all cells of the given tables that do not have results.
+    """Run the experiments of the given tables, except experiments that already have results.
 
-    A cell is the run of one row and column with one seed.
+    An experiment (``Cell``) is the run of one row and column with one seed.
 
     Args:
-        tables: Tables whose cells are run.
+        tables: Tables whose experiments are run.
         out: Folder in which the results are stored.
         runs: Folder that contains the run folders.
         quick: Whether to run the small experiments of ``--quick``.
@@ -118,7 +118,7 @@ def run(
 
 
 def measured(history: History, folder: Path) -> dict[str, Any]:
-    """Return the results of a finished run that a paper's table needs.
+    """Compute the results of a finished run that the tables of the papers show.
 
     Raises:
         FedstrataError: The history of the run contains a warning, because the run broke down.
@@ -137,9 +137,9 @@ def run_one(
     finished: Callable[[Path], Container[str]] = known,
     device: str = "cpu",
 ) -> dict[str, Any] | None:
-    """Run a cell of a table, unless the cell is finished or another process is running it.
+    """Run one experiment of a table, unless the experiment is finished or another process is running it.
 
-    A cell is the run of one row and column with one seed.
+    An experiment (``Cell``) is the run of one row and column with one seed.
 
     Args:
         table: Table that contains the cell. The results are stored in the file of this table.

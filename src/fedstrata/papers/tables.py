@@ -92,7 +92,7 @@ class Table:
         title: Title of the table. If the paper's data are not available, the title names the data that we use instead.
         source: Place of the table in the paper, such as ``Table 1``.
         metric: Metric of the table, which is a key of ``METRICS``.
-        seeds: Seeds with which each row and column is run.
+        seeds: Seeds of the runs. Each row and column has one run per seed.
         baseline: Row with which the other rows are compared.
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that the row changes in the spec.

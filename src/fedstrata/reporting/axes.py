@@ -89,7 +89,8 @@ def label_ends(
     """Write each line's label to the right of the axes, at the height of the line's end. Move overlapping labels apart.
 
     Args:
-        axes: The axes, with all lines and limits. The figure of the axes must have its final size.
+        axes: The axes, in which all lines are drawn and all limits are set. The figure of the axes must have its final
+            size.
         ends: The last points of the lines.
         size: The size of the text in points.
         longest: The maximum number of characters of a label.

@@ -53,7 +53,7 @@ def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Str
     """Choose a line style for each method. If colours are too few, only the baseline and the best methods have colours.
 
     Args:
-        labels: The methods' labels in the order of the comparison, the baseline first.
+        labels: The methods' labels in the order of the comparison, with the baseline first.
         ranked: The methods' labels, sorted from the best method to the worst method.
     """
     if len(labels) <= len(style.SERIES):

@@ -510,7 +510,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return the rows in the form of ``tables.to_json``, with the keys ``interval``, ``budget`` and ``difference``."""
+    """Return the rows as ``tables.to_json`` does, and add the keys ``interval``, ``budget`` and ``difference``."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

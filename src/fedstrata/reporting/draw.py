@@ -35,7 +35,7 @@ BANDS = 3
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""The minimum number of points with which the beginning of a curve may be left out of the chart."""
+"""The number of points that a curve needs before the chart may leave out the curve's beginning."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -102,7 +102,7 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
     Seeds without any value in the column are ignored. The curve ends at the last round of the shortest run.
 
     Raises:
-        SpecError: None of the seeds has this column.
+        SpecError: None of the runs has this column.
     """
     curves: list[dict[int, float]] = []
     missing: SpecError | None = None
@@ -125,7 +125,7 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
 
 def rising(drawn: Mapping[str, Curve]) -> bool:
-    """Return True if, on average, the last point of the curves is above the first point."""
+    """Return True if the curves' last values are, on average, above their first values."""
     return sum(float(line.mean[-1] - line.mean[0]) for line in drawn.values()) >= 0
 
 

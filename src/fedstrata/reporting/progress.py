@@ -56,8 +56,8 @@ def _remaining(task: Task, now: float) -> str:
 class Progress:
     """Shows the progress of tasks during a ``with`` block.
 
-    In a terminal (on standard error) and in a notebook, each task has a bar. In a log, a line is written every ten
-    seconds at most.
+    In a terminal (on standard error) and in a notebook, each task has a bar. In a log, at most one line is written
+    every ten seconds.
 
     Args:
         quiet: Whether to hide all progress.

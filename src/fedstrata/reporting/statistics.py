@@ -118,7 +118,7 @@ class Difference:
     each: tuple[float, ...] = ()
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return the order that an interval shows after a shift by ``margin``, or the reason why no order is shown.
+        """Return whether the interval, shifted by ``margin``, is above or below 0, or the reason why no order is shown.
 
         The order is ``above`` if both ends of the shifted interval are positive, and ``below`` if both ends are
         negative.
@@ -144,7 +144,7 @@ class Difference:
 def paired_difference(
     values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float = 0.0, together: int = 1
 ) -> Difference:
-    """Compute the mean difference between the values of a method and a baseline with the same seeds.
+    """Compute the mean difference between a method's and a baseline's values, paired by seed.
 
     Args:
         values: A mapping from each seed to the method's value. None stands for a missing value.
@@ -161,7 +161,7 @@ def paired_difference(
     0.25
     """
     if test not in TESTS:
-        raise SpecError("test", f"is not a test. Use one of: {', '.join(TESTS)}.", test)
+        raise SpecError("test", f"is not a statistical test. Use one of: {', '.join(TESTS)}.", test)
     pairs = [(a, b) for key in values if (a := values[key]) is not None and (b := baseline.get(key)) is not None]
     if not pairs:
         return Difference(None, 0)

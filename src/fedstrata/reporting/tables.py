@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measure:
-    """The settings with which a table displays a measure in a column.
+    """The display settings of a table column that shows one quantity, such as the final accuracy.
 
     Args:
         heading: The name of the column, with the unit.
@@ -354,8 +354,8 @@ def markdown_row(cells: Iterable[str]) -> str:
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
-    If runs of a method broke down, ``stuck`` is the number of these runs. If final values do not belong to the model of
-    the last round, ``kept`` names the round of the model to which they belong.
+    If runs of a method broke down, ``stuck`` is the number of these runs. If final values are from a saved model of an
+    earlier round than the last round, ``kept`` names this round.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

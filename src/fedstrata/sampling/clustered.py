@@ -83,7 +83,7 @@ class Clustered(ClientSampler):
         algorithm: How clients are grouped: by number of samples (``1``), or by the directions of their last updates,
             with Ward's method (``2``).
         coordinates: Number of values that the server stores per client, after a random projection. With 0, all values
-            are stored without a projection.
+            are stored.
     """
 
     tells_sizes = True

@@ -44,8 +44,8 @@ class Entropy(ClientSampler):
     labels.
 
     Args:
-        buffer: Size of the buffer of most recently invited clients, as a fraction of all clients. The next round does
-            not invite clients in the buffer.
+        buffer: Size of the buffer of recently invited clients, as a fraction of all clients. Clients in the buffer are
+            not invited.
     """
 
     tells_sizes = True

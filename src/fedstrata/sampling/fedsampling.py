@@ -67,8 +67,8 @@ class FedSamplingData(DataSampler):
             reports. Clients still disclose how many samples they used. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
             samples reports at most M − 1.
-        reuse: Whether each client reports its number of samples only once, and thus spends ε only once. If false,
-            random errors average out over rounds, but T reports spend a privacy budget of T ε.
+        reuse: Whether each client reports its number of samples only once. If false, random errors average out over
+            rounds, but T reports spend T ε.
     """
 
     needs_replies = ""

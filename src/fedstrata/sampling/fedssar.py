@@ -49,13 +49,13 @@ class FedSSARSampler(ClientSampler):
     in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
-        min_samples: Minimum number of clients in the neighbourhood of a core point, including the point itself
-            (``min_samples`` of OPTICS).
+        min_samples: Minimum number of clients in a core point's neighbourhood, including the point (``min_samples`` of
+            OPTICS).
         xi: Minimum relative decrease of the reachability distance that marks the start of a cluster (``xi`` of OPTICS).
         features: Values by which clients are clustered: their model ``parameters``, as in the paper, or their
-            ``updates``, which can be compared across rounds.
+            ``updates``.
         coordinates: Number of values that the server stores per client, after a random projection. With 0, all values
-            are stored without a projection.
+            are stored.
         optics_max: Maximum number of clients that OPTICS clusters. Each additional client joins the nearest cluster.
     """
 

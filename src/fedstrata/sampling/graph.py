@@ -57,12 +57,11 @@ class Graph(ClientSampler):
     equally often.
 
     Args:
-        alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler chooses the clients that
-            were chosen least often in earlier rounds.
+        alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which an edge of the sampler's graph connects two clients.
         sigma: Constant σ² in the length exp(−V² / σ²) of the edge between two clients with similarity V.
-        counted: How the sampler counts earlier choices of a client: all invitations (``invited``), as in the paper, or
-            only replies that the server used (``returned``).
+        counted: Earlier choices that the sampler counts: all invitations (``invited``), as in the paper, or only
+            replies that the server used (``returned``).
     """
 
     tells_sizes = True

@@ -66,15 +66,13 @@ class FedSTaSData(DataSampler):
         samples: Total number n* of samples that the participants of a round use on average. Default: computed from
             ``fraction``.
         epsilon: Parameter ε of local differential privacy, which protects the number of samples that each client
-            reports. A client spends ε in each round in which it takes part, or only once with ``reuse``. Default:
-            clients report exact numbers.
+            reports. A client spends ε per report. Default: clients report exact numbers.
         bound: Public upper bound M on reported numbers of samples, if ``epsilon`` is set. A client with M or more
-            samples reports at most M − 1. Clients then use more samples than requested.
+            samples reports at most M − 1.
         share: Fixed probability with which a client uses each of its samples. If set, clients do not reveal their
             numbers of samples, and ``fraction`` and ``bound`` have no effect.
         estimates: Estimate of the participants' total number of samples. ``round``: from the replies of the current
-            round, as in the paper. ``pooled``: the mean of the estimates of all rounds up to the current round.
-            Default: ``round``.
+            round, as in the paper. ``pooled``: the mean of all estimates up to the current round. Default: ``round``.
         reuse: Whether each client reports its number of samples only once, and thus spends ε only once. Default: false.
     """
 

@@ -23,8 +23,7 @@ class PowerOfChoice(ClientSampler):
     all clients.
 
     Args:
-        candidates: Number of candidates per round. Default: twice the number of clients to invite, or all clients if
-            there are fewer.
+        candidates: Number of candidates per round. Default: twice the number of clients to invite.
     """
 
     tells_sizes = True

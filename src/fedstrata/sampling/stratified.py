@@ -101,30 +101,27 @@ class Stratified(ClientSampler):
     """Groups clients with similar gradients into strata, and draws more clients from large and diverse strata.
 
     Args:
-        strata: Number of strata, which are groups of clients with similar gradients.
+        strata: Number of strata.
         centres: Number d' of distinct values in a compressed gradient. With 0, gradients are not quantised.
         coordinates: Number of coordinates to which a random projection reduces each gradient. With 0, gradients are not
             projected.
         refresh: Clients that send a new gradient in each round: ``all``, as in the paper, or only the round's
             ``participants``. Default: ``participants`` with more than 1,000 clients or with ``gradients = "updates"``,
             otherwise ``all``.
-        gradients: Source of the gradients by which clients are grouped. ``asked``: each client computes its gradient at
-            the global model, in one pass over its data. ``updates``: the client's last update, divided by the learning
-            rate and the number of steps. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
+        gradients: Gradients by which clients are grouped. ``asked``: each client computes its gradient at the global
+            model, on all its data. ``updates``: the client's last update, divided by the learning rate and the number
+            of steps. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Values by which clients are compared: the compressed gradient (``restored``), as in the paper, or only
             its d' distinct values (``centroids``), as in FedSTaS's code.
-        start: Initial centres of the k-means clustering of gradients: ``random`` gradients, as in the paper, or
-            ``k-means++`` (default).
-        replacement: Whether a client may be drawn more than once from its stratum in a round.
-        draws: How clients are drawn from a stratum without replacement, with probabilities that depend on gradient
-            norms. ``sequential``: one after another, as in the paper. ``systematic``: with known probabilities (Madow
-            1949).
-        allocation: Rule for the number of draws from each stratum. ``neyman``: in proportion to the stratum's size
-            times its spread, possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding.
-            ``neyman-at-least-one``: as ``neyman``, with at least one draw per stratum. ``proportional``: in proportion
-            to the stratum's size, with at least one draw per stratum. Default: ``neyman-random`` with replacement or
-            systematic draws. For sequential draws, the default is ``neyman`` with ``refresh = "all"``, otherwise
-            ``neyman-at-least-one``.
+        start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
+        replacement: Whether a client may be drawn more than once per round.
+        draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
+            paper. ``systematic``: with known probabilities (Madow 1949).
+        allocation: Number of draws from each stratum. ``neyman``: in proportion to the stratum's size times its spread,
+            possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding. ``neyman-at-least-one``: as
+            ``neyman``, but at least one. ``proportional``: in proportion to the stratum's size, but at least one.
+            Default: ``neyman-random`` with replacement or systematic draws. Otherwise ``neyman`` with ``refresh =
+            "all"``, and ``neyman-at-least-one`` with ``participants``.
     """
 
     needs_replies = "groups clients by their gradients"

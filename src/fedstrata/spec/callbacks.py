@@ -68,7 +68,7 @@ class Callback(Setting):
 
 
 class _Best(Callback):
-    """Base class of callbacks that compare the evaluations of a run to find the best.
+    """Base class of callbacks that compare the evaluations of a run to find the best round.
 
     Args:
         metric: Metric that selects the best round: ``accuracy``, ``loss`` or a metric in ``evaluation.metrics``.
@@ -93,7 +93,10 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples, or on the test set if there are none; None without an evaluation."""
+        """Return the metric on validation samples or, if the run does not have any, on the test set.
+
+        Return None if the round was not evaluated.
+        """
         metrics: Mapping[str, Any] = record.get("validation") or {}
         if simulation.spec.evaluation.validation is None:
             metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}

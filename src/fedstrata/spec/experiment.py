@@ -92,7 +92,7 @@ class Experiment(Setting):
         return self
 
     def with_task(self, task: Task) -> Experiment:
-        """Return a copy with the given task, which follows from the data.
+        """Return a copy with the task that was derived from the data.
 
         If the spec sets a task, return the experiment unchanged.
         """
@@ -109,7 +109,7 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Set the primary metric in callbacks without a metric, so that the spec in the run folder names it."""
+        """Give callbacks without a metric the primary metric, so that the spec in the run folder names their metric."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
@@ -155,8 +155,8 @@ class Experiment(Setting):
         """Return a copy with some settings replaced. The new settings are checked.
 
         Args:
-            sections: The new values. A dict changes only the settings that it contains. But a dict with a different
-                ``name`` replaces the whole section.
+            sections: The new values. A dict changes only the settings that it contains. However, a dict with a
+                different ``name`` replaces the whole section.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -211,7 +211,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """If the file that a section's key ``file`` names exists in ``folder``, set the key to the path of this file."""
+    """If ``folder`` contains the file that a section names, replace the file's name by the path of this file."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():
@@ -260,7 +260,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def with_location(error: SpecError, path: Path | str) -> SpecError:
     """Add the spec file's path and the line of the key to an error.
 
-    If the file does not contain the key, return the error.
+    If the file does not contain the key, return the error unchanged.
     """
     line = line_of(Path(path).read_text(encoding="utf-8-sig"), error.key)
     return SpecError(error.key, error.problem, error.value, f"{path}, line {line}") if line else error
@@ -270,7 +270,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Apply an override ``section.key=value`` to nested dicts.
 
     Raises:
-        SpecError: The override does not contain ``=``, or its key treats a value as a section.
+        SpecError: The override does not contain ``=``, or its key uses a value as a section, as in ``seed.x=1``.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -321,7 +321,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The text that errors show, such as the whole override.
 
     Raises:
-        SpecError: A part of the key is empty, or the key treats a value as a section.
+        SpecError: A part of the key is empty, or the key uses a value as a section, as in ``seed.x``.
     """
     parts = key.split(".")
     if not all(parts):
@@ -409,7 +409,7 @@ def variants(
         if not accepting:
             raise SpecError(
                 "--set",
-                f"none of the methods has this setting: {', '.join(merged)}. Check the key with 'fedstrata explain'.",
+                f"none of the methods ({', '.join(merged)}) has this setting. Check the key with 'fedstrata explain'.",
                 override,
             )
         # An override may set the name of a section, such as data.name. Apply it to the spec's tables too, because
@@ -463,8 +463,8 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
     """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``. It also applies if the experiment and the spec have the same ``name`` in this
-    section.
+    it sets the section's ``name``. An override also applies if the experiment and the spec have the same ``name`` in
+    this section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

@@ -83,7 +83,7 @@ PAGES: dict[str, list[str]] = {
 """A mapping from each page of the generated reference to the sections that the page describes."""
 
 NOT_SET = "not set"
-"""The text that replaces the default value of an optional key whose default is None."""
+"""The text that the reference shows for the default value None."""
 
 Row = tuple[str, str, str, str]
 """A row of the reference: a key, its accepted values, its default ("" if the key is required), and its description."""
@@ -141,9 +141,9 @@ def summary(cls: type[Setting]) -> str:
 
 
 def write_pages(folder: Path) -> None:
-    """Write the reference in Markdown, with one file for each entry of ``PAGES``.
+    """Write the reference in Markdown, with one file for each page in ``PAGES``.
 
-    If a file exists, the text before its first section stays.
+    If a file exists, the text before its first section does not change.
     """
     for page in PAGES:
         path = folder / f"{page}.md"
@@ -185,11 +185,11 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that other pages describe: the pages of its four choices, such as the objective.
+    """Return the settings of a method that are described on other pages, which are the pages of the method's choices.
 
     Returns:
-        A mapping from a setting's name in the method to the choice, and to the setting's name in the choice. For the
-        choice itself, the second name is empty.
+        A mapping from a setting's name in the method to a pair: the choice, and the setting's name in the choice. For
+        the choice itself, the second name is empty.
     """
     recipe = _default_recipe(cls)
     if recipe is None:
@@ -244,7 +244,8 @@ def _item(row: Row) -> str:
 SHOWN = re.compile(
     r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|string|list of (numbers|integers|tables)( > 0)?)$"
 )
-"""A pattern of types that a default value already shows. Numbers are positive if the page does not say otherwise."""
+"""A pattern of descriptions of types that readers can infer from the default value. Numbers are positive if the page
+does not say otherwise."""
 
 
 def _toml(default: str) -> str:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""The file in a run folder with the names of the run in each tracker. A resumed run uses these names again."""
+"""The file in a run folder that stores the run's name in each tracker. A resumed run uses these names again."""
 
 LONGEST = 500
 """The maximum number of characters of a setting's value. Longer values are cut off, so that every tracker accepts
@@ -82,25 +82,25 @@ class Tracker(Callback):
     def begin(self, simulation: Simulation) -> None:
         """Begin to track a run; see ``on_start``.
 
-        Exceptions except ``SpecError`` only stop the tracker, not the run.
+        Exceptions other than ``SpecError`` stop only the tracker, not the run.
         """
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
         """Track the metrics of a round; see ``on_round``.
 
-        Exceptions except ``SpecError`` only stop the tracker, not the run.
+        Exceptions other than ``SpecError`` stop only the tracker, not the run.
         """
 
     @abstractmethod
     def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
-        """Stop tracking a run; see ``on_close``. Exceptions except ``SpecError`` cause only a warning."""
+        """Stop tracking a run; see ``on_close``. Exceptions other than ``SpecError`` cause only a warning."""
 
 
 class TensorBoard(Tracker):
     """Writes event files for TensorBoard, with the metrics of each round, the settings and the spec.
 
-    Needs the extra ``tracking``.
+    Needs the optional packages of the extra ``tracking``.
 
     Args:
         dir: Folder for event files, with a subfolder for each run. Default: ``tensorboard`` in the run folder.
@@ -109,7 +109,7 @@ class TensorBoard(Tracker):
     dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
 
     def check(self, evaluation: Evaluation) -> None:
-        """Require the extra ``tracking``."""
+        """Raise an error if the optional packages of the extra ``tracking`` are not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ExtraMissingError("TensorBoard", "tracking")
 
@@ -159,14 +159,14 @@ class TensorBoard(Tracker):
 class MLflow(Tracker):
     """Logs the metrics of each round, the settings and the files of a run in MLflow.
 
-    Needs the extra ``tracking``.
+    Needs the optional packages of the extra ``tracking``.
 
     Args:
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: the environment variable
             ``MLFLOW_TRACKING_URI``.
         experiment: Name of the experiment in MLflow, created if it does not exist.
         run: Name of the run in MLflow. Default: a name built from the method, data set and seed.
-        tags: Additional tags of the run in MLflow: a table of names and values.
+        tags: Table with additional tags of the run in MLflow.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
     """
 
@@ -177,7 +177,7 @@ class MLflow(Tracker):
     artifacts: bool = True
 
     def check(self, evaluation: Evaluation) -> None:
-        """Require the extra ``tracking``."""
+        """Raise an error if the optional packages of the extra ``tracking`` are not installed."""
         if importlib.util.find_spec("mlflow") is None:
             raise ExtraMissingError("MLflow", "tracking")
 

@@ -64,21 +64,21 @@ class Stratify(Method):
             the mean number over all labels (``uniform``).
         label_weights: Whether to weight each sample's loss by its label's fraction of all samples, divided by the
             label's fraction of the epoch. Only for ``mode = "batch"``.
-        cap: Maximum number of samples per label in an epoch, with ``schedule = "capped"``. Default: the median number
-            of samples per label.
+        cap: Maximum number of samples per label in an epoch, with ``schedule = "capped"``. Default: the median over the
+            labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
             ``weighted`` by their numbers of samples with this label.
         batch_size: Number of samples in a batch, summed over all clients. Default: ``training.batch_size``.
-        lr_rule: Factor by which the learning rate is multiplied if ``batch_size`` is r times ``training.batch_size``: 1
-            (``none``), r (``linear``) or √r (``sqrt``).
+        lr_rule: Factor of the learning rate if ``batch_size`` is r times ``training.batch_size``: 1 (``none``), r
+            (``linear``) or √r (``sqrt``).
         local_steps: Number of steps that each client takes on its own samples of a batch, in batch mode. With 1,
             training on a batch equals one step of centralised SGD.
         server: Server optimiser in batch mode. The optimiser's ``lr`` (default 1) is multiplied by ``training.lr``.
             Default: SGD with the momentum and weight decay of ``training``.
-        chunk_size: Number of consecutive labels of the schedule that form a *chunk*, in single-sample mode. The server
-            chooses clients chunk by chunk. Larger chunks mean fewer transfers of the model.
+        chunk_size: Number of consecutive labels in a *chunk*, for which the server chooses clients together, in
+            single-sample mode. Larger chunks mean fewer transfers of the model.
         retain: Fraction of the clients with a label that may train on this label within a chunk, in single-sample mode.
-            Larger values mean fewer transfers of the model, but favour clients with many labels.
+            Larger values mean fewer transfers, but favour clients with many labels.
         pretraining: Number of initial rounds in batch mode, with ``mode = "hybrid"``. Default: half of all rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``), with
             ``mode = "hybrid"``.

@@ -5,7 +5,7 @@ fedstrata run --set 'evaluation.metrics=["accuracy", "{module}:worst_recall"]'
 
 
 def worst_recall(labels, probabilities):
-    """Return the recall of the class with the lowest recall.
+    """Return the lowest recall among the classes.
 
     Args:
         labels: The true class of each sample, a NumPy array of integers, shape (N,).

@@ -10,10 +10,10 @@ import fedstrata as fs
 
 
 class LongestAway(fs.ClientSampler):
-    """Invites the clients that were not invited for the longest time. Ties are broken at random.
+    """Invites the clients whose last invitation was the longest time ago. Ties are broken at random.
 
     Args:
-        spread: Strength of the random changes of waiting times. With 0, only the time since the last invitation counts.
+        spread: How much waiting times are changed at random. With 0, only the time since the last invitation counts.
     """
 
     spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2

@@ -30,11 +30,11 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""The keys under which a client's state stores the latest received model, the encoding error, and an unfinished
-PowerSGD exchange."""
+"""The keys under which a client's state stores the latest received model, the encoding error, and the values that the
+client needs to answer PowerSGD's second request."""
 
 _MODELS = 8
-"""Number of model versions that a process stores. Clients with the same version share the version's tensors."""
+"""Maximum number of model versions that a process stores. Clients with the same version share the version's tensors."""
 
 
 @record("HeldModel")
@@ -68,11 +68,11 @@ class Residual:
 
 @record("Pending")
 class Pending:
-    """A reply that the client stores between the first and the second request of a PowerSGD exchange.
+    """A reply that the client stores after PowerSGD's first request, and sends after PowerSGD's second request.
 
     Args:
-        exchange: The id of the exchange.
-        round: The round of the exchange.
+        exchange: The id that the first and the second request share.
+        round: The round of both requests.
         state: The client's new state, which becomes valid when the client answers the second request.
         reply: The reply without its update.
         change: The update to encode, including the encoding error of earlier updates.
@@ -89,7 +89,7 @@ class Pending:
 
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
-    """Answer the inner request, and encode the update in the reply."""
+    """Answer the request inside an encoded request, and encode the update in the reply."""
     client.state.pop(PENDING, None)  # left over from an earlier exchange that was not finished
     inner, before = request.request, dict(client.state)
     if request.delivery is not None:
@@ -119,7 +119,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
-    """Return the client's term of the second PowerSGD sum, with the reply that was computed for the first sum."""
+    """Return the client's term of PowerSGD's second sum, and the reply that was computed for the first request."""
     second = second_term(client, request)
     second.remember(client, second.payload)
     return second.reply
@@ -127,7 +127,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 @dataclass(frozen=True)
 class SecondTerm:
-    """A client's reply to the second request of a PowerSGD exchange, before the client stores its encoding error.
+    """A client's reply to PowerSGD's second request, before the client stores its encoding error.
 
     Args:
         pending: The values that the client stored when it answered the first request.
@@ -157,10 +157,10 @@ class SecondTerm:
 
 
 def second_term(client: Client, request: Coefficients) -> SecondTerm:
-    """Compute the client's reply to the second request of a PowerSGD exchange. The client's state does not change."""
+    """Compute the client's reply to PowerSGD's second request. The client's state does not change."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
-        problem = f"cannot answer the second request of exchange {request.exchange}"
+        problem = f"cannot answer PowerSGD's second request (id {request.exchange})"
         raise FedstrataError(f"this client {problem}, because it did not answer the first request.")
     client.authorize_release(pending.behind)
     change = pending.change
@@ -202,7 +202,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         known = held.params if held is not None and same else shared.get(delivery.digest)
         if known is not None and not _close(params, known):
             raise FedstrataError(
-                f"version {delivery.version} of the model has the same digest as an earlier model, but other parameters"
+                f"version {delivery.version} of the model has the digest of an earlier model, but different parameters"
             )
     else:
         if held is None or held.version != delivery.base:

@@ -61,7 +61,7 @@ class FitTogether(TrainingRequest):
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Refuse replies that ``TrainingRequest`` refuses, and replies that contain a message of the objective."""
+        """Raise an error if ``TrainingRequest`` refuses the reply, or if the reply contains an objective's message."""
         super().check(reply)
         check_message(reply, {})
 

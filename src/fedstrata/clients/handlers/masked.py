@@ -1,4 +1,4 @@
-"""Answer requests of secure sums with vectors modulo 2³², with or without masks."""
+"""Answer requests for secure sums with vectors of integers modulo 2³², with or without masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @handles(Masked)
 def answer(client: Client, request: Masked) -> MaskedReply:
-    """Answer the inner request with a vector modulo 2³².
+    """Answer the request inside a secure-sum request with a vector of integers modulo 2³².
 
     With masks, the client's new state becomes valid only when the server reports that the sum was unmasked.
     """
@@ -67,9 +67,10 @@ def step(client: Client, request: Step) -> StepReply:
 
 @handles(SiteStep)
 def site_step(client: Client, request: SiteStep) -> StepReply:
-    """Answer a message of the masking protocol at a real site.
+    """Answer a message of the masking protocol at a site of a deployment.
 
-    The reply to a roster (a set of sites with a threshold) also contains the site's keys for the next roster.
+    The server sends rosters: sets of sites that take part in sums. The reply to a roster also contains the site's keys
+    for the next roster.
     """
     from fedstrata.federation.secure.protocol import Deal
 
@@ -90,7 +91,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return how the replies to each kind of request are added up."""
+    """Return a mapping that defines how secure sums add up the replies to each kind of request."""
     return with_codec(context.forms(context.config), context.communication.up)
 
 

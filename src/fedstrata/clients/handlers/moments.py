@@ -1,4 +1,4 @@
-"""Define CCVR's request for the moments of a client's features per class, the reply, and the handler."""
+"""Define the request, the reply and the handler with which CCVR collects moments of each class's features."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Refuse tensors of the wrong shape, and numbers of samples that are negative or not integers.
+        """Raise an error for tensors of the wrong shape, and for numbers of samples that are negative or not integers.
 
         Args:
             classes: The number of classes C.

@@ -1,4 +1,4 @@
-"""Answer requests of client samplers for facts about clients, such as their numbers of samples and losses."""
+"""Answer client samplers' requests for information about clients, such as numbers of samples and losses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 class _TrainsLike(CrossEntropy):
     """The task's loss, restricted to the parameters that another objective trains and that clients send.
 
-    Sketches of both objectives are therefore comparable.
+    Sketches of models that were trained with either objective are therefore comparable.
     """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
@@ -85,7 +85,10 @@ class _TrainsLike(CrossEntropy):
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Return a sketch of the model after a round of training with cross-entropy. The client's state does not change."""
+    """Return a sketch (random projection) of the model after a round of training with cross-entropy.
+
+    The client's state does not change.
+    """
     client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)

@@ -1,4 +1,4 @@
-"""Answer requests of sequential federated learning, in which clients train a single model one after another."""
+"""Answer requests in sequential federated learning, in which clients train a single model one after another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to train the model that travels between clients on all samples of one client, as ``Fit`` does.
+    """A request to a client to train the travelling model on all of the client's samples, as in ``Fit``.
 
     Args:
         round: The round, counted from 1.
@@ -47,7 +47,7 @@ class Visit(Request):
     round: int
 
     def check(self, reply: VisitReply) -> None:
-        """Refuse replies with negative counts."""
+        """Raise an error if a count in the reply is negative."""
         if reply.samples < 0 or reply.seen < 0:
             raise ReplyRefusedError("the reply contains a negative count")
 

@@ -29,7 +29,7 @@ class DisplacedGradient:
         objective: The objective.
         params: The trained parameters w. Their values change in place while a gradient is computed, and are then
             restored exactly.
-        context: The arguments of the loss.
+        context: The context that the objective gets as an argument.
         model: The model into which w is loaded; None if the gradient is computed without a model, and so without
             buffers.
     """

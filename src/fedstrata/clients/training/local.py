@@ -33,8 +33,8 @@ OBJECTIVE = "objective"
 """The key under which a client's state stores the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""The maximum size of a client's inputs, in bytes as floats, up to which inputs are converted to floats once per round.
-Larger inputs are converted batch by batch.
+"""Maximum size of a client's inputs, in bytes of floats. Smaller inputs are converted to floats once per round, and
+larger inputs batch by batch.
 """
 
 

@@ -22,9 +22,9 @@ PERSONAL = "personal"
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model with the layers that the client stores.
+    """Return the model, with the client's stored values for the layers that stay at the client.
 
-    Without such layers, return the model unchanged.
+    If the client does not store layers, return the model unchanged.
     """
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in convolutions.
@@ -41,8 +41,8 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
         request: The request.
 
     Returns:
-        The outcome of training with the run's objective. Its number of samples includes all stages, and layers that
-        stay at the client have the values that the server sent.
+        The outcome of training with the run's objective. The number of samples includes all stages. In the returned
+        model, layers that stay at the client have the values that the server sent.
     """
     start, before = first_trained(client, weights, data, request.round)
     outcome = train(client, start, data, round=request.round, message=request.message)
@@ -130,7 +130,7 @@ def apart(client: Client, purpose: str, epochs: int | None) -> Client:
     Args:
         client: The client.
         purpose: A name for this training. Different names give different random numbers.
-        epochs: Number of epochs. Default: as many epochs or steps as ``training`` sets.
+        epochs: Number of epochs. Default: the number of epochs or steps in ``training``.
     """
     return Client(client.number, client.context.cached(_apart(purpose, epochs)), client.state, model=client.model)
 

@@ -30,7 +30,8 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     """Yield the positions of the samples for each step of a round. A step may have 0 samples.
 
     Args:
-        client: The client, whose random numbers are used. At real sites, their seed is secret.
+        client: The client, whose random numbers choose the samples. At sites of a deployment, the seed of these random
+            numbers is secret.
         training: The settings of local training, which determine the probability that a step uses a sample, and the
             number of steps.
         round: The round, counted from 1.
@@ -49,7 +50,7 @@ Noise = Callable[[torch.Size], Tensor]
 def noise_of(client: Client, round: int) -> Noise:
     """Return the function that draws a client's noise in a round.
 
-    In a simulation, the noise depends on the spec's seed. At a real site, the noise comes from a secret key.
+    In a simulation, the noise depends on the spec's seed. At a site of a deployment, the noise comes from a secret key.
 
     Args:
         client: The client.
@@ -89,7 +90,7 @@ class NoisyGradient:
     Args:
         model: The model, into which the trained parameters are loaded.
         objective: The objective. The loss of a sample must not depend on other samples.
-        context: The further arguments of the objective's loss.
+        context: The context that the objective's loss gets as an argument.
         dp: The clipping norm C and the noise multiplier z.
         expected: The expected number b of samples in a step.
         noise: The function that draws ξ. It runs on the CPU, so that the noise does not depend on the device.
@@ -176,7 +177,7 @@ def descend_privately(
         gradient: The noisy gradient.
         params: All parameters by name.
         trained: The names of the parameters that are trained.
-        context: The further arguments of the objective's loss.
+        context: The context that the objective's loss gets as an argument.
         training: The settings of local training.
         batches: The samples of each step.
         optimizer_state: The initial state of the optimiser.

@@ -187,7 +187,7 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
-    """Turn views of parameters into inputs of the graph, so that steps do not have to create the views.
+    """Turn views of parameters, such as transposes, into inputs of the graph, so that steps need not create the views.
 
     A view shares its parameter's memory. The view therefore stays valid when the parameter changes in place.
 
@@ -213,7 +213,7 @@ def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
 
 
 def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
-    """Append updates of all parameters to the graph, and make the loss its only output."""
+    """Append updates of all parameters to the graph, and make the loss the graph's only output."""
     output = next(node for node in graph.nodes if node.op == "output")
     (results,) = output.args
     *gradients, loss = results
@@ -279,7 +279,10 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the factors of a product. For a factor that is a view, also return the nodes behind the view."""
+    """Return the nodes of a product's factors, and of the tensors whose memory the factors share.
+
+    For example, the transpose of a matrix shares the memory of this matrix.
+    """
     roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor

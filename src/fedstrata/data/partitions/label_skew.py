@@ -24,8 +24,8 @@ class Classes(Partition):
 
     Args:
         per_client: Number of classes per client.
-        size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples of the
-            data set are used.
+        size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples are
+            used.
     """
 
     by_label = True
@@ -57,16 +57,16 @@ class ClassGroup(Setting):
 
 
 class Groups(Partition):
-    """Label skew with groups of clients. Clients in different groups have different numbers of classes.
+    """Label skew with groups of clients, which have different numbers of classes.
 
     Clients are numbered group after group. Each class has equally many clients (±1), and is divided equally among these
     clients. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups with 2, 2, 3, 3 and
     5 classes per client.
 
     Args:
-        groups: List of groups. Each group has a number of ``clients`` and a number of ``classes`` per client.
-        size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples of the
-            data set are used.
+        groups: List of groups, each with a number of ``clients`` and of ``classes`` per client.
+        size: Number of samples per client, divided equally (±1) among the client's classes. Default: all samples are
+            used.
     """
 
     by_label = True

@@ -23,7 +23,7 @@ class Natural(Partition):
     ``data.schema.client`` in a table. Clients are numbered in the order of their ids.
 
     Args:
-        clients: Number of clients to draw at random from the clients in the data. Default: all clients.
+        clients: Number of clients to draw at random from the data. Default: all clients.
         min_size: Minimum number of samples per client. Clients with fewer samples are left out, with a warning.
     """
 
@@ -77,8 +77,7 @@ class SingleClient(Partition):
     Args:
         clients: Number of clients, which is always 1.
         of: Partition that first divides the samples among several clients.
-        only: Id (from 0) of the client in the partition ``of`` whose samples are used. Default: the samples of all
-            clients are used.
+        only: Id (from 0) of the client in the partition ``of`` whose samples are used. Default: all clients.
     """
 
     clients: Literal[1] = 1

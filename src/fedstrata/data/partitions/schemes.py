@@ -38,11 +38,9 @@ class Dirichlet(Partition):
     """Label skew by Dirichlet draws: with a smaller α, a client has fewer classes.
 
     Args:
-        alpha: Concentration α of the Dirichlet distribution. With 1e-3, nearly all samples of a class go to one client.
-            With 1e6, the partition is nearly IID.
-        balance: Meaning of each Dirichlet draw. ``class``: the draw divides the samples of one class among the clients,
-            so clients differ in size. ``client``: the draw gives the class probabilities of one client, and all clients
-            have the same size (±1).
+        alpha: Concentration α of the Dirichlet distribution. With 1e6, the partition is nearly IID.
+        balance: Meaning of each Dirichlet draw. ``class``: how one class is divided among the clients, so clients
+            differ in size. ``client``: the class probabilities of one client, with equal sizes (±1).
         prior: Parameters of the Dirichlet distribution, with ``balance = "client"``. ``shares``: α times the class's
             fraction of all samples (Hsu et al. 2019). ``flat``: α for every class, as in the code of FedSTaS.
     """
@@ -134,8 +132,8 @@ class Given(Partition):
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
         file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. The
-            file's array ``indices`` lists the samples, client after client. For N clients, the array ``offsets`` has N
-            + 1 elements: the position of each client's first sample, and the length of ``indices``.
+            array ``indices`` lists the samples, client after client. The array ``offsets`` lists the position of each
+            client's first sample, and the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()

@@ -339,7 +339,7 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Rank of the matrices that approximate the update.
-        factors: Number format in which the two factors of each low-rank matrix are sent.
+        factors: Number format of the two factors of each low-rank matrix.
     """
 
     linear = True

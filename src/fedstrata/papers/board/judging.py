@@ -1,4 +1,4 @@
-"""Compare the entries in a column of the board by values, ranks and differences, in total and at equal cost."""
+"""Compare the methods in a column of the board by values, ranks and differences, in total and at equal cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Curve = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of an entry in a column.
+    """The results of an entry (a method or a composition) in one column of the board.
 
     Args:
         entry: Entry of the board (a method or a composition).
@@ -77,10 +77,10 @@ class Outcome:
 
 
 def within(points: Curve, place: int, budget: float) -> float | None:
-    """Return a run's accuracy at the end of a budget; None if the first evaluation is already beyond the budget.
+    """Return a run's accuracy when its budget is used up; None if the first evaluation is already beyond the budget.
 
-    The mean is over the evaluations in the last fifth of those rounds that are within the budget. If the whole run
-    costs less than the budget, these are the last rounds of the run.
+    The accuracy is a mean over the evaluations in the last fifth of the rounds that are within the budget. If the whole
+    run costs less than the budget, these evaluations are in the last fifth of the run.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
@@ -102,7 +102,7 @@ class Verdicts:
         column: Column of the board (a partition with an availability model).
         outcomes: Results of all entries with at least one finished seed.
         seeds: Seeds of the protocol.
-        refused: A mapping from each entry that cannot run in the column to the reason.
+        refused: Entries that cannot be trained in the column's setting, as a mapping from each entry to the reason.
         missing: Names of the entries that have not finished all seeds.
     """
 
@@ -141,7 +141,7 @@ class Verdicts:
         return holm({name: value for name, value in p.items() if value is not None})
 
     def best_at(self, measure: str) -> str | None:
-        """Return the entry with the best validation accuracy within the baseline's budget; None if none is known.
+        """Return the entry with the best validation accuracy within the baseline's budget; None if it is unknown.
 
         Each entry is represented by the trial whose settings were chosen. Entries with personal models are left out,
         because their trials are evaluated on other samples.
@@ -157,7 +157,7 @@ class Verdicts:
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
-    """Judge the entries of a column by the stored results of the entries' runs."""
+    """Compare all entries in a column of the board, based on the stored results of their runs."""
     results = results_of(out, column)
     outcomes, refused, missing = dict[str, Outcome](), dict[str, str](), list[str]()
     for entry in entries:
@@ -182,6 +182,6 @@ def _outcome(protocol: Protocol, column: Column, entry: Entry, results: Results)
 
 
 def overall(columns: Sequence[Verdicts]) -> Ranking | None:
-    """Rank the entries that have finished all seeds in all columns by mean accuracy, with the columns as blocks."""
+    """Rank the entries by mean accuracy, with the columns as blocks. Entries with missing seeds are left out."""
     shared = [name for name in columns[0].complete if all(name in each.complete for each in columns)] if columns else []
     return ranking({name: [each.complete[name].mean("accuracy") for each in columns] for name in shared})

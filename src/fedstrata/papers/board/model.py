@@ -8,7 +8,7 @@ from fedstrata.models.zoo import CNN
 
 
 class HalvedCNN(CNN):
-    """The network ``cnn`` after 2x2 average pooling of the images, which needs about a quarter of the operations."""
+    """The network ``cnn`` after 2x2 average pooling, with about a quarter of the operations of ``cnn``."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the PyTorch module; see ``ModelSpec.build`` for the arguments."""

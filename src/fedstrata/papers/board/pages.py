@@ -23,12 +23,12 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the JSON file."""
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "A difference is significant if its p-value, which is corrected by Holm's method, is below 0.05. The intervals are "
+    "A difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
     "not corrected, so an interval can exclude 0 although p is at least 0.05."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
-"""Measures that the JSON file contains as fractions. The stored results of the cells contain percentages."""
+"""Measures that the JSON file contains as fractions. The stored results of runs contain percentages."""
 
 
 def write(
@@ -39,7 +39,7 @@ def write(
     Args:
         protocol: Protocol of the board.
         columns: Columns to show.
-        entries: Entries to show.
+        entries: Entries (methods and compositions) to show.
         out: Folder that contains the results, and in which the page is written.
         summary: Path of the JSON file. Default: ``SUMMARY`` in ``out``.
     """
@@ -189,7 +189,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
 
 
 def _table(verdicts: Verdicts) -> list[str]:
-    """Return a table with a row per entry, best rank first, and then the entries without all seeds."""
+    """Return a table with a row per entry, best rank first. Entries with missing seeds come last."""
     ranked = verdicts.rankings["accuracy"].ranks if "accuracy" in verdicts.rankings else {}
     names = [*ranked, *(name for name in verdicts.outcomes if name not in ranked)]
     headings = [
@@ -241,7 +241,7 @@ def _folded(summary: str, lines: Sequence[str]) -> list[str]:
 
 
 def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
-    """Return the lines about the protocol, the judgement, and the entries that cannot run."""
+    """Return the lines about the protocol, the statistical tests, and the methods that cannot be trained."""
     refused: dict[tuple[str, str], list[str]] = {}
     for each in verdicts:
         for name, reason in each.refused.items():
@@ -255,7 +255,7 @@ def _about(protocol: Protocol, verdicts: Sequence[Verdicts]) -> list[str]:
 
 
 def _entries(protocol: Protocol) -> dict[str, Any]:
-    """Return the numbers of entries and columns of the protocol, and a table of the compositions with their parts."""
+    """Return values for ``about.md``: numbers of entries and columns, and a table of the compositions' parts."""
     methods, rows = [*METHODS], []
     for name, method in protocol.compositions.items():
         parts = [f"{choice.replace('_', ' ')} `{method[choice]}`" for choice in CHOICES if choice in method]

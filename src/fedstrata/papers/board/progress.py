@@ -25,8 +25,8 @@ def progress(
     Returns:
         A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. The
         dicts have a ``name``, the number of ``cells``, the number of finished cells (``done``), and the expected
-        ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. An entry that cannot run in
-        a column does not have cells in this column; ``refused`` counts such cases.
+        ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. ``refused`` counts the
+        pairs of an entry and a column in which the entry cannot be trained. Such pairs do not have cells.
     """
     seconds = measured(out, protocol)
     counts = [

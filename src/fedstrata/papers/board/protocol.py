@@ -22,7 +22,7 @@ BOARD = "board"
 CURRENT = "absent-v1"
 """The name of the protocol that ``fedstrata board`` uses."""
 BASELINE = "fedavg"
-"""The entry with which all other entries are compared."""
+"""The method with which all other entries are compared."""
 TUNED = "tuned"
 """The value of ``Cell.column`` for runs with the chosen settings. For trials, this value is ``trial-0`` and so on."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
@@ -150,7 +150,7 @@ class Protocol:
             return Entry(name, self.compositions[name], {})
         if ":" not in name and name not in METHODS:
             known = [*METHODS, *self.compositions]
-            raise SpecError("METHOD", not_among("is not an entry of the board", name, known), name)
+            raise SpecError("METHOD", not_among("is not a method or composition of the board", name, known), name)
         name = importable(name)
         under("METHOD", lambda: METHODS.find(name))
         return Entry(name, {"name": name}, self.grid.get(name, {}))

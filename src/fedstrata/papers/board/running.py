@@ -1,6 +1,6 @@
-"""Run the cells of the board: first the tuning trials of an entry, and then all seeds with the best trial's settings.
+"""Run the board's experiments: first each method's tuning trials, and then all seeds with the best trial's settings.
 
-Several processes may run cells at the same time, and a killed run is resumed.
+Several processes may run experiments at the same time, and killed runs are resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedstrata.papers.tables import Cell, experiment_of
 from fedstrata.runs.preparation import prepare
 
 REFUSED = "refused"
-"""The key under which a result stores the reason why an entry cannot run in a column."""
+"""The key under which a result stores the reason why an entry cannot be trained in a column's setting."""
 TRAFFIC = ("bytes_up", "bytes_down")
 """Metrics whose sum is the number of bytes that a run sends."""
 LATE = 0.2
@@ -48,13 +48,13 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
-    """Return the reason why an entry cannot run in a column; None if the entry can run, or if this is not yet known."""
+    """Return the reason why an entry cannot be trained in a column's setting; None if it can, or if this is unknown."""
     reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
 
 class Board:
-    """A runner that executes the cells of the board in this process.
+    """A runner that executes the experiments of the board in this process.
 
     Args:
         protocol: Protocol of the board.
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all cells without a result. Repeat this until this process does not find more cells that it can run."""
+        """Run all experiments that do not have a result, until this process does not find more experiments to run."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -81,12 +81,12 @@ class Board:
             pass
 
     def _check(self, column: Column) -> None:
-        """Prepare a run of the baseline. If this succeeds, later errors come from an entry, not from missing data."""
+        """Prepare a run of the baseline. If this succeeds, missing data cannot be the reason for later errors."""
         (baseline,) = self.protocol.entries([BASELINE])
         prepare(experiment_of(self.protocol.trials(column, baseline)[0][0]))
 
     def _run_entry(self, column: Column, entry: Entry) -> int:
-        """Run the missing cells of an entry in a column, and return the number of cells that were run."""
+        """Run the missing experiments of an entry in a column, and return the number of experiments that were run."""
         trials = self.protocol.trials(column, entry)
         if not self._can_run(column, trials):
             return 0
@@ -99,7 +99,7 @@ class Board:
         return sum(progress)
 
     def _can_run(self, column: Column, trials: Sequence[tuple[Cell, dict[str, Any]]]) -> bool:
-        """Return True if an entry can run in a column. If the entry cannot run, store the reason."""
+        """Return True if an entry can be trained in the setting of a column. Otherwise, store the reason."""
         results = results_of(self.out, column)
         if any(cell.hash in results for cell, _ in trials):
             return refusal(trials, results) is None

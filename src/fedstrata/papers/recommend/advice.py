@@ -56,9 +56,9 @@ class Advice:
         methods: A mapping from each recommended method to the reasons to compare the method.
         ahead: Number of methods that are significantly better than FedAvg in a similar column. These methods come first
             in ``methods``.
-        behind: A mapping from each method that is significantly worse than FedAvg in a similar column to this result.
-            These methods are not recommended.
-        refused: A mapping from each method that cannot run with this spec to the error message.
+        behind: Methods that are significantly worse than FedAvg in a similar column, as a mapping from each method to
+            its result. These methods are not recommended.
+        refused: Methods that cannot run with this spec, as a mapping from each method to the error message.
         limits: Sentences about the limits of the recommendation.
     """
 
@@ -122,7 +122,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
 
 
 def refused(prepared: Prepared) -> dict[str, str]:
-    """Return a mapping from each method that cannot run with a spec to the error message."""
+    """Find the methods that cannot run with a spec. Return a mapping from each such method to the error message."""
     problems: dict[str, str] = {}
     for name in METHODS:
         try:
@@ -143,7 +143,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
     Args:
         measured: Measured properties of the spec.
         columns: Columns of the board, with the nearest column first.
-        refused: A mapping from each method that cannot run with the spec to the error message.
+        refused: Methods that cannot run with the spec, as a mapping from each method to the error message.
     """
     results = {
         name: each
@@ -163,7 +163,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
 
 
 def _reasons(measured: Properties) -> dict[str, list[Reason]]:
-    """Return the reasons that the rules give, by method: the first methods of all rules, then the second methods."""
+    """Return the reasons that the rules give for each method. The result begins with the first method of each rule."""
     holding = [rule for rule in RULES if rule.holds(measured)]
     order = [name for names in zip_longest(*(rule.methods for rule in holding)) for name in names if name is not None]
     reasons: dict[str, list[Reason]] = {name: [] for name in order}

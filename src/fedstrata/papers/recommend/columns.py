@@ -115,7 +115,7 @@ class Board:
 
 
 def by_distance(board: Board, own: Properties) -> list[Column]:
-    """Measure the properties of all columns of the board, and return the columns with the nearest column first.
+    """Measure the properties of all columns of the board, and sort the columns by their distance from a spec.
 
     Args:
         board: Results and settings of the board.

@@ -158,7 +158,7 @@ def distance(counts: Ints | Floats, others: Ints | Floats) -> float:
 
 
 def correlation(values: Ints, rates: Floats) -> float:
-    """Return Pearson's correlation of values and rates, or 0 if all values or all rates are equal.
+    """Return Pearson's correlation of ``values`` and ``rates``, or 0 if all values or all rates are equal.
 
     >>> correlation(np.array([1, 2]), np.array([0.5, 0.5])), round(correlation(np.array([1, 2]), np.array([0, 1.0])), 6)
     (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Define rules that recommend methods: if a measured property reaches a limit, this is a reason to compare a method."""
+"""Define rules that recommend methods for comparisons. A rule applies if a measured property reaches a limit."""
 
 from __future__ import annotations
 
