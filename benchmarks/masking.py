@@ -171,7 +171,7 @@ def largest(cells: list[dict[str, Any]]) -> list[str]:
     printed = there["ckks-paper"]["seconds"]
     labels = there["ckks-paper"]["labels"]
     lines = [
-        f"{last[0]} classes, {last[1]} clients with {labels} labels each:",
+        f"With {last[0]} classes, and {last[1]} clients that each have samples of {labels} classes:",
         "",
         "| `masking` | CPU time of all parties | speed-up | sent per client | received per client |",
         "|---|---|---|---|---|",

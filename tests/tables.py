@@ -96,8 +96,8 @@ An *engine* decides where clients run. All engines handle the same requests in t
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | sites of NVFlare, which send messages to each other only through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. The words in brackets are the fault or the size
-in the test.
+If a row does not name an engine, the case cannot happen on this engine. Brackets contain the fault, or the number of
+values in the reply.
 
 :::{dropdown} All cases
 """
@@ -113,7 +113,7 @@ for a test that passed:
 | --- | --- |
 | L | two runs on the local engine give byte-identical results, and no client fails |
 | W | runs with two worker processes give byte-identical results |
-| F | the gradient of a fused batch differs from the sum of the clients' gradients by at most 1e-5 |
+| F | with `execution = "fused"`, a batch's gradient differs from the sum of the clients' gradients by at most 1e-5 |
 | A | Stratify's single-sample steps give the same results as steps with PyTorch's autograd |
 | R | Ray and the local engine give byte-identical results |
 | N | processes of NVFlare and the local engine give byte-identical results |
