@@ -31,7 +31,7 @@ def test_run_writes_prints_and_draws(capsys, tmp_path):
     assert Path("runs/two/accuracy.png").exists()
     capsys.readouterr()
     assert main(["run", "s.toml", "--out", "runs/one"]) == 2
-    assert "out = 'runs/one': already contains a run" in capsys.readouterr().err
+    assert "out = 'runs/one': the folder already contains a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -233,5 +233,5 @@ def test_a_run_with_another_augmentation_or_with_changed_code_is_not_resumed(bes
     Path(f"{beside}.py").write_text(NOISE.replace("0.1", "0.3"))
     linecache.checkcache()
     importlib.reload(importlib.import_module(beside))
-    with pytest.raises(SpecError, match=f"code: the module '{beside}' has changed since the run in this folder"):
+    with pytest.raises(SpecError, match=f"code: the Python module '{beside}' has changed since the run in this folder"):
         fs.run(spec, out="run", resume=True)

@@ -311,7 +311,7 @@ WRONG = [
     ({"optimizer": "torch.optim:Rprop", "weight_decay": 0.1}, r"^training\.weight_decay = 0\.1: is not an argument"),
     ({"optimizer": "torch.optim:LBFGS"}, r"^training\.optimizer = .*: the optimiser's first step fails with TypeError"),
     ({"optimizer": "torch.optim:Muon"}, r"^training\.optimizer = 'torch.optim:Muon': does not accept"),
-    ({"optimizer_state": "keep"}, r"^training\.optimizer_state = 'keep': the optimiser sgd without momentum does not"),
+    ({"optimizer_state": "keep"}, r"^training\.optimizer_state = 'keep': sgd without momentum does not"),
     ({"accumulate": 0}, r"^training\.accumulate = 0"),
     ({"warmup": -1}, r"^training\.warmup = -1"),
 ]

@@ -234,7 +234,7 @@ def test_a_spec_is_read_again_as_it_was_written(augment):
         ),
         ({"name": "crop-flip", "padding": -1}, "data.augment.padding = -1: must be greater than or equal to 0."),
         ({"padding": 2}, "data.augment.name: is required, but not set. Use one of: crop-flip"),
-        (4, "data.augment = 4: must be a name, or a table with a name."),
+        (4, "data.augment = 4: must be a name, or a table with the key 'name'."),
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ def test_no_room_is_an_error_that_the_writer_sees(monkeypatch):
     monkeypatch.setattr(sharing, "SMALLEST", 1 << 12)
     small = SharedMemory()
     small.write(torch.ones(100))
-    with pytest.raises(MemoryError, match="no room for"):
+    with pytest.raises(MemoryError, match="is too small for"):
         small.write(torch.ones(10_000))
 
 

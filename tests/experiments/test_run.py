@@ -332,6 +332,6 @@ def test_records_that_end_before_their_checkpoint_are_damaged(tmp_path):
     fs.run(table, out=tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text(lines[0])
-    with pytest.raises(DataError, match="ends before round 2, which has a checkpoint"):
+    with pytest.raises(DataError, match="ends before round 2, but a checkpoint"):
         fs.run(table, out=tmp_path, resume=True)
     assert (tmp_path / "model.safetensors").exists()

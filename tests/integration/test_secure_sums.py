@@ -242,7 +242,7 @@ def test_stratify_skips_batches_of_too_few_clients() -> None:
         assert records.encode(simulation.state.weights) == before
         assert record["samples"] == 0
         reasons = {event["reason"] for event in simulation.events}
-    assert "the batch has samples of 2 clients, but a secure sum needs at least 3" in reasons
+    assert "it has samples of 2 clients, but a secure sum needs 3" in reasons
 
 
 def test_batches_with_batchnorm_are_refused() -> None:

@@ -187,7 +187,7 @@ def test_every_rule_of_allocation_acts(start, rule):
 @pytest.mark.parametrize(("rule", "places"), [("neyman", 6), ("neyman-at-least-one", 3), ("proportional", 3)])
 def test_what_leaves_strata_out_cannot_be_weighted(rule, places, aggregation):
     method = {**FEDSTAS, "strata": 4, "allocation": rule, "aggregation": aggregation}
-    with pytest.raises(SpecError, match=f"^method.allocation = '{rule}': with {places} clients per round, a stratum"):
+    with pytest.raises(SpecError, match=f"^method.allocation = '{rule}': with {places} clients per round, some strata"):
         fs.prepare(spec(method, clients_per_round=places))
 
 

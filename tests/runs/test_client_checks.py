@@ -54,7 +54,7 @@ TABLE: dict[str, Any] = {
             r"method\.client_sampler = 'uniform': .* can draw a client twice",
         ),
         ({"model": {"name": "resnet20"}}, r"model = 'resnet20': has buffers"),
-        ({"communication": {"up": "powersgd"}}, r"communication\.up = 'powersgd': decodes a client's update with"),
+        ({"communication": {"up": "powersgd"}}, r"communication\.up = 'powersgd': decodes each update together with"),
         ({"availability": {"name": "bernoulli", "announced": True}}, r"availability\.announced = True"),
         ({"evaluation": {"weight_diversity": True}}, r"evaluation\.weight_diversity = True"),
         ({"attack": {"name": "ipm"}}, r"attack = 'ipm': attackers may use the updates of other clients"),

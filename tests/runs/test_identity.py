@@ -120,7 +120,7 @@ def test_more_rounds_are_refused_where_their_number_decides_every_round(
     tmp_path: Path, table: dict[str, Any], why: str
 ) -> None:
     fs.run(spec(**table), out=tmp_path / "run")
-    with pytest.raises(SpecError, match=f"{why}.* every round depends on the number of rounds"):
+    with pytest.raises(SpecError, match=f"{why}.* every round depends on the total number of rounds"):
         fs.run(
             spec(**{**table, "training": {**table.get("training", {}), "rounds": 3}}), out=tmp_path / "run", resume=True
         )
@@ -188,7 +188,9 @@ def test_changed_code_of_the_users_own_is_noticed(tmp_path: Path, monkeypatch: p
 
     linecache.checkcache()
     importlib.reload(importlib.import_module("mine_of_identity"))
-    with pytest.raises(SpecError, match="code: the module 'mine_of_identity' has changed since the run in this folder"):
+    with pytest.raises(
+        SpecError, match="code: the Python module 'mine_of_identity' has changed since the run in this folder"
+    ):
         fs.run(mine, out=tmp_path / "run", resume=True)
 
 

@@ -132,7 +132,7 @@ def test_records_that_end_before_their_checkpoint_are_damaged(prepared, tmp_path
     drive(tmp_path / "run", prepared, rounds=2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(DataError, match="ends before round 2, which has a checkpoint"):
+    with pytest.raises(DataError, match="ends before round 2, but a checkpoint"):
         drive(tmp_path / "run", prepared, resume=True)
 
 

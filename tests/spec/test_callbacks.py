@@ -265,7 +265,7 @@ def test_a_function_that_raises_is_named_too():
         (
             [{"name": "early-stopping", "metric": "auroc"}],
             {},
-            r"callbacks.metric = 'auroc': is not a metric of this run; did you mean 'accuracy'\? Add it to ",
+            r"callbacks.metric = 'auroc': is not a metric of this run; did you mean 'accuracy'\? Add the metric to ",
         ),
         (
             ["early-stopping"],

@@ -282,7 +282,7 @@ def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
         ({"rounds": 3}, r"rounds = 3: is not a known key; did you mean 'training\.rounds'\? Use one of: .*"),
         (
             {"availability": {"p": 0.5}},
-            r"availability\.p = 0\.5: is not a known key. .*\. .* so 'always' is used\. Set name\.",
+            r"availability\.p = 0\.5: is not a known key. .*\. .* so 'always' is used\. Set 'name'\.",
         ),
         ({"model": {"name": "mlp", "hidden": 50}}, r"model\.hidden = 50: must be a list. Use, for example, \[1, 2\]"),
         ({"method": {"name": "fedsampling", "strata": 3}}, r"method\.strata = 3: is not a known key"),
@@ -353,7 +353,7 @@ def test_the_largest_seed_runs_and_reads_back():
 
 
 def test_a_label_whose_methods_name_is_no_text():
-    with pytest.raises(SpecError, match=r"compare.a.method.name = 5: must be a name\."):
+    with pytest.raises(SpecError, match=r"compare.a.method.name = 5: must be the name of a method\."):
         variants({"compare": {"a": {"method": {"name": 5}}}})
 
 

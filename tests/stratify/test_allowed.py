@@ -52,7 +52,7 @@ def test_parts_that_were_merged_are_where_the_client_said() -> None:
     told(order, reserve(0, 1), answer)
     assert told(order, Gradient(1, 0, MODEL)) == "no samples were reserved for batch 0"
     assert told(order, Gradient(1, 5, MODEL)) == ""
-    assert "strictly ascending order, but 5 came after 5" in told(order, Gradient(1, 5, MODEL))
+    assert "strictly ascending order, but batch 5 came after 5" in told(order, Gradient(1, 5, MODEL))
 
 
 def test_what_is_over_is_not_set_aside_again() -> None:

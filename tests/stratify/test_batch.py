@@ -398,7 +398,7 @@ def test_a_label_whose_last_holder_is_away_is_skipped_and_noted(start, balanced,
     started = start(spec, balanced)
     assert started.step()["samples"] == 800
     (event,) = [event for event in started.federation.events if event["kind"] == "label skipped"]
-    assert event["reason"].startswith("200 positions are not trained")
+    assert event["reason"].startswith("200 positions of placeholder")
 
 
 def test_nobody_there_leaves_the_model_as_it_was(start, balanced, trace):

@@ -44,7 +44,7 @@ def test_a_placeholder_without_holders_is_an_event(roster: Roster) -> None:
     (event,) = roster.federation.events
     assert (event["kind"], event["reason"]) == (
         "label skipped",
-        "4 positions are not trained: no client with samples of placeholder 1 is present",
+        "4 positions of placeholder 1: no client with this label is present",
     )
 
 

@@ -232,5 +232,7 @@ def test_without_the_library_the_error_names_the_extra(module: str, monkeypatch:
     monkeypatch.delitem(sys.modules, f"fedstrata.federation.secure.{module}")
     for name in ("cryptography", "cryptography.exceptions"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ExtraMissingError, match=r"secure sums needs .*'fedstrata\[secure\]"):
+    with pytest.raises(
+        ExtraMissingError, match=r"secure sums: optional packages are not installed.*'fedstrata\[secure\]"
+    ):
         importlib.import_module(f"fedstrata.federation.secure.{module}")

@@ -100,7 +100,7 @@ def test_without_a_reason_the_command_compares_with_references(capsys):
         (["--set", "partition.clients=100000"], "partition.clients = 100000: digits has only"),
         (
             ["--set", "method=rebafl", "--set", "task=regression", "--set", "partition=iid"],
-            "method = 'rebafl': has a loss",
+            "method = 'rebafl': has its own loss",
         ),
     ],
 )

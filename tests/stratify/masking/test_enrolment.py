@@ -314,7 +314,7 @@ def test_nobody_left_is_a_clear_error(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS)
     kind = LabelReport if masking == "none" else OpenKeys
     federation.engine.cut = dict.fromkeys(range(5), kind)
-    with pytest.raises(QuorumError, match="no client"):
+    with pytest.raises(QuorumError, match=r"none of \d+ clients could report|no client"):
         roll_of(federation, masking)
 
 
@@ -408,7 +408,7 @@ def test_places_that_cannot_be_true_leave_their_client_out(site: Sites) -> None:
     assert claimed.locate([0, 1, 2]).keys() == {0}
     same, unknown = federation.reasons("refused")
     assert "two of the client's labels match the same entry" in same
-    assert "but only 0 of" in unknown
+    assert "room for only 0 more" in unknown
     assert claimed.discover([1, 2])[0].keys() == {2}
 
 
