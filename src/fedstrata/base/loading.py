@@ -56,7 +56,7 @@ def import_object(path: str, kind: str) -> Any:
     """
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise SpecError("name", f"is not a valid path for the {kind}. Use a path of the form 'module:Class'.", path)
+        raise SpecError("name", f"is not a valid import path of the {kind}. Use the form 'module:Class'.", path)
     try:
         module = importlib.import_module(module_name)
     except FedstrataError:

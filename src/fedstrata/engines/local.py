@@ -145,7 +145,7 @@ class LocalEngine(Engine):
 
         Args:
             order: The clients, in the order in which the computation of their replies begins.
-            requests: The request of each client.
+            requests: The request to each client.
             outcomes: The mapping to which this method adds replies.
             run_locally: A function that computes a client's reply in this process, and adds the reply to ``outcomes``.
         """

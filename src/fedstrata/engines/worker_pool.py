@@ -76,7 +76,7 @@ class LocalWorkerPool:
 
         Args:
             order: The clients, in the order in which the computation of their replies begins.
-            requests: The request of each client.
+            requests: The request to each client.
             states: The state of each client that has a state.
             run_locally: A function that computes a client's reply in this process, and stores the reply.
 

@@ -106,7 +106,7 @@ class Attack(Setting):
             round: The round, counted from 1.
             seed: The experiment's seed.
             attackers: The clients that attack.
-            requests: The request of each client.
+            requests: The request to each client.
             replies: The reply of each client.
         """
         sent: dict[ClientId, Weights] = {}

@@ -178,8 +178,8 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two texts. The first text begins a sentence that ends with one or two differences. The second text is
-                a sentence that introduces more than two differences.
+            texts: Two strings. The first string is the beginning of a sentence, to which one or two differences are
+                added. The second string is a sentence that introduces more than two differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the results that ``figures`` receives.
             figures: Function that takes the results of both places, and returns the two numbers to compare.

@@ -198,7 +198,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
     """Return the number of seeds with which the interval would exclude zero, if mean and deviation stayed the same.
 
     Args:
-        difference: A mean of at least two differences that are not all equal.
+        difference: The mean difference per seed. At least two seeds are needed, whose differences are not all equal.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Returns:

@@ -60,8 +60,8 @@ class Graph(ClientSampler):
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
         sigma: Constant σ² in the length exp(−V² / σ²) of the graph's edge between two clients with similarity V.
-        counted: Earlier choices that the sampler counts: all invitations (``invited``), as in the paper, or only
-            replies that the server used (``returned``).
+        counted: What counts as an earlier participation of a client. ``invited``: each invitation, as in the paper.
+            ``returned``: each reply that the server used.
     """
 
     tells_sizes = True

@@ -116,7 +116,7 @@ class Stratified(ClientSampler):
         start: Initial centres of k-means: ``random`` gradients, as in the paper, or ``k-means++`` (default).
         replacement: Whether a client may be drawn more than once per round.
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
-            paper. ``systematic``: with known probabilities (Madow 1949).
+            paper. ``systematic``: at equal distances along a list, so that probabilities are known (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
             spread of its gradients, possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least one draw. ``proportional``: in proportion to the

@@ -148,7 +148,7 @@ class Watch:
             time.sleep(POLL)
 
     def _tell(self, matter: str, text: str) -> None:
-        """Report a text, unless the last report on this subject had the same text."""
+        """Report a message, unless the last message on this subject was the same."""
         if self._last_reports.get(matter) != text:
             self.report(text)
         self._last_reports[matter] = text

@@ -314,7 +314,7 @@ def test_nobody_left_is_a_clear_error(masking: str, site: Sites) -> None:
     federation = site(HOLDINGS)
     kind = LabelReport if masking == "none" else OpenKeys
     federation.engine.cut = dict.fromkeys(range(5), kind)
-    with pytest.raises(QuorumError, match=r"none of \d+ clients could report|no client"):
+    with pytest.raises(QuorumError, match=r"none of the \d+ clients could report|no client"):
         roll_of(federation, masking)
 
 

@@ -61,7 +61,7 @@ class FitTogether(TrainingRequest):
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Raise an error if ``TrainingRequest`` refuses the reply, or if the reply contains an objective's message."""
+        """Raise an error if the reply fails ``TrainingRequest``'s checks, or has values of an objective (``extra``)."""
         super().check(reply)
         check_message(reply, {})
 

@@ -67,7 +67,7 @@ def derive(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """Return a key of 32 bytes, derived from a secret by HKDF with SHA-256.
 
     Args:
-        secret: A random secret, such as a seed or an agreed secret.
+        secret: Random secret bytes, such as a seed or the shared secret of a key agreement.
         salt: Public bytes, such as a roster's hash.
         info: A statement that contains the purpose of the key.
     """

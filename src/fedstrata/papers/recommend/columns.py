@@ -41,7 +41,7 @@ class Column:
         properties: Measured properties of the column's spec.
         methods: A mapping from each method to its results, which are two lists of equal length: ``seeds`` and
             ``accuracy``.
-        own: Measured properties of the spec with which the column is compared.
+        own: Properties measured for the user's spec. The column is compared with these properties.
     """
 
     name: str
@@ -119,7 +119,7 @@ def by_distance(board: Board, own: Properties) -> list[Column]:
 
     Args:
         board: Results and settings of the board.
-        own: Measured properties of the spec with which the columns are compared.
+        own: Properties measured for the user's spec. The columns are compared with these properties.
 
     Raises:
         DataError: The data set of a column is missing.

@@ -164,7 +164,9 @@ def enrol(
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
         roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
-        raise QuorumError(f"none of {len(clients)} clients could report its labels. The events record the reasons.")
+        raise QuorumError(
+            f"none of the {len(clients)} clients could report its labels. See events.jsonl for the reasons."
+        )
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
     federation.note("enrolled", reason=f"{len(roll.held)} of {federation.config.clients} clients, {reason}")
     return roll

@@ -42,7 +42,9 @@ class Keys:
 
     def __init__(self, parts: dict[str, bytes]) -> None:
         if parts.keys() != set(self._NAMES) or not all(isinstance(part, bytes) for part in parts.values()):
-            raise DataError(f"the key file has the keys {sorted(parts)}, but must have {sorted(self._NAMES)}")
+            raise DataError(
+                f"the key file has the fields {sorted(parts)}, but must have the fields {sorted(self._NAMES)}"
+            )
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
         """The public keys: the server adds counts with the first key, and compares labels with the second key."""
