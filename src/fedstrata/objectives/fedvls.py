@@ -45,8 +45,8 @@ class Vacant(Distilled):
     - L_cal is the cross-entropy of z_c + log p(c), where p(c) is the share of class c among the client's samples. L_cal
       is the loss of balanced softmax, which leaves out vacant classes.
 
-    - L_sup = Σ_c p(c) log mean e^{z_c} is the loss of logit suppression. The mean is over the samples of the batch that do
-      not belong to class c. The suppression lowers a sample's logits of all classes except its label.
+    - L_sup = Σ_c p(c) log mean e^{z_c} is the loss of logit suppression. The mean is over the samples of the batch that
+      do not belong to class c. The suppression lowers a sample's logits of all classes except its label.
 
     - L_dis = KL(p̂ ‖ q̂) is the vacant-class distillation. The distillation compares two softmaxes over only the vacant
       classes: p̂ of the global model's logits, and q̂ of the client's logits.
