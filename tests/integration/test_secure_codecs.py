@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [each if each in ("dropouts", "fedavg") else pytest.param(each, marks=pytest.mark.long) for each in CASES]
+    "case", [each if each == "dropouts" else pytest.param(each, marks=pytest.mark.long) for each in CASES]
 )
 def test_masks_change_no_byte_of_a_compressed_run(case: str, tmp_path: Path) -> None:
     results = []
@@ -318,6 +318,7 @@ def test_memories_and_the_opened_sum_add_up_to_the_gradients(wide: float, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compressed_run_can_be_resumed(tmp_path: Path) -> None:
     made = spec(privacy={"simulate_masks": True}, availability={"name": "bernoulli", "p": 0.8})
     whole = written(made, tmp_path / "whole")

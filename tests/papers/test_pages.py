@@ -4,17 +4,20 @@ import csv
 import io
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fedstrata.papers import pages
-from fedstrata.papers.judging import VERDICTS, claims, judged, summary
+from fedstrata.papers.judging import VERDICTS, Judgement, claims, judged, summary
 from fedstrata.papers.pages import overview, page, speeds
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import known
 from fedstrata.papers.table_lines import markdown
 from fedstrata.papers.tables import PAPERS, read
+
+DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 TEXT = """
 title = "Two methods"
@@ -46,6 +49,19 @@ x = 71.25
 [seconds]
 c = 5
 """
+
+
+@cache
+def judgements() -> list[Judgement]:
+    """Return the verdicts on all claims, from the committed results."""
+    results = known(DOCS)
+    return [judged(claim, results) for claim in claims()]
+
+
+@cache
+def contents() -> dict[str, str]:
+    """Return the pages of the committed results."""
+    return pages.contents(DOCS)
 
 
 @pytest.fixture
@@ -210,8 +226,7 @@ CLAIM = re.compile(r'<details class="claim ([a-z-]+)"><summary><span class="chip
 
 @pytest.mark.slow
 def test_claims_with_results_come_first_and_figures_are_behind_a_click():
-    judgements = [judged(claim, known(DOCS)) for claim in claims()]
-    for group in pages.page_of_claims(judgements).split("\n## ")[1:5]:
+    for group in pages.page_of_claims(judgements()).split("\n## ")[1:5]:
         claims_of_paper = CLAIM.findall(group)
         assert all(kind == chip == verdict.replace(" ", "-") for kind, chip, verdict in claims_of_paper)
         order = [verdict for *_, verdict in claims_of_paper]
@@ -222,7 +237,7 @@ def test_claims_with_results_come_first_and_figures_are_behind_a_click():
 
 @pytest.mark.slow
 def test_the_filter_of_the_claims_has_all_verdicts_and_each_has_a_rule_in_the_style_sheet():
-    text = pages.page_of_claims([judged(claim, known(DOCS)) for claim in claims()])
+    text = pages.page_of_claims(judgements())
     count = Counter(verdict for *_, verdict in CLAIM.findall(text))
     choices = re.findall(
         r'<input type="radio" name="verdict" value="([a-z-]+)"( checked)?> (?:. )?([^<]+)</label>', text
@@ -261,8 +276,6 @@ def test_pages_keep_what_is_around_the_generated_part(tmp_path):
     assert "## Headline claims" in text
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "results"
-
 HEADLINES = {
     "stratify": ["confirmed", "partly", "confirmed", "partly"],
     "fedstas": ["contradicted", "contradicted", "contradicted"],
@@ -281,32 +294,31 @@ def test_the_sentences_about_the_papers_are_of_these_verdicts():
 
 @pytest.mark.slow
 def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
-    for name, text in pages.contents(DOCS).items():
+    for name, text in contents().items():
         if not name.endswith(".svg"):  # their paths depend on the version of Matplotlib
             assert (DOCS / name).read_text(encoding="utf-8") == text, "fedstrata reproduce --show --out docs/results"
 
 
 @pytest.mark.long
 def test_the_forest_plot_has_a_row_for_each_difference_of_accuracies():
-    judgements = [judged(claim, known(DOCS)) for claim in claims()]
     wanted = [
         f"− {comparison.than}, {comparison.column}"
-        for each in judgements
+        for each in judgements()
         if each.claim.kind in ("above", "near")
         for comparison, _ in each.decisive
     ]
-    committed, drawn = (DOCS / pages.FOREST).read_text(encoding="utf-8"), pages.forest(judgements)
+    committed, drawn = (DOCS / pages.FOREST).read_text(encoding="utf-8"), pages.forest(judgements())
     assert len(wanted) > 30
     for text in (committed, drawn):
         assert sorted(re.findall(r">(− [^<]*, [^<]*)</text>", text)) == sorted(wanted)
         for paper in ("Stratify", "FedSTaS", "FedSSAR", "ReBaFL"):
             assert f">{paper}</text>" in text
-    assert pages.forest(judgements) == drawn, "the same picture each time"
+    assert pages.forest(judgements()) == drawn, "the same picture each time"
 
 
 @pytest.mark.slow
 def test_the_picture_of_a_paper_has_each_row_of_its_tables_that_has_a_figure_of_the_paper():
-    results, there = known(DOCS), pages.contents(DOCS)
+    results, there = known(DOCS), contents()
     drawn = 0
     for paper in PAPERS:
         text = there[f"{paper}.md"].partition("## Results")[2].partition("## Differences")[0]
@@ -330,8 +342,7 @@ def test_the_picture_of_a_paper_has_each_row_of_its_tables_that_has_a_figure_of_
 
 @pytest.mark.slow
 def test_no_verdict_is_of_fewer_than_three_seeds():
-    for claim in claims():
-        found = judged(claim, known(DOCS))
+    for found in judgements():
         if found.verdict in ("confirmed", "partly", "contradicted", "inconclusive"):
             assert all(comparison.alone.n >= 3 for comparison, _ in found.decisive)
 
