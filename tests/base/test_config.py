@@ -134,7 +134,7 @@ def test_a_field_takes_a_name_a_table_and_an_object():
         ({"frame": {"siz": 2}}, r"^frame\.siz = 2: is not a known key; did you mean 'size'\? Use one of: .*\.$"),
         (
             {"frame": {"points": 2}},
-            r"^frame\.points = 2: is not a known key. .*\. .* so 'circle' is used\. Set name\.$",
+            r"^frame\.points = 2: is not a known key. .*\. .* so 'circle' is used\. Set 'name'\.$",
         ),
         ({"ink": {"width": 0}}, r"^ink\.width = 0: must be greater than 0"),
     ],
