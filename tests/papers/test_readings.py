@@ -181,7 +181,7 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     for said in [
         f"90, 5 and 5 clients, the bias of the mean update is {bias['[90, 5, 5]']:.1f} %",
         f"kept with a mean probability of {private['keep']:.2f}, but the wanted probability is 0.10",
-        f"({100 * (importance['drawn'] / importance['mean'] - 1):.0f} % too long)",
+        f"({100 * (importance['drawn'] / importance['mean'] - 1):.0f} % more)",
     ]:
         assert said in text, said
     differs = files("fedstrata.papers").joinpath("fedstas", "differs.md").read_text(encoding="utf-8")
