@@ -67,7 +67,7 @@ def test_missing_and_damaged_files_are_errors_that_say_what_to_do(folder: Path, 
         (tmp_path / FILE).unlink(missing_ok=True)
         (tmp_path / FILE).touch(mode=0o600)
         (tmp_path / FILE).write_bytes(data)
-        with pytest.raises(DataError, match=r"damaged|keys"):
+        with pytest.raises(DataError, match=r"damaged|fields"):
             Keys.read(tmp_path)
 
 
