@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from paired import Ratio, in_turns, ratio_of
 
@@ -124,6 +125,20 @@ def incremental_kmeans(_: str) -> Works:
     return plain, fast
 
 
+def messages(kind: str) -> Works:
+    """Compare writing the tensors of messages directly with ``safetensors.torch.save``, which gives the same bytes."""
+    from fedstrata.base import records
+
+    weights = {name: w.detach() for name, w in torch.nn.Linear(784, 200).named_parameters()}
+    tree = weights if kind == "weights" else {str(site): bytes(64) for site in range(10)}
+    named = records._separated(tree)[1]
+    assert safetensors.torch.save(named) == b"".join(records._block(named))
+    return (
+        lambda: [safetensors.torch.save(named) for _ in range(1000)] and None,
+        lambda: [b"".join(records._block(named)) for _ in range(1000)] and None,
+    )
+
+
 def memory(model: str) -> Works:
     """Compare keeping freed memory in the process with returning it to the system, as glibc does by default."""
 
@@ -168,6 +183,8 @@ PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
     "team, CNN": (team, "cnn", "engines/worker_pool.py: 10 clients of 600 samples, with convolutions"),
     "fused, MLP": (fused, "mlp", "stratify/client_batch.py: Stratify batch, 100 clients, one pass a batch"),
     "incremental k-means": (incremental_kmeans, "", "sampling/incremental_kmeans.py: 10,000 clients, 100 renewed"),
+    "messages, keys": (messages, "keys", "base/records.py: ten signatures of 64 bytes"),
+    "messages, weights": (messages, "weights", "base/records.py: a layer of 157,000 parameters"),
     "memory, CNN": (memory, "cnn", "process.py: FedAvg, freed memory kept"),
     "memory, MLP": (memory, "mlp", "process.py: the same with an MLP"),
 }

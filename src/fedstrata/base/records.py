@@ -182,8 +182,7 @@ Signature = Mapping[str, tuple[torch.dtype, torch.Size]]
 def _block(named: Mapping[str, Tensor]) -> list[Any]:
     """Return the parts of a safetensors block: its header, and the data of each tensor.
 
-    Most messages have many small tensors, for which ``safetensors.torch.save`` takes five times as long as this
-    function.
+    ``safetensors.torch.save`` writes the same bytes, but takes longer (``benchmarks/fast_paths.py``).
     """
     signature = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
     if not signature:

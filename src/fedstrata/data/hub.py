@@ -56,7 +56,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
         seed: The seed for drawing test samples from ``train``.
-        client: The column with the client of each sample; None if there is no such column.
+        client: The column that names each sample's client; None if the data set has no such column.
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If labels have names, the result contains

@@ -298,8 +298,8 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise the distribution of metrics over clients.
 
     Args:
-        values: The values of M metrics for each of N clients, shape (N, M). The summary of a metric ignores clients
-            whose value is NaN.
+        values: The values of M metrics for each of N clients, shape (N, M). Clients with the value NaN are
+            left out of the metric's summary.
         sizes: The number of test samples of each client, shape (N,). These numbers are the weights in
             ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).

@@ -237,11 +237,11 @@ class Objective(Setting):
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage that precedes the training with this objective, or None if there is no such stage."""
+        """Return a stage of training that comes before this objective's stage; None by default."""
         return None
 
     def personal_stage(self) -> Stage | None:
-        """Return the stage in which each client trains and keeps a personal model; None if there is no such stage.
+        """Return the stage in which each client trains and keeps a personal model; None by default.
 
         The stage comes after the training of the global model. Training starts with the client's last personal model.
         In this stage, ``Context.received["global"]`` contains the parameters of the global model.

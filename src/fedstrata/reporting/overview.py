@@ -120,7 +120,8 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    If there is no such target, return the hardest target that any run reached; None if runs did not reach any target.
+    If methods did not reach any target in this way, return the hardest target that any run reached. If runs did not
+    reach any target, return None.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]
