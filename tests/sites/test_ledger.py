@@ -348,7 +348,7 @@ def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pyte
     assert (rows["first", "LabelReport"]["answers"], rows["first", "LabelReport"]["refused"]) == (0, 1)
     assert main(["ledger", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "first  SizeReport: 3 answers, each from at least 30 samples, 24 bytes, ε = 1.5 in all" in out
+    assert "first  SizeReport: 3 replies, each from at least 30 samples, 24 bytes, ε = 1.5 in all" in out
     assert main(["ledger", str(tmp_path), "--csv"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 10

@@ -403,7 +403,7 @@ def test_a_deployment_learns_with_noise_from_its_sites(tmp_path: Path, capsys: p
     for name in "abcd":
         assert main(["ledger", str(fed / name), "--verify", "--told", str(fed / "result")]) == 0
         assert main(["ledger", str(fed / name)]) == 0
-        assert "each with noise of at least 0.0354 × privacy.clients.clip" in capsys.readouterr().out
+        assert "with noise of at least 0.0354 × privacy.clients.clip" in capsys.readouterr().out
         noises = [each.get("noise") for each in check(fed / name / PLACE).entries if each["kind"] == "Masked of Fit"]
         assert noises == [pytest.approx(0.05 / math.sqrt(2))] * 15
     assert json.loads((fed / "result" / "metrics.jsonl").read_text().splitlines()[-1])["epsilon"] > 0

@@ -48,17 +48,22 @@ class Comparison(NamedTuple):
     together: Difference
 
 
-def difference_text(difference: Difference) -> str:
+def difference_text(difference: Difference, unit: str = "") -> str:
     """Format a difference as text, with its interval or, if there are too few seeds, with the number of seeds.
+
+    Args:
+        difference: The difference.
+        unit: The unit of the difference; empty to leave the unit out.
 
     >>> difference_text(Difference(1.5, 3, (0.5, 2.5))), difference_text(Difference(-1.5, 1))
     ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
     """
     if difference.mean is None:
         return "not run"
+    unit = unit and f" {unit}"
     if difference.interval is None or difference.n < MIN_SEEDS:
-        return f"{signed(difference.mean)} ({difference.n} seed{'s' * (difference.n != 1)})"
-    return f"{signed(difference.mean)} [{', '.join(map(signed, difference.interval))}]"
+        return f"{signed(difference.mean)}{unit} ({difference.n} seed{'s' * (difference.n != 1)})"
+    return f"{signed(difference.mean)} [{', '.join(map(signed, difference.interval))}]{unit}"
 
 
 def signed(value: float) -> str:

@@ -318,7 +318,7 @@ def _margin(case: _Case) -> Judgement:
             verdict = "confirmed"
         one_more = f"the 95 % prediction interval for one more seed, [{signed(low)}, {signed(high)}], "
         one_more += "contains the paper's margin" if any(inside) else "does not contain the paper's margin"
-        text = f"{margins}. Our mean margin is {difference_text(difference)} points, and {one_more}"
+        text = f"{margins}. Our mean margin is {difference_text(difference, 'points')}, and {one_more}"
         decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
         return Judgement(case.claim, verdict, text, command, decisive=decisive)
 

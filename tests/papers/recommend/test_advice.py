@@ -128,7 +128,7 @@ def test_one_column_with_two_seeds(tmp_path):
     file = write(tmp_path / "board.json", ["two-classes-bernoulli"], methods)
     advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), file)
     assert advice.ahead == 0
-    assert "+10.0 (2 seeds) points. There are too few seeds" in advice.methods["rebafl"][0].text
+    assert "+10.0 points (2 seeds). There are too few seeds" in advice.methods["rebafl"][0].text
     assert advice.limits[0] == "The board has 1 column on 1 data set (digits), with 2 seeds per method."
 
 

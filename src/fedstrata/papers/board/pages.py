@@ -181,10 +181,10 @@ def _best(verdicts: Verdicts, measure: str) -> str:
     name = verdicts.best_at(measure)
     if name in (None, BASELINE):
         return f"At equal {cost}, FedAvg has the best validation accuracy."
-    difference = difference_text(verdicts.difference(str(name), measure))
+    difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
         f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at equal {cost} "
-        f"differs from FedAvg's by {difference} points."
+        f"differs from FedAvg's by {difference}."
     )
 
 

@@ -183,7 +183,7 @@ def _result(difference: Difference, column: Column) -> Reason:
         "too few seeds": " There are too few seeds to judge this difference.",
     }
     seeds = "" if difference.interval is None else f", with {n} seeds"
-    change = f"{difference_text(difference)} points{seeds}."
+    change = f"{difference_text(difference, 'points')}{seeds}."
     text = f"In the nearest column of the board, the accuracy differs from FedAvg's accuracy by {change}"
     text += verdicts.get(order, "")
     return Reason(text, f"board, {column.name}", "", difference.mean, difference.interval, n)

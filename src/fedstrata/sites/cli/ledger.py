@@ -58,12 +58,13 @@ def _ledger(options: argparse.Namespace) -> int:
         writer.writerows({key: csv_cell(value) for key, value in entry.items()} for entry in checked.entries)
     elif not options.verify:
         for row in totals(checked.entries):
-            parts = [f"{row['run']}  {row['question']}: {row['answers']} answers"]
+            replies = "1 reply" if row["answers"] == 1 else f"{row['answers']} replies"
+            parts = [f"{row['run']}  {row['question']}: {replies}"]
             parts += [f"{row[key]} {key}" for key in ("refused", "failed") if row[key]]
             fewest, epsilon, noise = row["fewest_samples"], row["epsilon"], row["least_noise"]
-            parts += [f"each from at least {fewest} samples"] if fewest is not None else []
+            parts += [f"{'each ' * (row['answers'] != 1)}from at least {fewest} samples"] if fewest is not None else []
             parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
-            parts += [f"each with noise of at least {noise:.3g} × privacy.clients.clip"] if noise is not None else []
+            parts += [f"with noise of at least {noise:.3g} × privacy.clients.clip"] if noise is not None else []
             print_lines(", ".join(parts))
         for line in _privacy(privacy) if privacy else ():
             print_lines(line)
