@@ -50,7 +50,7 @@ CASES = {
     "answers that do not fit into one message come in several": "large replies are sent in several messages",
     "a model is measured alike and nothing changes": "an evaluation gives the same metrics, and changes no state",
     "nobody to ask": "a request to an empty list of clients gives an empty result",
-    "beyond one message": "two replies are together larger than the maximum size of a message",
+    "beyond one message": "two replies together exceed the maximum size of a message",
     "garbled asked": "a site's reply is damaged during the transfer",
     "garbled in a group": "in a group, a site's reply is damaged during the transfer",
     "garbled on a way": "in a relay, a message is damaged during the transfer",
@@ -96,8 +96,8 @@ An *engine* decides where clients run. All engines handle the same requests in t
 | sites, real | sites of NVFlare, each in its own process |
 | …, through the server | sites of NVFlare, which send messages to each other only through the server |
 
-If a row does not name an engine, the case cannot happen on this engine. Brackets contain the fault, or the number of
-values in the reply.
+If a row does not name an engine, the case cannot happen on this engine. Words in brackets name the fault, or
+give the number of values in the reply.
 
 :::{dropdown} All cases
 """
