@@ -1,4 +1,4 @@
-"""Availability that is read from a file, such as a trace of real devices."""
+"""Availability read from a file, such as a trace of real devices."""
 
 from __future__ import annotations
 

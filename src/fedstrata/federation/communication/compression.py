@@ -1,4 +1,4 @@
-"""Encode requests and decode replies at the server, which stores the version of the model that each client has."""
+"""The server's part of compression: encode requests, decode replies, and store which model version each client has."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from fedstrata.federation.secure.ring import Total
 
 @record("ChannelState")
 class CompressionState:
-    """The server's state for encoding and decoding messages, which is part of a checkpoint.
+    """The server's state for encoding and decoding messages. It is part of a checkpoint.
 
     Args:
         exchange: Id of the latest exchange of requests and replies.
         version: The latest version of the model that clients get; −1 before the first version.
         digest: The digest of the latest version.
-        params: The parameters of the latest version, which differ from the server's model by the error of the codec.
+        params: The parameters of the latest version. They differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
         confirmed: The version of the model that each client has, shape (N,); −1 if the server does not know the
             version.
@@ -86,7 +86,7 @@ class Reader:
     method_check: Check | None = None
 
     def check(self, answer: EncodedReply) -> None:
-        """Raise an error if an encoded update has the wrong size, or a decoded reply does not fit the request.
+        """Raise an error if an encoded update has the wrong size, or if a decoded reply does not fit the request.
 
         Raises:
             ReplyRefusedError: The reply is refused; the message contains the reason.
@@ -114,7 +114,7 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its model update. The tensors that encode the update are removed, too."""
+        """Return the reply without its model update, and without the tensors that encode the update."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
@@ -144,14 +144,14 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """The compression of a run, which encodes requests that contain a model, and decodes the replies to these requests.
+    """The compression of a run: it encodes requests that contain a model, and decodes the replies to them.
 
     Args:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function of the model and the settings, which returns tensors with the names, shapes and dtypes of
-            the objective's message.
+        expected: A function of the model and the settings that returns tensors with the names, shapes and dtypes of the
+            objective's message.
         additive: Names of the groups in the objective's message that may be added up over rounds.
     """
 
@@ -168,7 +168,7 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round and the server's parameters from which the latest version of the clients' model was made."""
+        """The round and the server's parameters from which the latest version of the clients' model was computed."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
         """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
@@ -176,7 +176,7 @@ class Compression:
         Requests without a model are sent without encoding.
 
         Raises:
-            FedstrataError: The requests contain a model, and are not the same for all clients.
+            FedstrataError: The requests contain a model, but differ between clients.
         """
         request: Any = next(iter(requests.values()), None)
         if not isinstance(request, ModelRequest):
