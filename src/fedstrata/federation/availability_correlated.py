@@ -99,7 +99,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return n (a client's number of samples) to the power of ``exponent``, divided by the mean over the clients."""
+        """Return n (a client's number of samples) to the power of ``exponent``, divided by the mean over clients."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

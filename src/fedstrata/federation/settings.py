@@ -177,7 +177,7 @@ class Privacy(Setting):
 
     @property
     def colluding(self) -> int:
-        """The number of clients that may collude with the server: ``clients.colluding``, or 0 if ``clients`` is not set."""
+        """The number of clients that may collude with the server: ``clients.colluding``, or 0 if this is not set."""
         return 0 if self.clients is None else self.clients.colluding
 
     @property

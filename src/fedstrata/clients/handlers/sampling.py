@@ -1,4 +1,4 @@
-"""Answer client samplers' requests for information about clients, such as numbers of samples and losses."""
+"""Answer the client samplers' requests for information about clients, such as numbers of samples and losses."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _TrainsLike(CrossEntropy):
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to the parameters that ``objective`` trains and that clients send."""
+        """Return cross-entropy that trains only the parameters that ``objective`` trains and that clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()

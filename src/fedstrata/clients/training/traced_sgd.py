@@ -5,11 +5,11 @@ operations of one step (forward, backward, update) in a graph, simplifies the gr
 Tracing takes a tenth of a second and does not need a compiler.
 
 A model cannot be traced if its operations depend on values of tensors, or if it uses tensors other than its parameters.
-A model that cannot be traced is trained with autograd. The results are the same, except that sums may be added in
-another order.
+Models that cannot be traced are trained with autograd. The results are the same, except that sums may be computed in a
+different order.
 
-Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
-network (``benchmarks/fast_paths.py``).
+Compared with autograd, Stratify with single samples is 2.4 times as fast on an MLP, and 1.9 times as fast on a
+convolutional network (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TracedSGD:
 
     Args:
         loss: The function to minimise.
-        params: The initial parameters, which are copied.
+        params: The initial parameters, which the object copies.
         x: An example input, shape (1, …). Only the shape and the dtype matter.
         y: An example label, shape (1,). Only the dtype matters.
         weight_decay: The weight decay λ.

@@ -94,7 +94,7 @@ With two sites, each site could compute the other site's vector from the sum.
 """
 
 Confirm = Literal["needed", "always"]
-"""When sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or ``always``."""
+"""When sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or always."""
 Seed = Literal["self", "pair"]
 
 
