@@ -14,13 +14,13 @@ from fedstrata.models.model import Model
 
 
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
-    """Run a forward pass in training mode. Return True if the pass draws random numbers, as a dropout layer does.
+    """Run a forward pass in training mode, and return True if it draws random numbers, as a dropout layer does.
 
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 
     Args:
         model: The model, whose values do not change.
-        x: Some samples. A single sample is used twice. If there are no samples, two samples of zeros are used.
+        x: Some samples. A single sample is used twice. Without samples, two samples of zeros are used.
 
     Raises:
         SpecError: The forward pass fails, or changes a frozen parameter.
