@@ -1,4 +1,4 @@
-"""Add the commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which tries settings."""
+"""Add the commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which varies settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Run a round with client-level differential privacy (``privacy.clients``).
 
-Such a round adds a noisy mean of the clients' updates to the model.
+The server adds a noisy mean of the clients' updates to the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def noisy_form(recipe: Recipe, config: FederationConfig) -> NoisyForm:
-    """Return the rule by which a secure sum adds up a recipe's updates and the clients' noise."""
+    """Return the rule with which a secure sum adds up a recipe's updates and the clients' noise."""
     return NoisyForm(config, recipe.most_summed(config), _trained(recipe, config, config.model.params()))
 
 
 def private_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
     """Select clients, train them, and add the noisy mean of their clipped updates to the model.
 
-    The server optimiser gets only the noisy mean, so the optimiser does not affect ε. If a secure sum fails, only the
-    client sampler's state changes.
+    The server optimiser gets only the noisy mean, so it does not affect ε. If the secure sum fails, only the client
+    sampler's state changes.
     """
     config, weights, dp = federation.config, state.weights, federation.config.privacy.clients
     assert dp is not None
