@@ -342,7 +342,7 @@ def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) ->
     """Return the total size of the strata from which at least one client replied.
 
     If the numbers of draws per stratum are random (``stratum_chance``), strata without an invited client also count,
-    because ``_chance`` compensates for these strata.
+    because ``_chance`` compensates for them.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

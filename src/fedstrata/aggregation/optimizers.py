@@ -114,7 +114,7 @@ class Stepper:
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
         """Take a step of SGD: v ← momentum · v + g and w ← w − η v, where g = gradient / samples.
 
-        Where possible, the last operation includes the division, which saves a pass over memory.
+        If possible, the last operation includes the division, which saves a pass over memory.
         """
         weights = list(self.params.values())
         if self.settings.weight_decay:

@@ -91,7 +91,7 @@ class RobustAggregator(Aggregator):
 
 
 def _named(params: Params, buffers: Params) -> Params:
-    """Return parameters and buffers in one mapping, with prefixes that keep their names distinct."""
+    """Return parameters and buffers in one mapping, with prefixes that make their names distinct."""
     return {f"params/{name}": w for name, w in params.items()} | {f"buffers/{name}": b for name, b in buffers.items()}
 
 

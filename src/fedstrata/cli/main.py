@@ -131,7 +131,7 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 def _imports(allowed: bool) -> Iterator[None]:
     """Allow or forbid imports of the Python code that a spec names, during the ``with`` block.
 
-    If imports are allowed, modules in the working directory can be imported, too.
+    If imports are allowed, they include modules in the working directory.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
@@ -177,7 +177,7 @@ def _flat(error: Exception) -> str:
 def _is_reader_gone() -> bool:
     """Return True if the program that reads standard output, such as ``head``, has closed the pipe.
 
-    Further output is then discarded, so that Python does not raise another error at exit.
+    Discard further output, so that Python does not raise another error at exit.
     """
     with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
         descriptor = sys.stdout.fileno()

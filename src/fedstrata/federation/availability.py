@@ -272,7 +272,10 @@ class Combined(Availability):
 
 
 def _seed_of(place: int, seed: int) -> int:
-    """Return the seed of a model in ``Combined``. The first model behaves as if there were no other models."""
+    """Return the seed of a model in ``Combined``.
+
+    The first model keeps the seed, so it behaves as if it were the only model.
+    """
     return int(rng(seed, "availability", place).integers(2**63)) if place else seed
 
 

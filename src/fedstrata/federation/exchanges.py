@@ -188,7 +188,7 @@ class Exchanges:
         return requests.among(clients, work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
-        """Return the clients that are online. Whether a client is online is decided once per round."""
+        """Return the clients that are online, which is decided once per round."""
         online = self.log.online
         if new := [client for client in clients if client not in online]:
             drawn = self._availability.online(np.array(new, dtype=np.int64), self.log.round, self._config.seed)
@@ -255,13 +255,13 @@ class Exchanges:
         return replies
 
     def _log_failures(self, failures: Mapping[ClientId, Failure], refused: bool) -> None:
-        """Log failures, except bystanders: clients that only waited for another client that failed.
+        """Log the failures, except those of bystanders: clients that only waited for a client that failed.
 
-        Bystanders are logged only if no other entry of the log explains why the exchange failed.
+        Log bystanders only if no other entry of the log explains why the exchange failed.
 
         Args:
             failures: The failure of each client.
-            refused: Whether the log already has an entry, because the server refused a reply.
+            refused: Whether the log already contains the refusal of a reply.
         """
         broken = not refused and all(failure.bystander for failure in failures.values())
         for client, failure in failures.items():

@@ -252,7 +252,8 @@ class Federation:
     ) -> Any:
         """Send requests as ``ask`` does, and return the ``Replies``.
 
-        With ``at_once``, the engine may compute the sum of the replies in one pass. The result is then a ``Summed``.
+        With ``at_once``, the engine may compute the sum of the replies in one pass, and the result is then a
+        ``Summed``.
         """
         legs = self.legs(self, requests, check)
         leg = next(legs)
@@ -279,7 +280,7 @@ class Federation:
         return replies
 
     def _falsify(self, attack: Attack, requests: Requests, replies: Replies, check: Check | None) -> None:
-        """Falsify the attackers' replies, and remove false replies that the server would refuse."""
+        """Falsify the attackers' replies, and remove the false replies that the server would refuse."""
         false = attack.altered(self.round, self.config.seed, self.attackers, requests, replies)
         for client, reply in false.items():
             if defect := defect_of(reply, requests[client].check_reply, check):
@@ -290,7 +291,7 @@ class Federation:
                 replies[client] = reply
 
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
-        """Return the sum of the replies if the engine can compute a usable sum in one pass; otherwise None."""
+        """Return the sum of the replies, if the engine can compute a usable sum in one pass; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
         # With a simulated network and a deadline, a reply can be late because of its size, so each reply is needed.
         alone = clock is not None and self.availability.network and deadline is not None

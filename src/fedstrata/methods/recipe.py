@@ -115,7 +115,7 @@ class Recipe(Method):
         }
 
     def _checked_parts(self) -> dict[Choice, Setting]:
-        """Return the result of ``parts``; raise ``TypeError`` for an unknown choice or an object of the wrong class."""
+        """Return the result of ``parts``; raise ``TypeError`` for an unknown component or a wrong class."""
         parts: Any = self.parts()
         for choice, part in parts.items():
             if choice not in CHOICES:
@@ -127,7 +127,7 @@ class Recipe(Method):
         return dict(parts)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the default of each optional setting of the method, without the four choices."""
+        """Return the default of each optional setting of the method, without the four components."""
         return {
             key: field.get_default(call_default_factory=True)
             for key, field in type(self).model_fields.items()
@@ -136,7 +136,10 @@ class Recipe(Method):
 
     @model_validator(mode="after")
     def _set_parts(self) -> Self:
-        """Set choices that the spec does not replace. Raise an error for settings that affect only replaced choices."""
+        """Set the components that the spec does not replace.
+
+        Raise an error for settings that affect only replaced components.
+        """
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
@@ -357,7 +360,10 @@ class Recipe(Method):
 
 
 def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
-    """Return the requests to clients that start from different models. Clients with the same model share a request."""
+    """Return the requests to clients that start from different models.
+
+    Clients with the same model get one shared request.
+    """
     models = list({id(model): model for model in starts.values()}.values())
     place = {id(model): index for index, model in enumerate(models)}
     which = {client: place[id(model)] for client, model in starts.items()}

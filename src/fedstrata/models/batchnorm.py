@@ -101,12 +101,12 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     """Compute the statistics of the batch over all clients.
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
-    distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
-    number per channel are cast to float64. The clients communicate only once. The usual algorithm first averages over
-    all clients, and needs a second communication.
+    distances from this mean, and from these two values Σx and Σx² in float64. Only vectors with one number per channel
+    are cast to float64. The clients communicate only once, whereas the usual algorithm first averages over all clients
+    and needs a second exchange.
 
     Returns:
-        The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
+        The mean and the biased variance, each of shape (C,) and float64, and the number of values per channel.
     """
     channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
     sums = torch.zeros(2, channels, dtype=torch.float64, device=x.device)

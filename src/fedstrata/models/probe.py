@@ -58,14 +58,14 @@ def _two(x: Tensor) -> Tensor:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects whether this thread runs a PyTorch operation that draws random numbers.
 
-    A comparison of generator states would also detect draws in other threads, because all threads share the generator.
+    Comparing generator states would also detect draws in other threads, because all threads share the generator.
     """
 
     random = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because otherwise PyTorch would import its compiler, which takes two seconds."""
+        """Return False, so that PyTorch does not import its compiler, which takes two seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

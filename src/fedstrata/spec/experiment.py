@@ -106,7 +106,7 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Give callbacks without a metric the primary metric, so that the spec in the run folder names their metric."""
+        """Set the primary metric for callbacks without a metric, so that the spec in the run folder names it."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
@@ -208,7 +208,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """If ``folder`` contains the file that a section names, replace the file's name by the path of this file."""
+    """If ``folder`` contains the file that a section names, replace the file's name with its path."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():
@@ -459,8 +459,7 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
     """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``. An override also applies if the experiment and the spec have the same ``name`` in
-    this section.
+    it sets the section's ``name``, or if the experiment and the spec have the same ``name`` in this section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.

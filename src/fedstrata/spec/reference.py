@@ -186,11 +186,11 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that are described on other pages, which are the pages of the method's choices.
+    """Return the settings of a method that the pages of its components describe.
 
     Returns:
-        A mapping from a setting's name in the method to a pair: the choice, and the setting's name in the choice. For
-        the choice itself, the second name is empty.
+        A mapping from a setting's name in the method to a pair: the component, and the setting's name there (empty for
+        the component itself).
     """
     recipe = _default_recipe(cls)
     if recipe is None:
@@ -205,7 +205,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence that links to a method's choices and names the settings of these choices."""
+    """Return a sentence that links to a method's components and names their settings."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     defaults = {key: default for key, _, default, _ in common("method")}
     with_settings = {choice for choice, name in belongs.values() if name}
@@ -264,7 +264,7 @@ def _toml(default: str) -> str:
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
     """Return a mapping from each key of a class to its description in a docstring.
 
-    Descriptions come from the docstrings of the class, of its base classes and, for a method, of its choices.
+    Descriptions come from the docstrings of the class, of its base classes and, for a method, of its components.
     """
     descriptions: dict[str, str] = {}
     if recipe := _default_recipe(cls):
@@ -306,7 +306,7 @@ def _type(kind: Any, plural: str = "") -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Return True if a type is a settings class whose value in a spec must be a table and cannot be a name."""
+    """Return True if a type is a settings class whose value in a spec must be a table, not a name."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 

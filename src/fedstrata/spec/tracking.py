@@ -276,10 +276,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock MLflow's store during the ``with`` block if the store is an SQLite file.
-
-    The lock ensures that only one process creates the file.
-    """
+    """Lock MLflow's store during the ``with`` block if it is an SQLite file, so that only one process creates it."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield

@@ -170,10 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return an update plus the stored encoding error.
-
-    The error is multiplied by a factor that depends on its age.
-    """
+    """Return an update plus the stored encoding error, which is multiplied by a factor that depends on its age."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -189,9 +186,8 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """Return the parameters of the delivered model, and store them in the client's state.
 
     Raises:
-        FedstrataError: The client does not have the version to which the changes apply, or the changed model has the
-            wrong digest. The error is also raised if a complete model differs from an earlier model with the same
-            digest.
+        FedstrataError: The client does not have the version to which the changes apply, the changed model has the wrong
+            digest, or a whole model differs from an earlier model with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None
@@ -235,5 +231,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return an empty mapping from digests to models. The clients of this process add decoded models to the mapping."""
+    """Return an empty mapping from digests to models, to which the clients of this process add decoded models."""
     return OrderedDict()

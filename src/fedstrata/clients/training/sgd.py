@@ -93,7 +93,7 @@ class ManualSGD:
         return loss, [gradients[name] for name in params]
 
     def _backward(self, params: Params, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the mean loss, and two factors for each layer, whose product is the gradient for the layer's weight.
+        """Return the mean loss and, for each layer, two factors whose product is the gradient for the layer's weight.
 
         Returns:
             The loss, and a pair for each layer: the gradient δ with respect to the layer's output, shape (B, out), and
@@ -118,7 +118,7 @@ class ManualSGD:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that a module calls one after another, each with the prefix of the layer's parameter names.
+    """Yield the layers that a module calls one after another, each with the prefix of its parameter names.
 
     A module other than ``nn.Sequential`` and ``Classifier`` counts as one layer.
     """

@@ -121,10 +121,9 @@ def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) 
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Copy a value of an optimiser's state.
+    """Copy a value of an optimiser's state to the parameter's device and memory format.
 
-    Tensors get the parameter's device and memory format. The memory format, which affects rounding, is lost when a
-    state is stored or sent.
+    The memory format affects rounding, and is lost when a state is stored or sent.
     """
     if isinstance(value, Mapping):
         return {key: _like(parameter, item) for key, item in value.items()}

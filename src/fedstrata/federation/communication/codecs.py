@@ -135,7 +135,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _exponent(tensor: Tensor) -> int:
     """Return the smallest e, from −128 to 127, with which all absolute values are at most 127 · 2ᵉ.
 
-    The argument and the result of ``rounded`` have the same e.
+    For the argument and the result of ``rounded``, e is the same.
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
@@ -475,7 +475,7 @@ def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
 
 
 def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the indices of the k largest values, in ascending order; of equal values, the first are taken.
+    """Return the indices of the k largest values, in ascending order. Among equal values, the first ones are taken.
 
     >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
     array([0, 2, 3])
@@ -546,7 +546,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Raise an error if ``down`` sets ``damping`` or ``forget_after``: the server's error never becomes old."""
+        """Raise an error if ``down`` sets ``damping`` or ``forget_after``, because the server's error is never old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

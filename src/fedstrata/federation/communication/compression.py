@@ -236,8 +236,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
-        The matrices come from the previous exchange. In the first exchange, and after a change of shapes, the matrices
-        are random.
+        The matrices come from the previous exchange. They are random in the first exchange and after a change of
+        shapes.
         """
         if not isinstance(codec, PowerSGD):
             return {}
@@ -255,7 +255,7 @@ class Compression:
 
         Args:
             federation: The federation.
-            clients: The method's requests. Only the clients of these requests are used.
+            clients: The method's requests, of which only the clients are used.
             request: The envelope, whose inner request contains the model.
             check: A function that refuses unusable encoded replies.
         """
@@ -275,7 +275,7 @@ class Compression:
         return answers
 
     def _renew(self, round: int, params: Params) -> None:
-        """Once per round, make the server's parameters the next version of the clients' model."""
+        """Store the server's parameters as the next version of the clients' model, once per round."""
         if self._renewed_in == round and self._renewed_from is params:
             return
         self._renewed_in, self._renewed_from = round, params
@@ -301,7 +301,7 @@ class Compression:
         )
 
     def _delivery(self, base: int) -> ModelDelivery:
-        """Return the model for a client that has version ``base``: the changes since ``base``, or the whole model."""
+        """Return what a client with version ``base`` receives: the changes since ``base``, or the whole model."""
         state = self.state
         missed = state.version - base
         if base >= 0 and missed <= len(state.changes):

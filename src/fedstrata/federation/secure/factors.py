@@ -198,7 +198,7 @@ def _factor(name: str) -> str:
 
 
 def _entry(name: str, part: str) -> Any:
-    """Return a function that takes a payload and returns one of its tensors."""
+    """Return a function that returns one tensor of a payload."""
 
     def values(sent: Weights, term: Any) -> Params:
         payload: Mapping[str, Mapping[str, Tensor]] = term.payload if isinstance(term, _Term) else term

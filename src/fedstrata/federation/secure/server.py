@@ -349,7 +349,10 @@ class Exchange:
         self.outgoing = dict.fromkeys(self._members, Opened(self.number, self.contributors))
 
     def _seed(self, kind: Seed, owner: str, shares: Mapping[str, bytes]) -> bytes | None:
-        """Return a site's seed, reconstructed from shares. If this is impossible, fail the exchange and return None."""
+        """Reconstruct and return a site's seed from shares.
+
+        If this is impossible, fail the exchange and return None.
+        """
         package, threshold = self._package[owner], self._roster.threshold
         numbers = {holder: int.from_bytes(share) for holder, share in shares.items()}
 
@@ -405,7 +408,7 @@ class Exchange:
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
-    """Return the reason why a reply is not a message of the expected kind; otherwise, an empty string."""
+    """Return the reason why a reply is not a message of the expected type; an empty string if it is."""
     if not isinstance(reply, kind):
         return f"it has sent a {type(reply).__name__} instead of a {kind.__name__}"
     try:
@@ -416,7 +419,7 @@ def _type_defect(reply: Any, kind: type[Message]) -> str:
 
 
 def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> bool:
-    """Return True if a reply has one possible share of each requested seed."""
+    """Return True if a reply has one share in the valid range for each requested seed."""
     if reply.selfs.keys() != set(contributors) or reply.pairs.keys() != set(lost):
         return False
     each = [*reply.selfs.values(), *reply.pairs.values()]
@@ -424,7 +427,7 @@ def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> 
 
 
 def _sets(holders: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Return sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
+    """Return the sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
     if math.comb(len(holders), size) <= MOST_TRIES:
         yield from combinations(holders, size)
         return
