@@ -263,7 +263,7 @@ class LocalGroup:
     Args:
         size: The number of members.
         timeout: The number of seconds for which a member waits for the others before it breaks the group. None means no
-            limit: a member that fails must then always call ``abort``.
+            limit; a member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
