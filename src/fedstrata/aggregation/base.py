@@ -1,8 +1,8 @@
 """Aggregate the clients' models on the server.
 
-An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t). In this
-formula, w_t is the global model, and w_k is the trained model of client k. An ``Aggregator`` computes the weights a_k.
-A ``ServerOptimizer`` then applies the combined update, and treats the update as a negative gradient.
+An aggregation combines the clients' updates with one weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t), where w_t is
+the global model and w_k is the trained model of client k. An ``Aggregator`` computes the weights a_k. A
+``ServerOptimizer`` then applies the combined update as a negative gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Aggregator(Setting):
     """Whether the averaging weights depend on the number of samples that each client used."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as a verb phrase; empty if sums over clients are enough.
+    """The reason why the aggregator needs individual replies, as a verb phrase; empty if sums over clients are enough.
 
     A class must declare this attribute if it overrides a method that reads replies.
     """
@@ -60,7 +60,7 @@ class Aggregator(Setting):
         Args:
             selection: The invited clients, and how they were drawn.
             returned: The r clients that replied, as ascending indices into ``selection.clients``, shape (r,).
-            samples: The number of samples, tokens or pixels that each of these clients trained on, shape (r,).
+            samples: The number of samples, tokens or pixels on which each of these clients trained, shape (r,).
 
         Returns:
             The weights, shape (r,).
@@ -73,7 +73,7 @@ class Aggregator(Setting):
     def weigh(self, selection: Selection, returned: Ints, replies: Sequence[FitReply]) -> Floats:
         """Return the averaging weight a_k of each reply.
 
-        Override this method if the weights depend on more than numbers of samples.
+        Override this method if the weights depend on more than the numbers of samples.
 
         Args:
             selection: The invited clients, and how they were drawn.
@@ -86,15 +86,15 @@ class Aggregator(Setting):
         return self.coefficients(selection, returned, np.array([reply.size for reply in replies]))
 
     def init(self, config: FederationConfig) -> Tree:
-        """Return the state before the first round. The default is None, because the server optimiser has no state yet.
+        """Return the state before the first round. Default: None, because the server optimiser has no state yet.
 
-        A subclass that stores values between rounds must override ``init`` and ``combine``. The state must be a tree of
-        plain values, arrays and tensors (``fedstrata.base.records``), because checkpoints contain the state.
+        A subclass that stores values between rounds must override ``init`` and ``combine``. Checkpoints contain the
+        state, so it must be a tree of plain values, arrays and tensors (``fedstrata.base.records``).
         """
         return None
 
     def starts(self, weights: Weights, state: Tree, clients: Sequence[int]) -> dict[int, Weights]:
-        """Return the model from which each client starts to train; see ``own_starts``.
+        """Return the model from which each client starts training; see ``own_starts``.
 
         Args:
             weights: The global model.
@@ -104,7 +104,7 @@ class Aggregator(Setting):
         return dict.fromkeys(clients, weights)
 
     def evaluated(self, weights: Weights, state: Tree) -> Weights:
-        """Return the model to evaluate, and to save at the end of a run. Default: the global model."""
+        """Return the model that is evaluated, and that is saved at the end of a run. Default: the global model."""
         return weights
 
     def combine(
@@ -112,14 +112,14 @@ class Aggregator(Setting):
     ) -> tuple[Weights, Tree]:
         """Return the new global model and the new state. Without replies, the model and the state do not change.
 
-        This method is called in every round, even if no client replied. It must not change ``state`` in place.
+        This method is called in every round, even if no client replied. Do not change ``state`` in place.
 
         Args:
             weights: The global model of the round.
             state: The state after the previous round. In this base class, the state belongs to the server optimiser.
             selection: The invited clients, and how they were drawn.
-            replies: A mapping from each client to its reply, in ascending order of clients. Invited clients are missing
-                if they were absent or late, if they failed, or if the server refused their reply.
+            replies: A mapping from each client to its reply, in ascending order of clients. An invited client is
+                missing if it was absent or late, if it failed, or if the server refused its reply.
         """
         if not replies:
             return weights, state
@@ -168,7 +168,7 @@ class Aggregator(Setting):
         return bounds.updates(weight) | bounds.buffers(weight) | (bounds.size() if self.needs_counts else {})
 
     def combine_sums(self, weights: Weights, state: Tree, selection: Selection, sums: Sums) -> tuple[Weights, Tree]:
-        """Return the same values as ``combine``, computed only from the sums of ``summands``."""
+        """Compute the same values as ``combine``, but only from the sums of ``summands``."""
         if not sums.weight(self.share):
             return weights, state
         update = sums.updates(self.share, weights.params, sums.weight(self.share))
@@ -191,7 +191,7 @@ class Aggregator(Setting):
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: Floats) -> Params:
-    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter. Add the terms in the order of ``models``."""
+    """Return the combined update Σ_k a_k (w_k − w_t) of each parameter, summed in the order of ``models``."""
     update, factors = Params(), a.tolist()
     for name, before in params.items():
         update[name] = torch.zeros_like(before)
@@ -206,10 +206,7 @@ def squared_norm(tensors: Params) -> float:
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params:
-    """Average float buffers with the weights a_k / Σ_j a_j.
-
-    For integer buffers, such as counters, return the maximum.
-    """
+    """Average floating-point buffers with the weights a_k / Σ_j a_j; take the maximum of integer buffers (counters)."""
     total = float(a.sum())
     if total == 0:
         return buffers
@@ -229,7 +226,7 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: Floats) -> Params
 class MeanBySize(Aggregator):
     """The mean of the clients' models, weighted by the number of samples that each client used (FedAvg).
 
-    The weights of the clients that replied add up to 1. If clients were drawn in proportion to their numbers of
+    The weights of the clients that replied add up to 1. If the sampler drew clients in proportion to their numbers of
     samples, all draws have equal weights instead.
     """
 
@@ -237,7 +234,7 @@ class MeanBySize(Aggregator):
     needs_replies = ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights in proportion to the number of samples that each client used.
+        """Return weights proportional to the number of samples that each client used.
 
         >>> selection = Selection.plain(np.array([0, 4, 7]), 10)
         >>> MeanBySize().coefficients(selection, np.array([0, 2]), np.array([30, 10])).tolist()
@@ -256,7 +253,7 @@ class Mean(Aggregator):
     needs_replies = ""
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights in proportion to each client's number of draws."""
+        """Return weights proportional to each client's number of draws."""
         draws = selection.draws[returned]
         result: Floats = draws / draws.sum()
         return result
@@ -271,14 +268,14 @@ class StratumMean(Aggregator):
     samples, N_h and N count samples instead of clients.
 
     The papers call this average unbiased, but it has two biases. First, clients with large gradients are drawn more
-    often, but do not get smaller weights. Second, strata without a drawn client do not count, as in the published code.
+    often without getting smaller weights. Second, strata without a drawn client do not count, as in the published code.
     ``HorvitzThompson`` is unbiased.
     """
 
     needs_replies = "weights each client by its stratum"
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights in proportion to N_h / m_h for each client. The weights add up to 1.
+        """Return weights proportional to N_h / m_h for each client, which add up to 1.
 
         >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
         >>> selection = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), stratum, stratum_sizes)
@@ -296,17 +293,16 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """An unbiased estimate of all clients' mean update, for draws with known probabilities (Horvitz, Thompson 1952).
 
-    The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, draws_k is how often
-    client k was drawn, and m_h is the number of draws from stratum h. A single draw from stratum h picks client k with
-    probability p_k. For draws without replacement, the weight is 1 / (N π_k), where π_k is the probability that client
-    k is drawn (Horvitz and Thompson 1952). The weights add up to 1 only on average, so they are applied to updates and
-    not to whole models.
+    The weight of client k in stratum h is draws_k / (N m_h p_k). N is the number of clients, and client k was drawn
+    draws_k times. Stratum h had m_h draws, each of which picks client k with probability p_k. For draws without
+    replacement, the weight is 1 / (N π_k), where π_k is the probability that client k is drawn. The weights add up to 1
+    only on average, so they are applied to updates and not to whole models.
     """
 
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if probabilities of draws are unknown, or if some strata may never be drawn.
+        """Raise ``SpecError`` if the probabilities of draws are unknown, or if some strata may never be drawn.
 
         The probabilities are known for draws with replacement, systematic draws and uniform draws.
         """
@@ -346,7 +342,7 @@ def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) ->
     """Return the total size of the strata from which at least one client replied.
 
     If the numbers of draws per stratum are random (``stratum_chance``), strata without an invited client also count,
-    because ``_chance`` compensates for these strata.
+    because ``_chance`` compensates for them.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

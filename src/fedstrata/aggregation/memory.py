@@ -1,4 +1,4 @@
-"""Aggregate with values that the server stores for each client, for federations with frequently absent clients."""
+"""Aggregate with values that the server stores for each client, for federations whose clients are often absent."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Remembering(Aggregator):
 
     @override
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Raise an error, because the averaging weights cannot be computed without the state.
+        """Always raise an error, because the averaging weights cannot be computed without the state.
 
         Raises:
-            NotImplementedError: This method always raises this error.
+            NotImplementedError: Always.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot compute averaging weights without its state. Call combine."
@@ -37,13 +37,13 @@ class Remembering(Aggregator):
 
 
 class Intervals(Remembering):
-    """A sum of updates, each weighted by the mean number of rounds between the client's replies (FedAU).
+    """The sum of the updates, each weighted by the mean number of rounds between the client's replies (FedAU).
 
     With N clients, the weight of client k is ω_k / N. The number ω_k estimates 1 / p_k, where p_k is the probability
-    that client k replies in a round. If client k sends the update Δ_k, the sum (1/N) Σ_k ω_k Δ_k then estimates the
-    mean update of all N clients. An interval between replies ends when the client replies, or after ``cutoff`` rounds.
-    The estimate ω_k is the mean length of the intervals that ended before the current round. Before the first interval
-    ends, ω_k is 1. A client that was not invited counts as absent.
+    that client k replies in a round. The sum (1/N) Σ_k ω_k Δ_k of the updates Δ_k therefore estimates the mean update
+    of all N clients. An interval between replies ends when the client replies, or after ``cutoff`` rounds. The estimate
+    ω_k is the mean length of the intervals that ended before the current round. Before the first interval ends, ω_k is
+    1. A client that was not invited counts as absent.
 
     Args:
         cutoff: Maximum interval K between two replies of a client, in rounds. A smaller K lowers the weights of clients
@@ -80,11 +80,11 @@ class Intervals(Remembering):
 
 
 class LastUpdates(Remembering):
-    """The mean of every client's most recent update, including absent clients (MIFA).
+    """The mean of all clients' most recent updates, including absent clients (MIFA).
 
-    The new model is w ← w_t + (1/N) Σ_k y_k. Here, y_k is the last update that client k sent. Before the client's first
-    reply, y_k is zero. If the clients' learning rate changes, stored updates are not rescaled. The model also changes
-    in rounds in which no client replies. BatchNorm's buffers are averaged over the replies of the round.
+    The new model is w ← w_t + (1/N) Σ_k y_k. Here, y_k is the last update that client k sent, or zero before its first
+    reply. If the clients' learning rate changes, stored updates are not rescaled. The model also changes in rounds in
+    which no client replies. BatchNorm's buffers are averaged over the replies of the round.
 
     Args:
         memory_gb: Maximum memory for stored updates (one per client), in GB.
@@ -112,13 +112,13 @@ class LastUpdates(Remembering):
 
 
 class VarianceReduced(LastUpdates):
-    """The mean of every client's last update, corrected with this round's updates (FedVARP).
+    """The mean of all clients' last updates, corrected with this round's updates (FedVARP).
 
     The new model is w ← w_t + (1/N) Σ_j y_j + (1/r) Σ_{k∈S} (Δ_k − y_k). S is the set of the r clients that replied in
     this round, and Δ_k is the new update of client k. The value y_k is the client's last update from an earlier round,
-    which is zero before the client's first reply. If all clients reply with the same probability, the added terms are
-    an unbiased estimate of the mean update of all clients. A round without a reply does not change the model.
-    BatchNorm's buffers are averaged over the replies of the round.
+    or zero before its first reply. If all clients reply with the same probability, the added terms are an unbiased
+    estimate of the mean update of all clients. A round without a reply does not change the model. BatchNorm's buffers
+    are averaged over the replies of the round.
 
     Args:
         memory_gb: Maximum memory for stored updates (one per client), in GB.
@@ -155,7 +155,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
     """Return the mean update (1/N) Σ_k y_k of each parameter, where y_k is zero for clients without an update.
 
     Args:
-        params: The parameters. The result has the names and shapes of the parameters.
+        params: The parameters, which determine the names and shapes of the result.
         updates: A mapping from clients to updates.
         clients: The number N of all clients.
     """
@@ -166,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean model. Updates are multiplied by the number of rounds since the client's last reply (FedAWE).
+    """The mean model. Each update is multiplied by the number of rounds since the client's last reply (FedAWE).
 
     In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. Client k last replied in
     round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the initial model,
@@ -174,8 +174,8 @@ class Echoes(Remembering):
     for each round since the client's last reply ("adaptive innovation echoing"). Second, the average of the models x_k
     spreads the updates equally among all clients ("implicit gossiping"). A client that was not invited counts as
     absent, and a round without a reply does not change the model. The server optimiser (``server``) applies the mean of
-    (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. The mean of the
-    models x_k of all clients is evaluated and saved, as in the authors' program.
+    (t − τ_k) Δ_k to the mean of x_k. BatchNorm's buffers are averaged over the replies of the round. As in the authors'
+    program, the mean of all clients' models x_k is evaluated and saved.
 
     In the paper, the server sends x_k to the client at the end of round τ_k, and the client stores x_k. In this
     implementation, the server stores these models and sends x_k at the beginning of round t. Clients then do not need a
@@ -242,7 +242,7 @@ class Echoes(Remembering):
 
 
 def require_memory(config: FederationConfig, models: int, limit: float, what: str) -> None:
-    """Raise an error if the tensors that an aggregator stores could exceed its setting ``memory_gb``.
+    """Raise an error if an aggregator's stored tensors could exceed its setting ``memory_gb``.
 
     Args:
         config: The federation's settings.

@@ -1,4 +1,4 @@
-"""Update the global model on the server with an optimiser, given the clients' combined update or gradient."""
+"""Update the global model on the server with an optimiser, from the clients' combined update or gradient."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ServerOptimizer(Setting):
 
     The gradient g is the negative update. An adaptive optimiser starts with m = 0 and v = τ². Each step sets m ← β₁ m +
     (1 − β₁) g, updates v, and then sets w ← w − η m / (√v + τ). Adam sets v ← β₂ v + (1 − β₂) g². Yogi sets v ← v − (1
-    − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Adaptive optimisers have no bias correction, unlike
-    PyTorch's Adam.
+    − β₂) g² sign(v − g²). Adagrad sets v ← v + g², and has β₁ = 0. Unlike PyTorch's Adam, adaptive optimisers have no
+    bias correction.
 
     Args:
         optimizer: Type of optimiser: ``sgd`` (FedAvgM if ``momentum`` is set), ``adam`` (FedAdam), ``yogi`` (FedYogi)
@@ -66,10 +66,9 @@ class ServerOptimizer(Setting):
     def apply(
         self, params: Params, update: Params, state: Tree, round: int = 1, rounds: int = 1
     ) -> tuple[Params, Tree]:
-        """Take one step that uses ``update`` as the negative gradient. Return the new parameters and the new state.
+        """Take one step with ``update`` as the negative gradient, and return the new parameters and the new state.
 
-        The learning rate depends on ``round`` (counted from 1) and ``rounds`` (the total number of rounds), if a
-        schedule is set.
+        If a schedule is set, the learning rate depends on ``round`` (counted from 1) and ``rounds`` (the total number).
         """
         lr = None if self.schedule is None else scheduled(self.rate, self.schedule, round, rounds)
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
@@ -86,14 +85,13 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 class Stepper:
     """A server optimiser that changes its own copy of the parameters step by step.
 
-    This class does not use PyTorch's optimisers, because their import takes seconds, and because they differ from the
-    optimisers in the paper.
+    This class does not use PyTorch's optimisers, which take seconds to import and differ from the paper's optimisers.
 
     Args:
         settings: The optimiser's settings.
         params: The initial parameters, which are copied.
-        state: The state that ``Stepper.state`` returned earlier; None to start without a state.
-        lr: The learning rate; None for the learning rate of ``settings``.
+        state: A state that ``Stepper.state`` returned earlier; None to start without a state.
+        lr: The learning rate. Default: the learning rate in ``settings``.
     """
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
@@ -116,7 +114,7 @@ class Stepper:
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
         """Take a step of SGD: v ← momentum · v + g and w ← w − η v, where g = gradient / samples.
 
-        Where possible, the last operation includes the division, which saves a pass over memory.
+        If possible, the last operation includes the division, which saves a pass over memory.
         """
         weights = list(self.params.values())
         if self.settings.weight_decay:
@@ -151,7 +149,7 @@ class Stepper:
             w.sub_(self._lr * m / (v.sqrt() + tau))
 
     def state(self) -> Tree:
-        """Return the state that a later stepper needs, as two lists of tensors in the order of the parameters.
+        """Return the state for a later stepper: two lists of tensors in the order of the parameters.
 
         The list ``first`` contains the velocity of ``sgd``, or m of an adaptive optimiser. The list ``second`` contains
         v of an adaptive optimiser, and is empty for ``sgd``.

@@ -1,4 +1,4 @@
-"""Add noise to sums of clipped updates for differential privacy of clients (McMahan et al. 2018, arXiv:1710.06963)."""
+"""Clip updates and add noise to their sum, for client-level privacy (McMahan et al. 2018, arXiv:1710.06963)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 
     Args:
         before: The tensors of the global model that clients train.
-        models: The models of the clients, which may contain further tensors.
+        models: The clients' models, which may contain further tensors.
         clip: The maximum L2 norm C of an update.
 
     Returns:
@@ -39,8 +39,7 @@ def clipped_sum(before: Mapping[str, Tensor], models: Iterable[Params], clip: fl
 def noisy_mean(total: Tensor, before: Mapping[str, Tensor], deviation: float, cohort: int, normal: Floats) -> Params:
     """Return (sum + deviation · normal) / cohort, with the names, shapes and dtypes of ``before``.
 
-    The divisor must be the expected number of clients, because the actual number of replies depends on individual
-    clients.
+    The divisor must be the expected number of clients, because the number of replies depends on individual clients.
 
     Args:
         total: The sum of the clipped updates, shape (d,).

@@ -1,4 +1,4 @@
-"""Aggregate robustly, so that false updates from a few clients have only a limited influence on the global model.
+"""Aggregate robustly, so that false updates from a few clients have little influence on the global model.
 
 Each client that replied counts once, regardless of its reported number of samples and its number of draws.
 """
@@ -24,10 +24,10 @@ from fedstrata.sampling.base import ClientSampler, Selection
 
 
 class RobustAggregator(Aggregator):
-    """Base class of aggregators that compare the values of individual updates.
+    """Base class of aggregators that compare individual updates.
 
-    Floating-point buffers, such as BatchNorm's running statistics, are combined together with the parameters. Messages
-    that an objective sends to the server are not combined robustly, but averaged.
+    Floating-point buffers, such as BatchNorm's running statistics, are combined together with the parameters. The
+    objective's messages to the server are not combined robustly, but averaged.
     """
 
     needs_replies = "compares individual updates"
@@ -91,7 +91,7 @@ class RobustAggregator(Aggregator):
 
 
 def _named(params: Params, buffers: Params) -> Params:
-    """Return parameters and buffers in one mapping, with prefixes that keep their names distinct."""
+    """Return parameters and buffers in one mapping, with prefixes that make their names distinct."""
     return {f"params/{name}": w for name, w in params.items()} | {f"buffers/{name}": b for name, b in buffers.items()}
 
 
@@ -99,8 +99,8 @@ class Median(RobustAggregator):
     """The coordinate-wise median of the updates (Yin et al. 2018).
 
     For an even number of updates, the median is the mean of the two middle values. The median tolerates false updates
-    from fewer than half of the clients. If clients have samples with different labels, the median ignores what only a
-    few clients have learnt. The median can then be less accurate than the mean.
+    from fewer than half of the clients. If clients have different labels, the median ignores what only a few clients
+    have learnt, and can be less accurate than the mean.
     """
 
     def center(self, updates: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class TrimmedMean(RobustAggregator):
 
     @property
     def least_replies(self) -> int:
-        """The minimum number of replies, 2 f + 1, which leaves at least one value per coordinate."""
+        """The minimum number of replies, 2 f + 1, so that at least one value per coordinate is left."""
         return 2 * self.attackers + 1
 
     def center(self, updates: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def _trimmed_mean(rows: Tensor, each_end: int) -> Tensor:
 class Krum(RobustAggregator):
     """Krum: the single update with the smallest distances to its nearest neighbours (Blanchard et al. 2017).
 
-    With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. The
-    update with the smallest score is used, and all other updates are ignored.
+    With n replies, the score of an update is the sum of its squared distances to its n − f − 2 nearest updates. Krum
+    uses the update with the smallest score and ignores all other updates.
 
     Args:
         attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
@@ -160,9 +160,7 @@ class Krum(RobustAggregator):
         return 2 * self.attackers + 3
 
     def center(self, updates: Tensor) -> Tensor:
-        """Return the update with the smallest score.
-
-        If several updates have the smallest score, return the first of these updates.
+        """Return the update with the smallest score; the first one if several updates have this score.
 
         >>> Krum(attackers=0).center(torch.tensor([[1.0], [2.0], [2.5], [9.0]])).tolist()
         [2.0]
@@ -195,9 +193,9 @@ class MultiKrum(Krum):
 
     @property
     def least_replies(self) -> int:
-        """The minimum number of replies, which is the larger of 2 f + 3 and f + ``chosen``.
+        """The minimum number of replies: the larger of 2 f + 3 and f + ``chosen``.
 
-        Even if f replies come from attackers, at least ``chosen`` replies are then honest.
+        With f attackers, at least ``chosen`` replies are then honest.
         """
         return max(super().least_replies, (self.chosen or 0) + self.attackers)
 
@@ -213,7 +211,7 @@ class MultiKrum(Krum):
 
 
 class GeometricMedian(RobustAggregator):
-    """An approximation of the geometric median of the updates (RFA, Pillutla et al. 2022).
+    """An approximate geometric median of the updates (RFA, Pillutla et al. 2022).
 
     Each step of the smoothed Weiszfeld algorithm sets v to the mean of the updates with weights 1 / max(ν, ‖v −
     update‖). The algorithm starts with v = 0, which stands for the unchanged global model.
@@ -244,8 +242,8 @@ class CentredClipping(RobustAggregator):
     """The mean of the updates, each clipped to a radius around the current estimate (Karimireddy et al. 2021).
 
     Each step adds the mean of (update − v) · min(1, τ / ‖update − v‖) to v. In one step, false updates therefore move v
-    by at most τ times the fraction of clients that send them. Each round starts with v = 0, which stands for the
-    unchanged global model. In the paper, a round instead starts with the result of the previous round.
+    by at most τ times the fraction of clients that send false updates. Each round starts with v = 0, which stands for
+    the unchanged global model. In the paper, each round starts with the result of the previous round.
 
     Args:
         radius: Clipping radius τ: maximum distance of an update from the current estimate of the mean.

@@ -1,4 +1,4 @@
-"""Aggregate with rescaled updates: each client's update, or the combined update, is multiplied by a factor."""
+"""Aggregate with rescaled updates: a factor multiplies each client's update, or the combined update."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SQUARES = 4096.0
 class Normalised(MeanBySize):
     """A weighted mean of the updates that corrects for different numbers of local steps (FedNova).
 
-    The weight of client k is p_k (Σ_j p_j τ_j) / τ_k for τ_k steps, where p_k is the client's weight in the aggregator
-    ``size``. If the clients' SGD has momentum, the sum of all gradients' weights in the update replaces τ_k (see
+    The weight of client k, which takes τ_k steps, is p_k (Σ_j p_j τ_j) / τ_k, where p_k is its weight in the aggregator
+    ``size``. With momentum, τ_k is replaced by the total weight of all gradients in the update (see
     ``gradient_weights``). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In
     the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged
     with the weights p_k.
@@ -95,10 +95,10 @@ class Normalised(MeanBySize):
 
 
 def gradient_weights(steps: Ints, momentum: float) -> Floats:
-    """Return the total weight of all gradients in an update of SGD with momentum.
+    """Return the total weight of all gradients in an update, for SGD with momentum.
 
     Without momentum, every gradient has the weight 1. With momentum ρ, a gradient also contributes to all later steps.
-    In each step, the gradient's weight is ρ times the gradient's weight in the previous step.
+    In each step, its weight is ρ times its weight in the previous step.
 
     >>> gradient_weights(np.array([0, 1, 2, 3]), 0.5).tolist()
     [0.0, 1.0, 2.5, 4.25]
@@ -108,14 +108,14 @@ def gradient_weights(steps: Ints, momentum: float) -> Floats:
 
 
 class Extrapolated(Mean):
-    """The mean update, multiplied by a factor that grows as the updates differ more (FedExP).
+    """The mean update, multiplied by a factor that is larger if the updates differ more (FedExP).
 
     The factor is η = max(1, Σ_k ‖Δ_k‖² / (2 m (‖Δ̄‖² + ε))), where Δ̄ is the mean of the m updates Δ_k.
 
     For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms
     include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average of the
-    last two global models. The authors' program also scales ε with m and with the squared learning rate of the clients,
-    and weights updates by numbers of samples.
+    last two global models. The authors' program also scales ε with m and the clients' squared learning rate, and
+    weights updates by numbers of samples.
 
     Args:
         eps: Constant ε that limits the factor of the mean update, if the mean update is near zero.

@@ -1,4 +1,4 @@
-"""Provide functions that several commands share: for specs, overrides, errors, output and run folders."""
+"""Functions that several commands share: for specs, overrides, errors, output and run folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 WITH_OUT = "To continue from the last checkpoint, repeat the command with the same --out DIR."
-"""The advice that interrupted commands print if their runs can be continued only with ``--out``."""
+"""The advice that an interrupted command prints if its runs can be resumed only with ``--out``."""
 
 
 def add_command(
@@ -45,7 +45,8 @@ def add_command(
         examples: The examples, one per line.
         more: Additional text of the help.
         imports: Whether the command may import Python code that a spec names, from installed packages or the working
-            directory. Commands that only inspect specs or results may do so only with ``--trust`` (``add_trust``).
+            directory. Commands that only inspect specs or results may import code only with ``--trust``
+            (``add_trust``).
         defaults: Attributes of the parsed options, such as ``work``, which is the function that runs the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
@@ -94,7 +95,7 @@ def _console() -> Console:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print Rich tables and texts. Lines that are wider than the terminal are not cut off."""
+    """Print Rich tables and texts. Lines that are wider than the terminal are not truncated."""
     console = _console()
     for part in parts:
         console.print(part, crop=False)
@@ -122,7 +123,7 @@ def show_paragraphs(*paragraphs: Text) -> None:
 
 
 def show_link(word: str, path: Path) -> None:
-    """Print the URL of a file as a link that a click in the terminal opens."""
+    """Print the URL of a file as a link that opens on a click in the terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -131,7 +132,7 @@ def show_link(word: str, path: Path) -> None:
 
 
 def print_json(result: object) -> None:
-    """Print a result as JSON, for programs. NaN and infinity are written as null."""
+    """Print a result as JSON, for use by other programs. NaN and infinity are written as null."""
     text = json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
 
@@ -189,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """If an error is about an unknown key, add the sections that have this key to the message. Return the error."""
+    """Return the error. If it reports an unknown key, add the sections that have this key to the message."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")
@@ -241,11 +242,11 @@ def stamp() -> str:
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     """Yield the folder that the user gave, or a new folder.
 
-    New folders are created under ``runs``, and removed at the end if they are empty. Each process gets its own folder,
-    even if several processes start in the same second.
+    New folders are created under ``runs``, and removed at the end if they are empty. Processes that start in the same
+    second get different folders.
 
     Args:
-        given: The folder that the user gave; None to make a new folder.
+        given: The folder that the user gave; None to create a new folder.
         name: The beginning of a new folder's name. The current time is appended.
     """
     if given is not None:
@@ -271,7 +272,7 @@ reply."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:
-    """Print a run's summary, and return the exit code of the command."""
+    """Print a run's summary, and return the command's exit code."""
     code = exit_code({"": [history]})
     if as_json:
         print_json({**history.summary, "folder": str(history.path)})

@@ -15,7 +15,7 @@ Completer = Callable[..., Iterable[str]]
 
 
 def keys(prefix: str = "", **_: Any) -> list[str]:
-    """Complete an override: a key as ``section.key=`` or, after ``section=``, a name that the section accepts."""
+    """Complete an override: ``section.key=``, or a name that the section accepts after ``section=``."""
     key, equals, _rest = prefix.partition("=")
     settings = known()["settings"]
     if equals:
@@ -56,7 +56,7 @@ def engines(**_: Any) -> list[str]:
 
 
 def kinds(**_: Any) -> list[str]:
-    """Complete the argument of ``fedstrata new``, which is the kind of file to write."""
+    """Complete the argument of ``fedstrata new``: the kind of file to write."""
     from fedstrata.cli.teach import KINDS
 
     return list(KINDS)

@@ -119,7 +119,7 @@ def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]], one_line: bool = False) -> None:
-    """Print a table. Long texts wrap or, if ``one_line`` is true, are cut off after one line."""
+    """Print a table. Long texts wrap or, if ``one_line`` is true, are truncated to one line."""
     words = range(1, len(headings))
     common.show(ScreenTable(headings, list(rows), words=words, every=True, one_line=one_line))
 

@@ -1,9 +1,9 @@
 """Store a list of all methods and settings, so that commands such as ``fedstrata settings`` need not import PyTorch.
 
 The list is stored in ``known.json`` in this folder. ``make reference`` generates the file from the code, and a test
-compares the file with the code. A section such as ``partition`` accepts several names, such as ``dirichlet``, each of
-which stands for a Python class. This module calls these classes the kinds of the section. If a section has only one
-class, the section has one kind with an empty name.
+compares the file with the code. A section such as ``partition`` accepts several names, such as ``dirichlet``. Each name
+stands for a Python class, called a *kind* of the section. A section with only one class has one kind with an empty
+name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2, "data.augment": 2}
 """For each section that accepts a user's function, the number of arguments that fedstrata passes to the function.
 
-Further arguments of the function are its settings.
+All other arguments of the function are its settings.
 """
 
 FILE = Path(__file__).with_name("known.json")
@@ -45,8 +45,8 @@ def known() -> dict[str, Any]:
 def find_section(name: str) -> dict[str, Any]:
     """Return the description of a section, as a dict.
 
-    In the dict, ``common`` has one row for each key that belongs to all names in the section. ``kinds`` maps each name
-    to its description; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
+    In the dict, ``common`` has one row for each key that all names in the section have. ``kinds`` maps each name to its
+    description; see ``find_kind``. A row contains the key, the accepted values, the default, and the meaning.
 
     Raises:
         SpecError: The section is unknown.
@@ -93,7 +93,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If the key belongs to only some names in a section, these names are added in brackets.
+    If only some names in a section have the key, they are added in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.

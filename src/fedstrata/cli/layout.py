@@ -1,4 +1,4 @@
-"""Format help and messages for terminals of any width. Text wraps between words, but commands do not wrap."""
+"""Format help and messages for terminals of any width: text wraps between words, and commands do not wrap."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in the same form as the commands do."""
+    """An argument parser that reports errors in the same form as the commands."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with code 2."""
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 def say(message: object) -> None:
     """Print an error or a note on standard error.
 
-    In a terminal, the text wraps between words. Otherwise, the text is printed in one line.
+    The text wraps between words in a terminal, and is otherwise one line.
     """
     text = printable(message)
     if sys.stderr.isatty():
@@ -56,7 +56,7 @@ def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line of a description or of examples.
 
     An indented line with only one column is a command to copy, and does not wrap. Text in a second column wraps within
-    this column or, if the column would be too narrow, goes below the name.
+    this column. If the column would be too narrow, the text goes below the name.
 
     >>> wrapped("  fedstrata new spec    write a spec", 30)
     ['  fedstrata new spec', '      write a spec']

@@ -1,6 +1,6 @@
 """Run the command-line program ``fedstrata``: parse and run a command, and report its errors.
 
-PyTorch, scikit-learn and matplotlib take seconds to import, so a command imports them only when it needs them.
+PyTorch, scikit-learn and matplotlib take seconds to import, so commands import them only when needed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     The exit code is 0 for success, 1 for an expected failure, and 2 for invalid input. The exit code is 3 if a run
-    broke down, which means that from some round on, the server could not use any client's reply. If the command was
+    broke down: from some round until the end, the server could not use any client's reply. If the command was
     interrupted, the exit code is 128 plus the number of the signal (130 for Ctrl-C).
     """
     for name in ("stdin", "stdout", "stderr"):
@@ -131,7 +131,7 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 def _imports(allowed: bool) -> Iterator[None]:
     """Allow or forbid imports of the Python code that a spec names, during the ``with`` block.
 
-    If imports are allowed, modules in the working directory can be imported, too.
+    If imports are allowed, they include modules in the working directory.
     """
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
@@ -142,8 +142,8 @@ def _imports(allowed: bool) -> Iterator[None]:
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser with all commands.
 
-    The parsed options have the attribute ``work``, which is the function that runs the command. Some options also have
-    ``after_interrupt``, which is the advice to print after an interrupt.
+    The parsed options have the attribute ``work``, the function that runs the command. Some commands also set
+    ``after_interrupt``, the advice to print after an interrupt.
     """
     usage = "fedstrata [-h] [--version] COMMAND ..."
     whole: argparse.ArgumentParser = Parser(prog="fedstrata", usage=usage, formatter_class=Layout)
@@ -177,7 +177,7 @@ def _flat(error: Exception) -> str:
 def _is_reader_gone() -> bool:
     """Return True if the program that reads standard output, such as ``head``, has closed the pipe.
 
-    Further output is then discarded, so that Python does not raise another error at exit.
+    Discard further output, so that Python does not raise another error at exit.
     """
     with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
         descriptor = sys.stdout.fileno()

@@ -1,4 +1,4 @@
-"""Add the command ``fedstrata predict``, which predicts the target of each row of a table with a run's model."""
+"""Add the command ``fedstrata predict``, which predicts a target for each row of a table with a run's model."""
 
 from __future__ import annotations
 

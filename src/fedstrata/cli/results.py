@@ -1,4 +1,4 @@
-"""Add the commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which tries settings."""
+"""Add the commands ``fedstrata table``, which compares runs, and ``fedstrata sweep``, which varies settings."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _draw_forest(tables: Mapping[str, Contrasts], path: Path) -> None:
 
 
 def _print_heading(format: str, data: str, tables: int) -> None:
-    """Print the name of the data set as a heading, if there are several tables and the format allows headings."""
+    """If there are several tables and the format allows headings, print the name of the data set as a heading."""
     if tables > 1 and format in ("latex", "markdown", "console"):
         print({"latex": "% ", "markdown": "\n", "console": ""}[format] + f"On {printable(data or 'unnamed data')}:\n")
 
@@ -256,7 +256,7 @@ def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Split overrides into fixed settings and a grid.
 
     Returns:
-        The overrides with a single value, and a mapping from the keys of the other overrides to their values.
+        The overrides with a single value, and a mapping from each remaining key to its values.
     """
     from fedstrata.spec.experiment import parse_value, split_values
 

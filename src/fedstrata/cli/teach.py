@@ -131,13 +131,13 @@ def explanations(word: str) -> list[dict[str, Any]]:
     """List the meanings that a word has in specs.
 
     Args:
-        word: A key (``alpha``), a section (``training``), the name of a class in a section (``dirichlet``), or a value
-            of a key (``constant``). Dotted paths are also accepted.
+        word: A key (``alpha``), a section (``training``), a name that a section accepts (``dirichlet``), or a value of
+            a key (``constant``). Dotted paths are also accepted.
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, ``section``, ``about`` (the meaning), ``takes``
-        (the accepted values) and ``default``. ``kinds`` lists the classes in the section that have the key; it is empty
-        if all classes have the key. For a section or a class, ``key`` is empty, and ``has`` lists the keys.
+        (the accepted values) and ``default``. ``kinds`` lists the names in the section that have the key; it is empty
+        if all names have the key. For a section or a name, ``key`` is empty, and ``has`` lists the keys.
 
     Raises:
         SpecError: The word is unknown. The message suggests a similar word.
@@ -180,7 +180,7 @@ def _entry(section: str, kinds: list[str], row: Iterable[str], has: Iterable[str
 
 
 def words(table: dict[str, Any]) -> list[str]:
-    """List all words that ``fedstrata explain`` knows: keys, sections, and names of classes."""
+    """List all words that ``fedstrata explain`` knows: keys, sections, and the names that sections accept."""
     every = [row[0] for row in table["experiment"]]
     for section, each in table["settings"].items():
         every.append(section)
@@ -205,7 +205,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def complete(whole: argparse.ArgumentParser) -> None:
-    """Answer a shell's request for completions, and exit. Without such a request, do nothing."""
+    """Answer a shell's request for completions, and exit; do nothing without such a request."""
     import argcomplete
 
     argcomplete.autocomplete(whole)

@@ -1,1 +1,1 @@
-"""Code that runs at the clients, where the data are: handlers of requests, local training, and clients' states."""
+"""The code that runs at the clients, where the data are: request handlers, local training, and clients' states."""

@@ -1,8 +1,8 @@
-"""Mark and find handlers, which are the functions with which clients answer requests.
+"""Mark and find handlers, the functions with which clients answer requests.
 
-A decorator marks a function with the Python class of the requests that the function answers. ``Handlers`` collects
-marked functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers, and ``Method.handlers``
-contains the handlers of a user's method.
+A decorator marks a function with the Python class of the requests that it answers. ``Handlers`` collects marked
+functions. The list ``fedstrata.runs.simulation.HANDLERS`` contains fedstrata's handlers. ``Method.handlers`` contains
+the handlers of a user's own method.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class RelayHandler(Protocol):
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
-        """Let one client change the model, and return the client's reply.
+        """Let a client change the model, and return its reply.
 
-        If this method raises an exception, the client's turn counts as failed.
+        If this method raises an exception, the hop counts as failed.
         """
 
     def keep(self, accepted: bool) -> None:
-        """Keep the last client's model if ``accepted`` is true; otherwise restore the model before the turn."""
+        """Keep the model of the last hop if ``accepted`` is true; otherwise restore the model before this hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Return the model after all accepted turns, and the reply or the failure of each of these turns, in order."""
+        """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]
@@ -65,7 +65,7 @@ def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark a function that makes a ``RelayHandler`` for relays with tasks of the Python class ``kind``."""
+    """Mark a function that creates a ``RelayHandler`` for relays with tasks of the Python class ``kind``."""
     return _marking(kind, "relay")
 
 
@@ -81,8 +81,8 @@ class Handlers:
     """Mappings from Python classes of requests to the functions with which clients answer these requests.
 
     Args:
-        functions: Functions that are marked with a decorator, such as ``handles``. If several functions are marked for
-            the same class with the same decorator, the last function is used.
+        functions: Functions that are marked with a decorator, such as ``handles``. If several functions have the same
+            decorator for the same class, the last function is used.
 
     >>> Handlers([]).alone[Request]
     Traceback (most recent call last):
@@ -98,7 +98,7 @@ class Handlers:
         self.sum: dict[type[Request], SumHandler] = {}
         """The functions that compute the sum of several clients' replies without computing each reply."""
         self.relay: dict[type[Request], RelayHandlerFactory] = {}
-        """The functions that make a ``RelayHandler``, which computes a whole relay."""
+        """The functions that create a ``RelayHandler``, which computes a whole relay."""
         for function in self._functions:
             if not hasattr(function, _MARK):
                 raise FedstrataError(f"{function} is not marked as a handler. Mark the function with @handles(…).")

@@ -1,1 +1,1 @@
-"""The interface between a method on the server and the clients: requests, replies, engines and availability."""
+"""The interface between a method (on the server) and the clients: requests, replies, engines and availability."""

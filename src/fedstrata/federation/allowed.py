@@ -31,12 +31,12 @@ class Terms:
 
 
 Agreed = FederationConfig | Terms
-"""The settings on which the list of requests depends: a ``FederationConfig``, or ``Terms`` before data are loaded."""
+"""The settings that determine the list of requests: a ``FederationConfig``, or ``Terms`` before data are loaded."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A condition that the value of a request's field must satisfy, for fields with several accepted values.
+    """A condition on the value of a request's field, for fields with several accepted values.
 
     Args:
         description: The accepted values in words, such as ``"from 0 to 1"``.
@@ -54,7 +54,7 @@ SHARE = Bound("more than 0, at most 1", lambda value, round: 0 < value <= 1)
 
 
 def by_round(description: str, value: Callable[[int], Any]) -> Bound:
-    """Return a condition on a field, which accepts exactly one value in each round.
+    """Return a condition that accepts exactly one value of a field in each round.
 
     Args:
         description: The accepted values in words.
@@ -69,7 +69,8 @@ class SampleLimit:
 
     Args:
         samples: The maximum number of samples.
-        reason: The reason for the limit. It completes a sentence about the reply, such as "uses at most 32 samples".
+        reason: The reason for the limit. The reason completes a sentence about the reply, such as "uses at most 32
+            samples".
     """
 
     samples: int
@@ -82,18 +83,18 @@ class Allowed:
 
     Args:
         request: The Python class of the request; subclasses are not included.
-        where: A mapping from names of the request's fields to accepted values. A ``Bound`` describes several accepted
-            values of a field. Fields that are not in the mapping may have any value.
-        times: Maximum number of times that a client answers the request. With None, only ``Order`` or the client's data
-            limit this number.
-        per: Whether ``times`` is the maximum per phase of a round, or the maximum for the whole run.
+        where: A mapping from names of the request's fields to accepted values. Use a ``Bound`` for a field with several
+            accepted values. Fields that are not in the mapping may have any value.
+        times: Maximum number of times that a client answers the request. With None, only the request's ``Order`` or the
+            client's data limit the number.
+        per: Whether ``times`` applies to each phase of a round, or to the whole run.
         rounds: The rounds in which the server may send the request: a range, or a function that returns True for these
             rounds. Default: every round.
         limit: The maximum number of samples that a client uses for a reply. Default: all samples of the client.
         rule: The ``RequestRule`` of the request, adapted to the spec. Default: the rule of the request's Python class.
         inside: The ``Allowed`` entry of the inner request, if this request is an envelope around another request.
-        single: Whether the server reads individual replies even with secure sums, because the replies do not
-            contain updates.
+        single: Whether the server may read individual replies even with secure sums, because the replies contain no
+            updates.
 
     Raises:
         TypeError: The Python class of the request has no ``RequestRule``.
@@ -137,10 +138,10 @@ class Allowed:
         return ""
 
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
-        """Return the sample limit of this request if the limit is so small that no client may reply; otherwise None.
+        """Return the sample limit of this request if it is too small for any client to reply; otherwise None.
 
-        No client may reply if the limit is below ``privacy.min_samples``. There is one exception: a request for which a
-        client can move the samples of a small batch to a later batch.
+        No client may reply if the limit is below ``privacy.min_samples``. The exception is a request for which a client
+        can move the samples of a small batch to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None
@@ -152,13 +153,13 @@ class Allowed:
         return round in self.rounds if isinstance(self.rounds, range) else self.rounds(round)
 
     def includes(self, request: Request) -> bool:
-        """Return True if a request and its inner request (if any) have the Python classes that this entry names."""
+        """Return True if the Python classes of a request, and of its inner request (if any), match this entry."""
         if type(request) is not self.request:
             return False
         return self.inside is None or self.inside.includes(getattr(request, "request", None))  # type: ignore[arg-type]
 
     def table(self) -> dict[str, Any]:
-        """Return the entry as a dict that JSON can represent."""
+        """Return the entry as a dict that can be serialised to JSON."""
         rule = self.rule
         table = dict[str, Any](request=self.label, sends=rule.description, phase=rule.phase, times=self.times)
         if self.per == "run":
@@ -194,7 +195,7 @@ def _short(value: object) -> str:
 
 
 def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
-    """Return the concatenation of all lists; None if any list is None, which means that some requests are unknown."""
+    """Concatenate the lists. Return None if any list is None, because some requests are then unknown."""
     lists = [part for part in parts if part is not None]
     return [allowed for part in lists for allowed in part] if len(lists) == len(parts) else None
 
@@ -202,7 +203,7 @@ def joined(*parts: list[Allowed] | None) -> list[Allowed] | None:
 def declares(cls: type, declaration: str, *hooks: str) -> bool:
     """Return True if a Python class declares all requests that it sends.
 
-    An inherited declaration counts only if the class does not override a method that sends requests.
+    If the class overrides a method that sends requests, an inherited declaration does not count.
 
     Args:
         cls: The Python class.

@@ -1,8 +1,7 @@
 """Simulate attacks: some clients train on false labels, or send false updates.
 
-An attack on updates is simulated at the server: the server changes the attackers' replies before the method gets the
-replies. The attack can use the honest updates of the round, because the strongest attackers are assumed to know these
-updates.
+The server simulates attacks on updates: it changes the attackers' replies before the method gets them. An attack can
+use the honest updates of the round, because the strongest attackers are assumed to know them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DEFAULT_SHARE = 0.2
 
 
 class Attack(Setting):
-    """Base class of attacks, which chooses the clients that attack.
+    """Base class of attacks. It chooses the clients that attack.
 
     Args:
         share: Fraction of clients that attack in every round, drawn with the experiment's seed. Default: 0.2.
@@ -53,7 +52,7 @@ class Attack(Setting):
             seed: The experiment's seed.
 
         Raises:
-            SpecError: An id in ``clients`` does not exist, or ``share`` is so small that no client attacks.
+            SpecError: A client in ``clients`` does not exist, or ``share`` is so small that no client attacks.
 
         >>> SignFlip(share=0.3).attackers(10, seed=0), SignFlip(clients=[7, 2]).attackers(10, seed=0)
         ((1, 5, 9), (2, 7))
@@ -88,7 +87,7 @@ class Attack(Setting):
         Args:
             update: The update that the attacker computed, shape (d,).
             honest: The updates of the h honest clients that replied, shape (h, d).
-            generator: The source of random numbers for this client and round.
+            generator: The random generator for this client and round.
         """
         return update
 

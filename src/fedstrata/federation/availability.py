@@ -1,7 +1,7 @@
 """Simulate which clients drop out of a round, and how fast clients are (availability models).
 
-Whether a client is online depends only on the settings, the seed, the round and the client (and, in ``SizeCorrelated``,
-on the other clients). A resumed run therefore needs no stored state of these models.
+Whether a client is online depends only on the settings, the seed, the round and the client. With ``SizeCorrelated``, it
+also depends on the other clients. A resumed run therefore needs no stored state of these models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Clients = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The clients of a federation, and their training samples if the samples are known.
+    """The clients of a federation, and their training samples if the server knows them.
 
     Args:
         clients: Number of clients, N.
@@ -35,7 +35,7 @@ class Population:
         assignment: The training samples of each client; None in a deployment, because the server does not know the
             sites' samples.
         y: The label of every training sample; None in a deployment.
-        seed: The seed of all random numbers that do not depend on the round.
+        seed: The seed of the random numbers that do not depend on the round.
     """
 
     clients: int
@@ -88,15 +88,15 @@ class Availability(Setting):
 
     @property
     def simulates_time(self) -> bool:
-        """Whether time is simulated, because the settings define a deadline, different client speeds or a network."""
+        """Whether time is simulated: the settings contain a deadline, different client speeds or a network."""
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
-        """Return the simulated number of seconds for the transfer of a message.
+        """Return how many simulated seconds it takes to transfer a message.
 
         Args:
             size: Size of the message in bytes.
-            bandwidth: Megabits per second; None for an unlimited bandwidth.
+            bandwidth: Bandwidth in megabits per second; None if unlimited.
 
         >>> Always(bandwidth_down=10, latency=0.5).transfer(1_250_000, 10)
         1.5
@@ -106,8 +106,8 @@ class Availability(Setting):
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` if these settings do not fit the federation.
 
-        This method is called once before the first round. The method may use a ``pydantic.PrivateAttr`` to
-        store values that ``online`` needs.
+        This method is called once before the first round. It may store values for ``online`` in a
+        ``pydantic.PrivateAttr``.
 
         Args:
             population: The clients.
@@ -227,8 +227,8 @@ class Grouped(Availability):
 class Combined(Availability):
     """A combination of models: a client is online in a round if it is online in every model.
 
-    The models are independent, so the probability of being online is the product of their probabilities. The first
-    model sets the common settings, such as ``deadline``.
+    The models are independent: a client's probability of being online is the product of the models' probabilities. The
+    first model sets the common settings, such as ``deadline``.
 
     Args:
         models: The combined models.
@@ -267,17 +267,20 @@ class Combined(Availability):
         return online
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Return the simulated seconds that each client needs, by the settings of the first model, shape (n,)."""
+        """Return the simulated seconds that each client needs, from the settings of the first model, shape (n,)."""
         return self.models[0].seconds(clients, work, seed)
 
 
 def _seed_of(place: int, seed: int) -> int:
-    """Return the seed of a model in ``Combined``. The first model behaves as if there were no other models."""
+    """Return the seed of a model in ``Combined``.
+
+    The first model keeps the seed, so it behaves as if it were the only model.
+    """
     return int(rng(seed, "availability", place).integers(2**63)) if place else seed
 
 
 class Availabilities(Registry[Availability]):
-    """The registry of availability models, which combines a list of several models into a ``Combined`` model."""
+    """The registry of availability models. From a list of models, it makes one ``Combined`` model."""
 
     def parse(self, value: object) -> Availability:
         """Build an availability model from a name, a dict with a ``name``, or a list of names and dicts."""

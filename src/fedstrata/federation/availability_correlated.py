@@ -1,4 +1,4 @@
-"""Availability that depends on a client's samples: on their labels, or on their number."""
+"""Availability that depends on the labels or the number of a client's samples."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Correlated(Availability):
 
 
 class LabelCorrelated(Correlated):
-    """Clients with some labels are online more often than other clients (FedAU).
+    """A client's probability of being online depends on its labels (FedAU).
 
-    Each label c of C labels gets a random weight w_c, and the weights add up to 1. Let q_c be the fraction of a
-    client's samples that are in class c. The client is online with probability ``mean`` · C · Σ_c q_c w_c. If labels
-    are balanced, this probability is ``mean`` on average over the clients.
+    Each of the C labels c gets a random weight w_c, and the weights add up to 1. Let q_c be the fraction of a client's
+    samples that are in class c. The client is online with probability ``mean`` · C · Σ_c q_c w_c. If labels are
+    balanced, the average probability over the clients is ``mean``.
 
     Args:
         concentration: Concentration of the Dirichlet distribution of label weights. Clients whose labels have large
@@ -90,7 +90,7 @@ class LabelCorrelated(Correlated):
 class SizeCorrelated(Correlated):
     """A client's probability of being online depends on its number of samples.
 
-    A client with n samples is online with a probability proportional to n to the power of ``exponent``.
+    For a client with n samples, the probability is proportional to n to the power of ``exponent``.
 
     Args:
         exponent: Exponent e. A client with n samples is online with a probability proportional to n^e.
@@ -99,7 +99,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return n to the power of ``exponent`` for each client with n samples, divided by the mean over clients."""
+        """Return n (a client's number of samples) to the power of ``exponent``, divided by the mean over clients."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

@@ -1,4 +1,4 @@
-"""Availability over time: random periods online and offline, cycles, and the time of day."""
+"""Availability that changes over time: random online and offline periods, cycles, and the time of day."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ class Diurnal(Availability):
 
 
 def in_spells(p: Floats, offline_rounds: float, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-    """Return whether each client is online. Each client follows a Markov chain, which is stationary from round 1.
+    """Return whether each client is online, according to a Markov chain that is stationary from round 1.
 
     In each round, an offline client goes online with probability 1 / ``offline_rounds`` (FedAU, arXiv:2306.03401). The
-    probability is smaller if a client would otherwise be online for less than one round on average. The function does
-    not store states. Each call computes the chain again, starting at the latest round in which a client's state did not
+    probability is smaller if the client's mean online period would otherwise be shorter than one round. The function
+    stores no state. Each call recomputes the chain, starting at the latest round in which a client's state did not
     depend on its previous state.
 
     Args:

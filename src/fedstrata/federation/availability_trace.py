@@ -1,4 +1,4 @@
-"""Availability that is read from a file, such as a trace of real devices."""
+"""Availability read from a file, such as a trace of real devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trace(Availability):
         return self
 
     def _parse(self, reader: csv.DictReader[str]) -> None:
-        """Read the intervals. Errors do not quote the file, because another organisation may read the errors."""
+        """Read the intervals. Errors do not quote the file, because another organisation may read them."""
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
             raise ValueError("line 1 must be client,first,last")
         number: type[int | float] = int if self.round_seconds is None else float

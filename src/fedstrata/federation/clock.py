@@ -19,7 +19,7 @@ class Clock:
     """A clock that simulates how long each exchange of requests and replies takes.
 
     Args:
-        availability: The model of how fast clients work, send and receive.
+        availability: The model that simulates how fast clients compute, send and receive.
         seed: The experiment's seed.
     """
 
@@ -29,7 +29,7 @@ class Clock:
         """The simulated seconds that each client has used in the current exchange; empty between exchanges."""
 
     def start(self, work: Mapping[ClientId, float], sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Begin an exchange; return the clients that receive the request and finish their work before the deadline.
+        """Begin an exchange, and return the clients that receive the request and finish their work before the deadline.
 
         Args:
             work: Number of per-sample gradients that each client computes.
@@ -52,7 +52,7 @@ class Clock:
         return in_time
 
     def arrive(self, sizes: Mapping[ClientId, int], log: RoundLog) -> list[ClientId]:
-        """Add the time for sending replies to the server; return the clients whose replies arrive too late.
+        """Add the time that clients need to send replies, and return the clients whose replies arrive too late.
 
         Args:
             sizes: Size of each client's reply in bytes.
@@ -70,7 +70,7 @@ class Clock:
         return late
 
     def pass_time(self, log: RoundLog) -> None:
-        """End the exchange: add the time of the slowest client to the round's log, but at most the deadline."""
+        """End the exchange: add the time of the slowest client (at most the deadline) to the round's log."""
         if self._seconds:
             last, deadline = max(self._seconds.values()), self._availability.deadline
             log.simulated_seconds += last if deadline is None else min(last, deadline)

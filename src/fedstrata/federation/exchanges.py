@@ -82,13 +82,13 @@ class RoundLog:
             self.note("late", new)
 
     def fail(self, client: ClientId, failure: Failure) -> None:
-        """Record why a client's reply is not used."""
+        """Record that a client's reply is not used, and why."""
         self.failed.add(client)
         kind = "refused" if failure.refused else "failed"
         self.note(kind, [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
 
     def absent(self) -> set[ClientId]:
-        """Return the clients that were offline, late or failed in at least one exchange of the round."""
+        """Return the clients that were offline, were late or failed in at least one exchange of the round."""
         return self.dropped | self.late | self.failed
 
     def metrics(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class RoundLog:
 
 
 class Exchanges:
-    """The rules for exchanges: which clients a request reaches, which replies are used, and what is logged.
+    """The rules that decide which clients a request reaches, which replies are used, and what is logged.
 
     Args:
         config: The settings that server and clients share.
@@ -122,11 +122,14 @@ class Exchanges:
     def __init__(self, config: FederationConfig, availability: Availability, method: str) -> None:
         self._config, self._availability = config, availability
         self.log = RoundLog(0, method)
-        """The log of the current round. The federation begins a round with a new log."""
+        """The log of the current round. Each round begins with a new log."""
         self.answered: set[type[Request]] = set()
         """The Python classes of requests that at least one client has answered."""
         self.resumed = False
-        """Whether the run was resumed. In a resumed run, ``answered`` lacks the requests of earlier rounds."""
+        """Whether the run was resumed.
+
+        In a resumed run, ``answered`` does not contain the requests of earlier rounds.
+        """
         self.clock: Clock | None = None
         """The clock of simulated time; None if the settings do not need a clock or the clients' sizes are unknown."""
         if config.sizes is not None and availability.simulates_time:
@@ -185,7 +188,7 @@ class Exchanges:
         return requests.among(clients, work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
-        """Return the clients that are online. Whether a client is online is decided once per round."""
+        """Return the clients that are online, which is decided once per round."""
         online = self.log.online
         if new := [client for client in clients if client not in online]:
             drawn = self._availability.online(np.array(new, dtype=np.int64), self.log.round, self._config.seed)
@@ -202,13 +205,12 @@ class Exchanges:
         together: bool,
         check: Check | None,
     ) -> Replies:
-        """Return the usable replies, and log why other replies are not used.
+        """Return the usable replies, and log why the remaining replies are not used.
 
         Args:
             asked: The requests that were sent.
             outcomes: The reply or the failure of each client.
-            together: Whether the clients added up tensors with each other, so that each reply depends on all these
-                clients.
+            together: Whether the clients added up tensors with each other, so that each reply depends on all of them.
             check: A check of the replies in addition to ``Request.check``; None for no further check.
         """
         log, replies = self.log, Replies()
@@ -253,13 +255,13 @@ class Exchanges:
         return replies
 
     def _log_failures(self, failures: Mapping[ClientId, Failure], refused: bool) -> None:
-        """Log failures, except bystanders: clients that only waited for another client that failed.
+        """Log the failures, except those of bystanders: clients that only waited for a client that failed.
 
-        Bystanders are logged only if no other entry of the log explains why the exchange failed.
+        Log bystanders only if no other entry of the log explains why the exchange failed.
 
         Args:
             failures: The failure of each client.
-            refused: Whether the log already has an entry, because the server refused a reply.
+            refused: Whether the log already contains the refusal of a reply.
         """
         broken = not refused and all(failure.bystander for failure in failures.values())
         for client, failure in failures.items():
@@ -271,9 +273,9 @@ class Exchanges:
     ) -> None:
         """Raise ``ClientsFailedError`` if the failures are probably caused by a fault in the program.
 
-        A fault in the program is assumed if two conditions hold. All clients with a request raised an exception, and no
-        client has ever answered a request of these Python classes. In a federation of two or more clients, at least two
-        clients must also have received a request.
+        A fault in the program is assumed if all clients with a request raised an exception, and no client has ever
+        answered a request of these Python classes. In a federation of two or more clients, at least two clients must
+        also have received a request.
 
         Args:
             asked: The clients that got a request.
@@ -292,12 +294,12 @@ class Exchanges:
 
 
 def communication(weights: Weights, transfers: int, clients: int, round: int) -> dict[str, Any]:
-    """Return metrics of communication, such as the mean number of bytes that a client has sent since round 1.
+    """Return communication metrics, such as the mean number of bytes that a client has sent since round 1.
 
     Args:
         weights: The model or gradient that is transferred, with a size of C bytes.
-        transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model and
-            returns a gradient, or receives the travelling model and passes it on.
+        transfers: Number of transfers in this round, over all clients. In one transfer, a client receives a model, and
+            either returns a gradient or passes the model on (in a relay).
         clients: Number of clients, N.
         round: Number of finished rounds, R, including this round.
 

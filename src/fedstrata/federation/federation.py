@@ -1,9 +1,9 @@
 """The interface through which a method on the server communicates with clients.
 
 A method uses a ``Federation``: ``ask`` sends requests and collects the replies, and ``relay`` sends the model from
-client to client. The federation determines which clients can be reached, counts bytes, refuses unusable replies, and
-records why a client is absent. An ``Engine`` runs the clients. While several clients answer a request, they can add up
-tensors with each other (``all_reduce_sum``).
+client to client. The federation determines which clients it can reach, counts bytes, refuses unusable replies, and
+records why clients are absent. An ``Engine`` runs the clients. Clients that answer a request at the same time can add
+up tensors with each other (``all_reduce_sum``).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Relayed:
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum of several replies, and the clients that sent the replies.
+    """The sum of several replies, and the clients that sent them.
 
     Args:
         reply: The sum.
         clients: The clients.
-        scaled: The number of vectors in a secure sum that clients scaled down, because an element was out of range.
+        scaled: Number of vectors that clients scaled down for a secure sum because an element was out of range.
     """
 
     reply: Any
@@ -63,7 +63,7 @@ class Leg:
     """One exchange of requests and replies. With some codecs, a call of ``Federation.ask`` makes several exchanges.
 
     Args:
-        requests: The requests as they are sent, which may be encoded.
+        requests: The requests as they are sent, possibly encoded.
         check: A check of the replies in addition to ``Request.check``; None for no further check.
     """
 
@@ -84,9 +84,9 @@ class SummedLeg:
     """One secure sum. With PowerSGD, the sum of the clients' replies takes two secure sums.
 
     Args:
-        request: The request as it is sent, which may be encoded.
+        request: The request as it is sent, possibly encoded.
         ring: The layout of the replies.
-        continues: Whether the sum must have the same contributors as the previous secure sum.
+        continues: Whether the sum must contain the same clients as the previous secure sum.
     """
 
     request: Request
@@ -155,12 +155,18 @@ class Federation:
         return self.log.events
 
     def begin(self, round: int) -> None:
-        """Begin a round with an empty log. Round 0 is the time before the first round, when all clients are online."""
+        """Begin a round with an empty log.
+
+        Round 0 stands for the time before the first round, when all clients are online.
+        """
         self.round, self.log = round, RoundLog(round, self.method)
         self.exchanges.log = self.log
 
     def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
-        """Return a new random generator with a seed that depends on purpose, round and client (default: the server)."""
+        """Return a new random generator.
+
+        Its seed depends on the purpose, the round and the client (default: the server).
+        """
         return rng(self.config.seed, purpose, self.round, client)
 
     def candidates(self) -> NDArray[np.int64]:
@@ -196,8 +202,8 @@ class Federation:
             quorum: Minimum number of replies that the round needs to continue.
             together: Whether clients run at the same time and can add up tensors with each other (``all_reduce_sum``).
                 If one of these clients fails, the sums are invalid and no reply is used.
-            work: Number of per-sample gradients that a client computes for its reply. Give a function of the client's
-                number of samples, or a mapping from clients to numbers. This number determines the simulated time and
+            work: Number of per-sample gradients that a client computes for its reply. Pass a mapping from clients to
+                numbers, or a function of the client's number of samples. These numbers determine the simulated time and
                 the order in which clients work. Default: zero.
             check: A check of replies in addition to ``Request.check``, such as a check that needs the server's
                 knowledge.
@@ -225,8 +231,7 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        An engine may compute the sum in one pass. The log nevertheless counts the full size of each client's request
-        and reply.
+        An engine may compute the sum in one pass, but the log counts the full size of each client's request and reply.
 
         Returns:
             The sum over the clients that answered; None if no client answered.
@@ -247,7 +252,8 @@ class Federation:
     ) -> Any:
         """Send requests as ``ask`` does, and return the ``Replies``.
 
-        With ``at_once``, the engine may compute the sum of the replies in one pass. The result is then a ``Summed``.
+        With ``at_once``, the engine may compute the sum of the replies in one pass, and the result is then a
+        ``Summed``.
         """
         legs = self.legs(self, requests, check)
         leg = next(legs)
@@ -274,7 +280,7 @@ class Federation:
         return replies
 
     def _falsify(self, attack: Attack, requests: Requests, replies: Replies, check: Check | None) -> None:
-        """Falsify the attackers' replies, and remove false replies that the server would refuse."""
+        """Falsify the attackers' replies, and remove the false replies that the server would refuse."""
         false = attack.altered(self.round, self.config.seed, self.attackers, requests, replies)
         for client, reply in false.items():
             if defect := defect_of(reply, requests[client].check_reply, check):
@@ -285,7 +291,7 @@ class Federation:
                 replies[client] = reply
 
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
-        """Return the sum of the replies if the engine can compute a usable sum in one pass; otherwise None."""
+        """Return the sum of the replies, if the engine can compute a usable sum in one pass; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
         # With a simulated network and a deadline, a reply can be late because of its size, so each reply is needed.
         alone = clock is not None and self.availability.network and deadline is not None
@@ -316,7 +322,7 @@ class Federation:
             check: See ``ask``.
 
         Returns:
-            The usable replies, sorted by client, and the bytes of all requests and of these replies. The events say
+            The usable replies, sorted by client, and the bytes of all requests and of these replies. The events record
             which clients are missing, and why.
         """
         requests = Requests.of(range(self.config.clients), request)
@@ -347,8 +353,8 @@ class Federation:
         gets the model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same Python class. In a generator, earlier replies
-                can determine the next pair, because each pair is requested only after the previous hop.
+            tasks: Pairs of a client and its task; all tasks have the same Python class. Each pair is requested only
+                after the previous hop, so a generator can choose it from earlier replies.
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a

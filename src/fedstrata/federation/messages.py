@@ -1,7 +1,7 @@
-"""Messages between server and clients, which are immutable records of tensors and plain values.
+"""Messages between server and clients: immutable records of tensors (on the CPU) and plain values.
 
-All tensors are on the CPU. A method that needs another kind of request declares its own subclasses of ``Request`` and
-``Reply``, and a handler. A handler is the function that computes a client's reply (``fedstrata.clients.handling``).
+A method that needs another kind of request defines subclasses of ``Request`` and ``Reply``, and a handler: a function
+that computes a client's reply (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fedstrata.base.records import Message, record
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""The number of per-sample gradients that a client computes for its reply: a mapping from clients to numbers, or a
-function of the client's number of samples.
+"""The number of per-sample gradients that a client computes for its reply.
+
+It is a mapping from clients to numbers, or a function of the client's number of samples.
 """
 Params = dict[str, Tensor]
 """A mapping from names to tensors, such as a model's parameters."""
@@ -27,8 +28,7 @@ Extra = dict[str, dict[str, Tensor]]
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
-"""The phase of a run in which the server sends a request: before the first round (``enrolment``), in a round, or when a
-model is measured (``evaluation``)."""
+"""The phase of a run: before the first round (``enrolment``), in a round, or in an evaluation (``evaluation``)."""
 PHASES: tuple[Phase, ...] = ("enrolment", "round", "evaluation")
 
 Fact = Literal["labels", "sizes"]
@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one ``Order`` object per phase. All Python classes of requests with this order share the object.
+    Each client has one ``Order`` object per phase, which all Python classes of requests with this order share.
     """
 
     def refusal(self, request: Any) -> str:
@@ -46,10 +46,10 @@ class Order:
         return ""
 
     def asked(self, request: Any) -> None:
-        """Remember a request that is about to be answered."""
+        """Store a request that is about to be answered."""
 
     def answered(self, request: Any, reply: Any) -> None:
-        """Remember the reply to a request."""
+        """Store the reply to a request."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,18 @@ class RequestRule:
     """The properties that all requests of one Python class have in every job.
 
     Args:
-        description: A description of the reply's content, which completes a sentence that begins with "It sends".
+        description: A description of the reply's content that completes a sentence beginning with "It sends".
         phase: The phase of a run in which the server sends the request.
         order: The Python class that checks the sequence of requests. Default: any sequence is allowed.
-        after: The Python class of another request, which the server sends before the first round. A client answers
-            this request only after the other request. The condition has no effect in jobs that never send
-            the other request.
+        after: The Python class of another request, which a client must answer before this request. The server sends the
+            other request before the first round. The condition has no effect in jobs without the other request.
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the server may send the same request again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
         merges: Whether a client adds the samples of a batch with fewer than ``privacy.min_samples`` samples to a later
-            batch. This rule has an effect only if ``privacy.below`` is "hold-back".
+            batch. This flag has an effect only if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
         epsilon: The ε of local differential privacy that each reply spends; None without local differential privacy.
     """
@@ -122,9 +121,9 @@ class Request(Message):
     deployment need a rule."""
 
     def check(self, reply: Any) -> None:
-        """Raise an error if a reply has the right type but wrong values.
+        """Raise an error if a reply of the right type has wrong values.
 
-        This method need not check for NaN and infinity, because replies with NaN or infinity are always refused.
+        Do not check for NaN and infinity here, because such replies are always refused.
 
         Raises:
             ReplyRefusedError: A value is wrong.
@@ -143,10 +142,10 @@ class Request(Message):
 
 
 class Requests(dict[ClientId, Request]):
-    """A mapping from clients to their requests, which stores a request to several clients only once.
+    """A mapping from clients to their requests. A request to several clients is stored only once.
 
     Args:
-        distinct: The requests without duplicates.
+        distinct: The distinct requests.
         which: The index of each client's request in ``distinct``.
         work: The number of per-sample gradients that each client computes for its reply. Default: zero.
     """
@@ -159,7 +158,7 @@ class Requests(dict[ClientId, Request]):
 
     @classmethod
     def of(cls, clients: Iterable[ClientId], request: Request | Mapping[ClientId, Request]) -> Requests:
-        """Return the requests to some clients.
+        """Return a ``Requests`` mapping for the given clients.
 
         Args:
             clients: The clients.
@@ -234,7 +233,7 @@ class ModelRequest(Request):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Return tensors with the names, shapes and dtypes of the reply's update; empty if the reply has no update.
+        """Return tensors with the names, shapes and dtypes of the reply's update; empty if there is no update.
 
         Args:
             message: Tensors with the names, shapes and dtypes of the objective's message. A client sends this message
@@ -249,8 +248,8 @@ class FitReply(Reply):
 
     Args:
         weights: The model after local training.
-        samples: Number of samples used in training. If the request does not allow counts, ``samples``, ``steps`` and
-            ``seen`` are 0.
+        samples: Number of samples used in training. ``samples``, ``steps`` and ``seen`` are 0 if the request does not
+            allow counts.
         steps: Number of mini-batch steps, K.
         seen: Number of per-sample gradients that the client computed.
         loss: Mean training loss over the steps.
@@ -304,7 +303,8 @@ class WeightedFitReply(FitReply):
     """A locally trained model, for tasks in which samples have different weights.
 
     Args:
-        weight: The sum of the weights of the samples used in training. A sample's weight may be its number of tokens.
+        weight: The sum of the weights of the samples used in training. For example, a sample's weight may be its number
+            of tokens.
     """
 
     weight: float = 0.0
@@ -320,7 +320,7 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
 
     Args:
         weights: The model that was sent.
-        message: Tensors with the names, shapes and dtypes of the reply's message.
+        message: Tensors with the names, shapes and dtypes of the message in the reply.
     """
     tensors = {f"params/{name}": tensor for name, tensor in weights.params.items()}
     tensors |= {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}
@@ -352,8 +352,8 @@ class Fit(TrainingRequest):
         weights: The global model.
         message: The message that the objective sends from the server to the client.
         keep: Probability with which each sample is used in this round (data-level sampling).
-        counts: Whether the reply may contain the number of samples used in training. If clients keep their sizes
-            private, the reply must not contain this number, because the number would reveal the client's size.
+        counts: Whether the reply may contain the number of samples used in training. The number would reveal the
+            client's size, so it is not allowed if clients keep their sizes private.
     """
 
     rule = RequestRule("the model after its local training")

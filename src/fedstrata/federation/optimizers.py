@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # reading settings must not import PyTorch
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 ELSEWHERE = ("lr", "momentum", "weight_decay")
-"""The arguments of an optimiser that are settings of ``training``, and not keys of ``training.optimizer``."""
+"""The optimiser arguments that are settings of ``training`` instead of keys of ``training.optimizer``."""
 
 
 class LocalOptimizer(Setting):
@@ -36,13 +36,13 @@ class LocalOptimizer(Setting):
 
     @abstractmethod
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return PyTorch's optimiser class, and its arguments without the arguments that ``ELSEWHERE`` names."""
+        """Return PyTorch's optimiser class and its arguments, except the arguments in ``ELSEWHERE``."""
 
     def make(self, params: Sequence[Tensor], lr: float, momentum: float, weight_decay: float) -> Optimizer:
-        """Return a new optimiser of PyTorch.
+        """Return a new PyTorch optimiser.
 
         Args:
-            params: The parameters that the optimiser's steps change in place.
+            params: The parameters, which the optimiser changes in place.
             lr: The learning rate.
             momentum: ``training.momentum``.
             weight_decay: ``training.weight_decay``.
@@ -75,7 +75,7 @@ class SGD(LocalOptimizer):
     is_sgd = True
 
     def find(self) -> tuple[type[Optimizer], Mapping[str, Any]]:
-        """Return PyTorch's class ``SGD``, whose steps are the same as those of our own implementation."""
+        """Return PyTorch's class ``SGD``, whose steps equal the steps of ``fedstrata.clients.training.sgd``."""
         from torch import optim
 
         return optim.SGD, {}
@@ -84,7 +84,7 @@ class SGD(LocalOptimizer):
 class AdamW(LocalOptimizer):
     """AdamW (Loshchilov and Hutter 2019).
 
-    The steps are the same as in ``torch.optim.AdamW``. The setting ``training.momentum`` must be 0.
+    The steps are those of ``torch.optim.AdamW``. The setting ``training.momentum`` must be 0.
 
     Args:
         betas: Decay rates β₁ and β₂ of the running means of the gradient and its square.
@@ -102,7 +102,7 @@ class AdamW(LocalOptimizer):
 
 
 class OwnOptimizer(LocalOptimizer):
-    """An optimiser of PyTorch, given by the path of its class.
+    """A PyTorch optimiser, given by the path of its class.
 
     Args:
         path: The path ``"module:Class"`` of a subclass of ``torch.optim.Optimizer``, such as ``"torch.optim:RMSprop"``.

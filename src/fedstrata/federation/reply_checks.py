@@ -1,4 +1,4 @@
-"""Check replies. The server refuses a reply that fails a check, and records the reason."""
+"""Check replies at the server, which refuses a reply that fails a check and records the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import ReplyRefusedError, WireError
 
 DIVERGED = "Lower training.lr, or set training.clip."
-"""The advice if a reply contains NaN or infinity, which is a sign that training diverged."""
+"""The advice in the error message if a reply contains NaN or infinity, which is a sign that training diverged."""
 
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -33,7 +33,7 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
     Args:
         reply: The reply.
         check: The check that the request defines.
-        further: A second check, such as a check by the method.
+        further: An additional check, such as a check by the method.
     """
     if not isinstance(reply, records.Message):
         return f"the reply is a {type(reply).__name__}, which is not a message"
@@ -76,7 +76,7 @@ def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what:
 
     Args:
         got: The tensor.
-        shape: The expected shape; −1 stands for any length of a dimension.
+        shape: The expected shape; −1 stands for any size of a dimension.
         dtype: The expected dtype.
         what: The tensor's name, for the error message.
 

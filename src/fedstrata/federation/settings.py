@@ -23,7 +23,7 @@ from fedstrata.federation.optimizers import SGD, AnyOptimizer
 DEFAULT_EPOCHS = 5
 
 Threads = Annotated[PositiveInt, Field(le=1024)]
-"""A number of threads, at most 1024, because PyTorch ends the process if the system cannot start all threads."""
+"""A number of threads. The limit is 1024, because PyTorch ends the process if the system cannot start all threads."""
 
 
 def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float:
@@ -31,8 +31,7 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 
     Args:
         lr: The learning rate η of the first round.
-        schedule: The schedule: ``inverse`` or ``cosine`` (see ``Training``). With any other value, the rate is
-            constant.
+        schedule: The schedule: ``inverse`` or ``cosine`` (see ``Training``). For any other value, the rate is constant.
         round: The round, counted from 1.
         rounds: The number of rounds of the run.
     """
@@ -47,10 +46,10 @@ def scheduled(lr: float, schedule: str | None, round: int, rounds: int) -> float
 class DPSGD(Setting):
     """Differential privacy of individual samples: DP-SGD (Abadi et al. 2016).
 
-    In each step, a client draws each of its samples with the same probability. The client scales down gradients that
-    are longer than ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
-    differ by one additional sample. Only noise in a deployment protects data, because the noise of a simulation follows
-    from the seed.
+    In each step, a client draws each of its samples with the same probability. The client scales down gradients whose
+    norm exceeds ``clip``, and adds Gaussian noise to the sum of the gradients. Two data sets are neighbours if they
+    differ by one additional sample. Data are protected only in a deployment, because anybody can compute a simulation's
+    noise from the seed.
 
     Args:
         clip: Maximum L2 norm C of one sample's gradient. Larger gradients are scaled down.
@@ -72,15 +71,15 @@ class ClientDP(Setting):
 
     With ``noise_from = "server"``, the server limits the norm of each update to ``clip``, and adds Gaussian noise to
     the sum of the updates (McMahan et al. 2018). Two runs are neighbours if they differ only in one client, which never
-    replies in one of the runs. This ε limits what users of the models learn about one client. It does not limit what
-    the server learns, because the server sees each update.
+    replies in one of the runs. ε limits what users of the models learn about a client, but not what the server learns,
+    because the server sees each update.
 
     With ``noise_from = "sites"``, each client scales down its update, and adds a share of the noise from a Skellam
     distribution (Agarwal et al. 2021). The server sees only the noisy sum, so ε also applies to the server. Two runs
-    are neighbours if one client sends zeros with noise, instead of its updates, in one of the runs. The choice of
-    clients does not lower ε, because the server knows which clients take part.
+    are neighbours if one client, in one of the runs, sends zeros with noise instead of its updates. Client sampling
+    does not lower ε, because the server knows which clients take part.
 
-    If a sum needs t of n clients, ``colluding`` is at most t − 2 and at most 2t − n − 1.
+    If a sum needs t of n clients, ``colluding`` can be at most t − 2 and at most 2t − n − 1.
 
     In both cases, the sum is divided by the expected number of clients per round.
 
@@ -108,11 +107,11 @@ class ClientDP(Setting):
 
 
 class Privacy(Setting):
-    """Protection of the clients' data.
+    """The protection of the clients' data.
 
-    A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Prototypes,
-    labels and counts of classes with too few samples are left out of replies. A site may require more samples than the
-    spec.
+    A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Replies
+    leave out the prototypes, labels and counts of classes with too few samples. A site may require more samples than
+    the spec.
 
     Args:
         min_samples: Minimum number of samples that a client uses for each value it sends, such as an update or a
@@ -178,7 +177,7 @@ class Privacy(Setting):
 
     @property
     def colluding(self) -> int:
-        """The number of clients that may collude with the server without removing the noise of the clients."""
+        """The number of clients that may collude with the server: ``clients.colluding``, or 0 if this is not set."""
         return 0 if self.clients is None else self.clients.colluding
 
     @property
@@ -188,7 +187,7 @@ class Privacy(Setting):
 
 
 class Training(Setting):
-    """Rounds, local training and hardware.
+    """The settings of rounds, local training and hardware.
 
     Args:
         rounds: Number of rounds. You may increase this number when you resume a run.
@@ -273,12 +272,12 @@ class Training(Setting):
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples of a smaller client."""
+        """Number of samples in a client's step: ``batch_size`` × ``accumulate``, or all samples if there are fewer."""
         return self.batch_size * self.accumulate
 
     @property
     def epochs(self) -> int:
-        """Number of local epochs, E. If clients train for ``local_steps``, the number is the default, 5."""
+        """Number of local epochs, E; the default of 5 if clients train for ``local_steps``."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
@@ -329,5 +328,5 @@ class Training(Setting):
         return lr if round > self.warmup else lr * (round / (self.warmup + 1))
 
     def invited(self, clients: int) -> int:
-        """Return the number of clients that the server invites per round, given the number of all clients."""
+        """Return the number of clients that the server invites per round, given the total number of clients."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

@@ -11,7 +11,7 @@ from fedstrata.federation.messages import Params
 
 
 def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
-    """Return the changes of all tensors as one vector, shape (d,), in float32 or a wider dtype.
+    """Return the changes of all tensors as one vector, shape (d,), with dtype float32 or wider.
 
     Args:
         before: Named tensors, in the order of the vector.

@@ -22,8 +22,8 @@ ASKING = {
 }
 """For each base class, the Python methods and attributes that determine the requests to clients and the replies.
 
-A subclass that overrides one of these attributes must also override its declaration of requests. The declaration is
-``sends`` in an objective, and ``allowed`` in all other classes.
+A subclass that overrides one of them must also override its declaration of requests: ``sends`` in an objective, and
+``allowed`` in all other classes.
 """
 
 
@@ -44,18 +44,17 @@ class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
     The fields of a subclass are the method's settings. The method ``init`` returns the first state, and ``run_round``
-    takes a state and returns the next state. A state is a record with at least the field ``weights``, which is the
-    global model.
+    computes the next state from a state. A state is a record with at least the field ``weights``, which is the global
+    model.
     """
 
     paper: ClassVar[str] = ""
     """The paper that defines the method."""
 
     needs_sgd: ClassVar[str] = ""
-    """The reason why the method supports only plain SGD on single batches, as a sentence without a full stop.
+    """The reason why the method supports only plain SGD on single batches (a sentence without a full stop).
 
-    The string is empty if the method supports all optimisers of the spec's section ``training``. See also
-    ``Objective.needs_sgd``.
+    Empty if the method supports all optimisers of the spec's section ``training``. See also ``Objective.needs_sgd``.
     """
 
     needs_replies: ClassVar[str] = ""
@@ -67,14 +66,14 @@ class Method(Setting):
         return config.clients
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules by which secure sums (``privacy.sums``) add up the clients' replies."""
+        """Return the rules with which secure sums (``privacy.sums``) add up the clients' replies."""
         return {}
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that handle the method's own requests on a client; see ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions that handle requests of the method and, in a recipe, of its four components."""
+        """Return the handlers of the method's own requests and, in a recipe, of the requests of its four components."""
         return self.handlers
 
     needs_strata: ClassVar[bool] = False
@@ -89,14 +88,14 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if clients reply with updates of the same model. Codecs can compress such updates."""
+        """Return True if all clients reply with updates of the model they were sent, which codecs can compress."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests that the method may send, and their bounds. Sites refuse all other requests.
 
-        If the result is None, the method does not declare its requests, and runs only in simulations. A subclass must
-        override ``allowed`` if it overrides one of the methods in ``ASKING``.
+        None means that the method does not declare its requests and runs only in simulations. A subclass must override
+        ``allowed`` if it overrides one of the methods in ``ASKING``.
         """
         return None
 
@@ -106,7 +105,7 @@ class Method(Setting):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method keeps private. Evaluations must not disclose these facts."""
+        """The facts about clients that the method keeps private, and that evaluations must not disclose."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
@@ -114,14 +113,14 @@ class Method(Setting):
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
-        """Return the state before the first round. Requests that ``init`` sends belong to round 0."""
+        """Return the state before the first round. The requests of ``init`` belong to round 0."""
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one round. Return the new state, and the metrics that the method records for the round."""
+        """Run one round, and return the new state and the round's metrics."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model to evaluate, and to save at the end of a run. The default is ``state.weights``."""
+        """Return the model that is evaluated, and that is saved at the end of a run. Default: ``state.weights``."""
         weights: Weights = state.weights
         return weights
 

@@ -9,7 +9,7 @@ from fedstrata.objectives.calibrated import Balanced
 
 
 class BSMFedAvg(Recipe):
-    """FedAvg with balanced softmax, in which the prior of a class is its share of the client's samples."""
+    """FedAvg with balanced softmax, where the prior of a class is its share of the client's samples."""
 
     paper = "Chen and Chao 2022, On Bridging Generic and Personalized FL (ICLR)"
 

@@ -34,13 +34,13 @@ class CCVRState(RecipeState):
 
 
 class CCVR(Recipe, HeadTuning):
-    """FedAvg whose server retrains the head after the last round, on features drawn from a Gaussian per class.
+    """FedAvg whose server retrains the head after the last round, on features drawn from one Gaussian per class.
 
-    All clients send the moments of their features z. For each class c, the moments are the number of samples n_k(c), Σ
-    z and Σ z zᵀ. From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
-    class c. The server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the
-    head on these features. All other layers do not change, and later rounds start from the uncalibrated model.
-    Classes without samples at any client have no virtual features.
+    All clients send the moments of their features z: for each class c, the number of samples n_k(c), Σ z and Σ z zᵀ.
+    From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of class c. The
+    server draws ``per_class`` virtual features from each normal distribution N(μ_c, Σ_c), and trains the head on them.
+    All other layers do not change, and later rounds start from the uncalibrated model. Classes without samples at any
+    client have no virtual features.
 
     Args:
         per_class: Number of features drawn from each class's Gaussian.
@@ -58,7 +58,7 @@ class CCVR(Recipe, HeadTuning):
     every: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if classes or a suitable head are missing, or if class counts must stay private."""
+        """Raise ``SpecError`` if there are no classes or no suitable head, or if class counts must stay private."""
         super().check(config)
         self.require_head(config, "method")
         feature_size(config.model)
@@ -123,7 +123,7 @@ class CCVR(Recipe, HeadTuning):
 
 
 def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the mean and the covariance of each class's features, over the samples of all clients together.
+    """Return the mean and the covariance of each class's features, over the samples of all clients.
 
     For N features z of a class, the mean is μ = (1/N) Σ z, and the covariance is (Σ z zᵀ − N μ μᵀ) / (N − 1). With a
     single sample, the covariance is 0.
@@ -147,7 +147,7 @@ def normals_of(replies: list[MomentsReply]) -> dict[int, tuple[Tensor, Tensor]]:
 def drawn(mean: Tensor, covariance: Tensor, number: int, generator: np.random.Generator) -> Tensor:
     """Draw ``number`` vectors from a normal distribution, shape (number, d), float32.
 
-    Rounding can cause negative eigenvalues of the covariance, which count as 0.
+    Negative eigenvalues of the covariance, which rounding can cause, count as 0.
     """
     values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
     noise = torch.from_numpy(generator.standard_normal((number, len(mean))))

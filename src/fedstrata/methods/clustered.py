@@ -1,4 +1,4 @@
-"""The method ``clustered``, which is FedAvg with clustered sampling (Fraboni et al. 2021)."""
+"""The method ``clustered``: FedAvg with clustered sampling (Fraboni et al. 2021)."""
 
 from __future__ import annotations
 

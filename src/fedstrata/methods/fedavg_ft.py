@@ -13,7 +13,7 @@ from fedstrata.methods.recipe import Recipe, RecipeState
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose server also trains the head, on samples that no client has (an upper bound for other methods).
+    """FedAvg whose server also trains the head on samples that no client has (an upper bound for other methods).
 
     The partition must leave enough samples of every class to the server.
     """
@@ -27,11 +27,11 @@ class FedAvgFT(Recipe, HeadTuning):
         self.require_samples(config, "method")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the recipe. The server trains the head without sending a request."""
+        """Return the requests of the recipe; the server trains the head without a request."""
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a round of FedAvg. If at least one client trained, also train the head on the server."""
+        """Run a round of FedAvg, and train the head on the server if at least one client trained."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

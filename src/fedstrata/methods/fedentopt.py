@@ -12,10 +12,10 @@ from fedstrata.sampling.entropy import Entropy
 
 
 class FedEntOpt(Recipe):
-    """FedAvg that invites clients whose labels, taken together, are balanced.
+    """FedAvg that invites clients whose labels are balanced when taken together.
 
-    Clients are added one by one, so that the label counts of all added clients have the largest possible entropy
-    (Algorithm 1 of arXiv:2411.01240).
+    Clients are added one by one, each so that the total label counts have the largest possible entropy (Algorithm 1 of
+    arXiv:2411.01240).
     """
 
     paper = "Lutz et al. 2025, Optimizing Federated Learning by Entropy-Based Client Selection (arXiv:2411.01240)"

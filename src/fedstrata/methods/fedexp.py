@@ -10,10 +10,10 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class FedExP(Recipe):
-    """FedAvg whose server takes a longer step if the clients' updates point in different directions.
+    """FedAvg whose server takes longer steps if the clients' updates point in different directions.
 
-    As in the paper, the average of the last two models is evaluated and saved, because the models can oscillate.
-    Training continues from the last model. The aggregator ``fedexp`` defines the step.
+    As in the paper, the average of the last two models is evaluated and saved, because models can oscillate. Training
+    continues from the last model. The aggregator ``fedexp`` defines the step.
 
     Args:
         eps: Constant ε in the denominator of the step length. It limits the step length if the mean update is near

@@ -1,4 +1,4 @@
-"""FedTAN (Wang et al. 2023): FedAvg that averages BatchNorm's statistics layer by layer, once per round."""
+"""FedTAN (Wang et al. 2023): FedAvg whose clients average BatchNorm's statistics layer by layer, once per round."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedstrata.sampling.base import AllData
 class FedTAN(Recipe):
     """FedAvg with common BatchNorm statistics, which all clients of a round compute together in the first local step.
 
-    In this step, every BatchNorm layer normalises with the mean and the variance that are averaged over the round's
-    clients. In the backward pass, the gradients of the mean and of the variance are averaged, too. In each pass,
-    clients therefore send the server one message per BatchNorm layer, and the server replies. Later local steps and the
-    global model use these statistics unchanged. The clients of a round train at the same time. If a client fails in the
-    first step, the round does not change the model.
+    In this step, every BatchNorm layer normalises with means and variances that are averaged over the round's clients.
+    In the backward pass, the gradients of the mean and of the variance are also averaged. In each pass, clients
+    therefore send the server one message per BatchNorm layer and receive a reply. Later local steps and the global
+    model use these statistics unchanged. The clients of a round train at the same time. If a client fails in the first
+    step, the round does not change the model.
 
     Only the data sampler ``all``, the objective ``cross-entropy`` and the optimiser ``sgd`` are accepted.
     """
@@ -54,7 +54,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN always trains on all data with cross-entropy. Remove the key.")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the client sampler, and the request to train simultaneously with all other clients."""
+        """Return the requests of the client sampler, and the request to train at the same time as all other clients."""
         size = agreed.training.batch_size
         reason = f"uses a batch, which has at most training.batch_size = {size} samples"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

@@ -1,4 +1,4 @@
-"""Train a model's head on the server, on a small set with the same number of samples of each class (ReBaFL §3.3)."""
+"""Train a model's head on the server, on a small data set with the same number of samples per class (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fedstrata.federation.messages import Params, Weights
 class HeadTuning(Setting):
     """Training of the model's head by full-batch gradient descent, on samples **that no client has**.
 
-    The server uses the same samples every time. Before the first step, the server computes the features (the input of
-    the head) once, in evaluation mode. The clients' optimiser (``training.optimizer``) is not used.
+    The server uses the same samples every time. The server computes the features (the head's input) once, before the
+    first step, in evaluation mode. The clients' optimiser (``training.optimizer``) has no effect.
 
     Args:
         per_class: Number of samples per class for training the head.
@@ -35,11 +35,11 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_head(self, config: FederationConfig, section: str) -> None:
-        """Check that the model has a head, that the task has classes, and that BatchNorm statistics are shared.
+        """Check that the model has a head, the task has classes, and clients share their BatchNorm statistics.
 
         Args:
             config: The federation's settings.
-            section: The section of the spec that contains these settings, for error messages.
+            section: The spec section of the head's settings, for error messages.
 
         Raises:
             SpecError: The model has no head, the task has no classes, or clients keep their own BatchNorm statistics.
@@ -57,7 +57,7 @@ class HeadTuning(Setting):
 
         Args:
             config: The federation's settings.
-            section: The section of the spec that contains these settings, for error messages.
+            section: The spec section of the head's settings, for error messages.
 
         Raises:
             SpecError: The server has too few samples, or ``require_head`` refuses the model or the task.
@@ -79,7 +79,7 @@ class HeadTuning(Setting):
             raise SpecError(key, problem, self.per_class)
 
     def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:
-        """Train the head on the server's samples. Return the model, and the loss before the last step."""
+        """Train the head on the server's samples, and return the model and the loss before the last step."""
         assert config.server_data is not None
         x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
         # Train the head inside ``loaded``, because a head may have buffers, which ``loaded`` sets and restores.
@@ -92,13 +92,13 @@ class HeadTuning(Setting):
     def trained_head(
         self, config: FederationConfig, weights: Weights, features: Tensor, y: Tensor
     ) -> tuple[Params, float]:
-        """Return the head's parameters after training on features, and the loss before the last step.
+        """Train the head on features, and return its parameters and the loss before the last step.
 
-        The model must be loaded.
+        The weights must be loaded into the model.
 
         Args:
             config: The federation's settings.
-            weights: The model. Training starts with this model's head.
+            weights: The model. Training starts with its head.
             features: The inputs of the head, shape (n, …).
             y: The labels, shape (n,).
         """

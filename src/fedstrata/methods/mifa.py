@@ -9,7 +9,7 @@ from fedstrata.methods.recipe import Parts, Recipe
 
 
 class MIFA(Recipe):
-    """FedAvg that replaces the missing update of an absent client by the last update that the client sent.
+    """FedAvg that replaces the missing update of an absent client with the client's last update.
 
     The new model is w ← w_t + (1/N) Σ_k y_k over all N clients, where y_k is the last update that client k sent. The
     stored updates take as much memory as N models.

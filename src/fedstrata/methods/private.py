@@ -1,6 +1,6 @@
 """Run a round with client-level differential privacy (``privacy.clients``).
 
-Such a round adds a noisy mean of the clients' updates to the model.
+The server adds a noisy mean of the clients' updates to the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def noisy_form(recipe: Recipe, config: FederationConfig) -> NoisyForm:
-    """Return the rule by which a secure sum adds up a recipe's updates and the clients' noise."""
+    """Return the rule with which a secure sum adds up a recipe's updates and the clients' noise."""
     return NoisyForm(config, recipe.most_summed(config), _trained(recipe, config, config.model.params()))
 
 
 def private_round(recipe: Recipe, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
     """Select clients, train them, and add the noisy mean of their clipped updates to the model.
 
-    The server optimiser gets only the noisy mean, so the optimiser does not affect ε. If a secure sum fails, only the
-    client sampler's state changes.
+    The server optimiser gets only the noisy mean, so it does not affect ε. If the secure sum fails, only the client
+    sampler's state changes.
     """
     config, weights, dp = federation.config, state.weights, federation.config.privacy.clients
     assert dp is not None
@@ -52,9 +52,9 @@ def private_round(recipe: Recipe, federation: Federation, state: RecipeState) ->
 def _mean_at_server(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params, dict[str, Any]]:
-    """Train clients. Return the mean of their updates, with noise from the server, and the metrics of the round.
+    """Train clients. Return the mean of the clients' updates with noise from the server, and the metrics of the round.
 
-    The server adds noise even if no client replied. An update without noise would disclose that no client replied.
+    The server adds noise even if no client replied, because an update without noise would reveal this.
     """
     dp = federation.config.privacy.clients
     assert dp is not None
@@ -69,9 +69,10 @@ def _mean_at_server(
 def _mean_of_noisy_updates(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params | None, dict[str, Any]]:
-    """Let clients train, clip their updates and add noise. Return the mean, computed by a secure sum, and metrics.
+    """Let clients train, clip their updates and add noise.
 
-    The mean is None if too few clients replied. The server does not learn the clients' numbers of samples.
+    Return the mean (computed by a secure sum; None if too few clients replied) and the metrics. The server does not
+    learn the clients' numbers of samples.
     """
     from fedstrata.federation.secure.simulated import ask_sum
 

@@ -1,4 +1,4 @@
-"""ReBaFL (Xu et al.): re-balanced local training, which is stable if labels are skewed and clients drop out."""
+"""ReBaFL (Xu et al.): re-balanced local training, for skewed labels and clients that drop out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedstrata.objectives.rebafl import Rebalanced
 class ReBaFL(Recipe):
     """FedAvg whose clients train with relaxed balanced softmax and augmented features (Algorithm 1).
 
-    The paper has two ablations. With ``mu = 0``, only relaxed balanced softmax is used (R-BSM). With ``relaxed =
-    false``, only the augmentation is used (F-Aug).
+    The paper has two ablations: only relaxed balanced softmax (R-BSM, ``mu = 0``), and only the augmentation (F-Aug,
+    ``relaxed = false``).
     """
 
     later_settings = ("prototype_momentum",)

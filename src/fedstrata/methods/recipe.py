@@ -46,7 +46,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """The samplers, objective and aggregator of a recipe that differ from FedAvg's."""
+    """The components of a recipe that differ from FedAvg's."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -58,16 +58,16 @@ Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
 
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-"""The names of a recipe's four components (two samplers, an objective, an aggregator), in the order of their use."""
+"""The names of a recipe's four components (two samplers, an objective, an aggregator), in the order of use."""
 
 
 class Recipe(Method):
     """A method that combines a client sampler, a data sampler, an objective and an aggregator.
 
-    In a spec, a name or a table of settings can replace each of these four choices.
+    A spec can replace each of these four components with a name or a table of settings.
 
-    A subclass overrides ``parts``, which returns the choices that differ from FedAvg. If a spec replaces all choices
-    that a setting affects, the spec must not contain this setting.
+    A subclass overrides ``parts``, which returns the components that differ from FedAvg's. If a spec replaces all
+    components that a setting affects, it must not contain this setting.
 
     Args:
         client_sampler: Client sampler, which chooses the clients of each round.
@@ -88,7 +88,7 @@ class Recipe(Method):
     needs_replies = ""
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """A mapping from names of the method's settings to other names that the same settings have in the components."""
+    """A mapping from names of the method's settings to the names of the same settings in the components."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -103,8 +103,8 @@ class Recipe(Method):
         """Return the method's settings that ``parts`` passes on to a sampler, the objective or the aggregator.
 
         Returns:
-            A mapping from a setting's name in the method to a pair. The pair contains the component that uses the
-            setting (such as ``objective``), and the setting's name in the component.
+            A mapping from a setting's name in the method to a pair: the component that uses the setting (such as
+            ``objective``), and the setting's name there.
         """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
@@ -115,7 +115,7 @@ class Recipe(Method):
         }
 
     def _checked_parts(self) -> dict[Choice, Setting]:
-        """Return the result of ``parts``; raise ``TypeError`` for an unknown choice or an object of the wrong class."""
+        """Return the result of ``parts``; raise ``TypeError`` for an unknown component or a wrong class."""
         parts: Any = self.parts()
         for choice, part in parts.items():
             if choice not in CHOICES:
@@ -127,7 +127,7 @@ class Recipe(Method):
         return dict(parts)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the default of each optional setting of the method, without the four choices."""
+        """Return the default of each optional setting of the method, without the four components."""
         return {
             key: field.get_default(call_default_factory=True)
             for key, field in type(self).model_fields.items()
@@ -136,7 +136,10 @@ class Recipe(Method):
 
     @model_validator(mode="after")
     def _set_parts(self) -> Self:
-        """Set choices that the spec does not replace. Raise an error for settings that affect only replaced choices."""
+        """Set the components that the spec does not replace.
+
+        Raise an error for settings that affect only replaced components.
+        """
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
@@ -154,7 +157,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings in effect, and choices that the spec replaces. Parsing them creates an equal method."""
+        """Return the settings in effect and the replaced components, as a table that creates an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -165,7 +168,7 @@ class Recipe(Method):
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the client functions for the requests of the method, its samplers, objective and aggregator."""
+        """Return the handlers of the requests of the method, its samplers, its objective and its aggregator."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:
@@ -189,7 +192,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the samplers' requests and ``training``; None if a sampler does not declare its requests."""
+        """Return the samplers' requests together with ``training``; None if a sampler does not declare its requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -203,7 +206,7 @@ class Recipe(Method):
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
-        """Check that samplers, objective and aggregator are compatible with the federation and with each other."""
+        """Raise ``SpecError`` if the components are not compatible with the federation or with each other."""
         sampler, data, objective, aggregator = self.choices()
         sampler.check(config)
         data.check(config)
@@ -258,7 +261,7 @@ class Recipe(Method):
         return self.client_sampler.most_invited(config)
 
     def forms(self, config: FederationConfig) -> Forms:
-        """Return the rules by which secure sums add up replies to training requests and the data sampler's requests."""
+        """Return the rules with which secure sums add up replies to training and data-sampler requests."""
         fit = fit_form if config.privacy.clients is None else noisy_form
         return {Fit: fit(self, config), **self.data_sampler.forms(config)}
 
@@ -312,7 +315,7 @@ class Recipe(Method):
         }
 
     def restored(self, config: FederationConfig, before: Weights, after: Weights) -> Weights:
-        """Return the new model after undoing the changes that weight decay made to frozen parameters."""
+        """Return the new model without the changes that weight decay made to frozen parameters."""
         frozen = {name: before.params[name] for name in self.frozen(config)}
         return Weights(after.params | frozen, after.buffers) if frozen else after
 
@@ -344,7 +347,7 @@ class Recipe(Method):
         )
 
     def work(self, config: FederationConfig, keep: float) -> Callable[[int], float]:
-        """Return a function that computes the number of per-sample gradients from a client's number of samples.
+        """Return a function that computes a client's number of per-sample gradients from its number of samples.
 
         Args:
             config: The settings that server and clients share.
@@ -357,7 +360,10 @@ class Recipe(Method):
 
 
 def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
-    """Return the requests to clients that start from different models. Clients with the same model share a request."""
+    """Return the requests to clients that start from different models.
+
+    Clients with the same model get one shared request.
+    """
     models = list({id(model): model for model in starts.values()}.values())
     place = {id(model): index for index, model in enumerate(models)}
     which = {client: place[id(model)] for client, model in starts.items()}
@@ -367,7 +373,7 @@ def _starting_at(request: Fit, starts: Mapping[int, Weights]) -> Requests:
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Return the number of clients that trained, their total number of per-sample gradients, and their mean loss.
 
-    A client's loss is the mean over its steps. The mean over clients is weighted by their numbers of per-sample
+    A client's loss is the mean over its steps, and the mean over clients is weighted by their numbers of per-sample
     gradients. If clients keep these numbers private, the total is 0, and the loss is the unweighted mean over the
     clients that took a step.
     """
@@ -382,8 +388,7 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
     """Return the mean squared distance of the clients' models from their mean (ReBaFL, Eq. 24).
 
-    With the clients' models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖². Without models, the result is
-    None.
+    With the models w_k and their mean w̄, the result is Λ = mean_k ‖w_k − w̄‖²; None without models.
 
     >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
     {'weight_diversity': 1.0}

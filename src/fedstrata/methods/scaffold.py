@@ -10,7 +10,7 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class SCAFFOLD(Recipe):
-    """FedAvg with control variates, which correct each local step; the server averages models with equal weights.
+    """FedAvg with control variates, which correct each local step. The server averages models with equal weights.
 
     The control variate c_k estimates the gradient of client k, and c estimates the gradient of the whole federation.
     The client adds c − c_k to each gradient, so that its steps follow the federation's gradient.

@@ -1,4 +1,4 @@
-"""SFL, which is sequential federated learning (Li and Lyu 2023) and the baseline in the paper on Stratify."""
+"""SFL: sequential federated learning (Li and Lyu 2023), the baseline in the Stratify paper."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SFLState:
 
 
 class SFL(Method):
-    """One model visits the clients of a round in random order, and each client trains the model.
+    """One model visits the clients of a round in random order, and each client trains it.
 
-    Models are not averaged. The model therefore drifts towards the data of the clients that it visited most recently.
-    The drift is larger if the clients' data differ more.
+    Models are not averaged, so the model drifts towards the data of the clients that it visited most recently. The more
+    the clients' data differ, the larger the drift.
 
     Args:
         client_sampler: Client sampler, which chooses the clients that the model visits.
@@ -40,7 +40,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` for local BatchNorm statistics, or a sampler that needs the models of all clients."""
+        """Raise ``SpecError`` for local BatchNorm statistics, or for a sampler that needs the models of all clients."""
         if config.training.batch_norm == "local":
             problem = "SFL trains one model with one set of BatchNorm statistics. Set training.batch_norm = 'average'."
             raise SpecError("training.batch_norm", problem, "local")
@@ -53,7 +53,7 @@ class SFL(Method):
         sampler.check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the client sampler, and the request to train the model that the server sends."""
+        """Return the requests of the client sampler, and the request to train the travelling model."""
         sampler = self.client_sampler
         known = declares(type(sampler), "allowed", *ASKING["client_sampler"])
         return joined(sampler.allowed(agreed) if known else None, [Allowed(Visit, limit=step_limit(agreed))])

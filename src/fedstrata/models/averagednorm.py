@@ -1,8 +1,8 @@
 """BatchNorm with statistics that are averaged over clients, as in FedTAN (Wang et al. 2023).
 
-Each client computes the mean and the variance of its own batch, and the layer normalises with the averages over
-clients. In the backward pass, the gradients with respect to mean and variance are averaged, too. Unlike in
-``models.batchnorm``, the averaged variance does not include the differences between the clients' means.
+Each client computes the mean and the variance of its own batch. The layer normalises with the averages over clients. In
+the backward pass, the gradients with respect to mean and variance are also averaged. Unlike in ``models.batchnorm``,
+the averaged variance does not include the differences between the clients' means.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedstrata.models.batchnorm import ReduceGroup, SharedNorm
 
 @contextmanager
 def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise with averaged statistics during the ``with`` block.
+    """Within the ``with`` block, let every BatchNorm in ``module`` normalise with averaged statistics.
 
     The averages also replace the running statistics. Each member of the group must run the same module on its own
     batch, with one forward and one backward pass.
@@ -28,7 +28,7 @@ def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[N
     Args:
         module: This client's module.
         group: This client's connection to the other clients.
-        weight: This client's averaging weight. Only the ratios of the clients' averaging weights matter.
+        weight: This client's averaging weight. Only the ratios of the clients' weights matter.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:

@@ -1,11 +1,10 @@
 """BatchNorm with the statistics of a batch whose samples are spread over several clients (Stratify, section III-E).
 
-Several clients, each with some samples of a batch, normalise the samples as if one machine had the whole batch. In the
-forward pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂
-and Σ x̂ ∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m. The
-class ``torch.nn.SyncBatchNorm`` normalises in the same way across processes. The loss must be a *sum* over samples.
-The clients' gradients, including the gradients of the layer's weight and bias, then add up to the gradient of the whole
-batch.
+Clients that each have some samples of a batch normalise them as if one machine had the whole batch. In the forward
+pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂ and Σ x̂
+∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m.
+``torch.nn.SyncBatchNorm`` does the same across processes. The loss must be a *sum* over samples. The clients' gradients
+then add up to the gradient of the whole batch, also for the layer's weight and bias.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup:
-    """A client's connection to its group, which consists of the ``size`` clients that normalise a batch together.
+    """A client's connection to its group: the ``size`` clients that normalise a batch together.
 
     Args:
         group: The group.
@@ -38,23 +37,23 @@ class ReduceGroup:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors that all clients of the group pass to this call.
 
-        A call waits until all clients have made the call. All clients must therefore make the same number of calls. All
-        clients get exactly the same sum.
+        A call waits until all clients have made the call, so all clients must make the same number of calls. They all
+        get exactly the same sum.
         """
         return self._group.add({self._number: tensor})
 
 
 class GroupBrokenError(FedstrataError):
-    """The error that all members of a group raise if one member fails, so that the batch cannot be finished."""
+    """The error that all members of a group raise if one member fails and the batch cannot be finished."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
     _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch.
+        """Normalise a batch; in the context manager ``federated``, normalise over all clients of the group.
 
-        Inside the context manager ``federated``, normalise over all clients of the group. The shape does not change.
+        The shape does not change.
         """
         group = self._group
         if group is None or not self.training:
@@ -83,11 +82,11 @@ class _FederatedBatchNorm(_BatchNorm):
 
 
 class FederatedBatchNorm1d(_FederatedBatchNorm, nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` that normalises over a group of clients inside the context manager ``federated``."""
+    """An ``nn.BatchNorm1d`` layer that, in the context manager ``federated``, normalises over a group of clients."""
 
 
 class FederatedBatchNorm2d(_FederatedBatchNorm, nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` that normalises over a group of clients inside the context manager ``federated``."""
+    """An ``nn.BatchNorm2d`` layer that, in the context manager ``federated``, normalises over a group of clients."""
 
 
 def _reduced(x: Tensor) -> list[int]:
@@ -102,12 +101,12 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     """Compute the statistics of the batch over all clients.
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
-    distances from this mean. From these two values, the client computes Σx and Σx² in float64. Only vectors with one
-    number per channel are cast to float64. The clients communicate only once. The usual algorithm first averages over
-    all clients, and needs a second communication.
+    distances from this mean, and from these two values Σx and Σx² in float64. Only vectors with one number per channel
+    are cast to float64. The clients communicate only once, whereas the usual algorithm first averages over all clients
+    and needs a second exchange.
 
     Returns:
-        The mean, shape (C,), float64; the biased variance, shape (C,), float64; and the number of values per channel.
+        The mean and the biased variance, each of shape (C,) and float64, and the number of values per channel.
     """
     channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
     sums = torch.zeros(2, channels, dtype=torch.float64, device=x.device)
@@ -132,7 +131,7 @@ class SharedNorm(torch.autograd.Function):
     """The function y = γ x̂ + β with x̂ = (x − μ) / √(σ² + ε). μ and σ² are computed over a group of clients.
 
     The argument ``x`` is the batch of one client. In the backward pass, each client multiplies its terms of ∂J/∂μ and
-    ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``, and each client propagates the
+    ∂J/∂σ² by ``share``. The products are summed over the group and divided by ``count``. Each client propagates the
     results to its inputs. In the backward pass, σ² is treated as a mean of squared distances from ``centre``. If the
     statistics are computed over the whole batch, ``centre`` is μ. If the statistics are averages of the clients'
     statistics, ``centre`` is the client's own mean.
@@ -160,10 +159,10 @@ class SharedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient ∂J/∂x of the loss J for the inputs x, by the formula of BatchNorm.
+        """Return the gradient ∂J/∂x of the loss J with respect to the inputs x, by the formula of BatchNorm.
 
         ∂J/∂x = (g − A / m − (x − centre) B / (m √(σ² + ε))) / √(σ² + ε). The gradient for the normalised inputs x̂ is g
-        = ∂J/∂x̂. The sum of g is A, and the sum of x̂ g is B. Both sums are over the m values of a channel at all
+        = ∂J/∂x̂. The sum of g is A, and the sum of x̂ g is B. Both sums run over the m values of a channel at all
         clients of the group. The docstring of the class describes ``centre``.
         """
         x, weight, mean, inverse, centre = ctx.saved_tensors
@@ -192,7 +191,7 @@ _FEDERATED: dict[type[nn.Module], type[_FederatedBatchNorm]] = {
 
 
 def federate_batchnorm(module: nn.Module) -> nn.Module:
-    """Convert every BatchNorm layer of ``module`` in place, so that the layer can normalise over a group of clients.
+    """Convert every BatchNorm layer of ``module`` in place to a layer that can normalise over a group of clients.
 
     As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names. The
     results of the layers change only inside the context manager ``federated``.
@@ -201,8 +200,8 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
         ``module`` itself.
 
     Raises:
-        SpecError: A layer is a BatchNorm of another type (three-dimensional, lazy, or the user's own subclass). No
-            layer is then converted.
+        SpecError: A BatchNorm layer has another type (three-dimensional, lazy, or the user's own subclass). No layer is
+            converted.
 
     >>> type(federate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]).__name__
     'FederatedBatchNorm1d'
@@ -222,11 +221,11 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
-    """Let every BatchNorm in ``module`` normalise over ``group`` while ``module`` trains in the ``with`` block.
+    """Within the ``with`` block, let every BatchNorm in ``module`` normalise over ``group`` while ``module`` trains.
 
     All members must run the same module on their own batches, so that their sums match. Each member runs one forward
-    pass and then one backward pass. A client without samples passes an empty batch of shape (0, …), and gets the same
-    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``. Otherwise, the other
+    pass and then one backward pass. A client without samples passes an empty batch, shape (0, …), and gets the same
+    running statistics as the other clients. A client that fails must call ``LocalGroup.abort``, or else the other
     clients wait until the timeout.
 
     Args:
@@ -263,8 +262,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: The number of seconds for which a member waits for the other members before it breaks the group. None
-            means that the waiting time is not limited. A member that fails must then always call ``abort``.
+        timeout: The number of seconds for which a member waits for the others before it breaks the group. None means no
+            limit; a member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -298,7 +297,7 @@ class LocalGroup:
     def leave(self, *members: int) -> None:
         """Record that members have ended.
 
-        The group breaks if other members wait for tensors of these members, now or later.
+        If other members wait for tensors of these members, now or later, the group breaks.
         """
         with self._changed:
             self._ended.update(members)
@@ -311,14 +310,14 @@ class LocalGroup:
             return self._turn, tuple(sorted(self._parts))
 
     def add(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Add the tensors of some members, wait for the other members' tensors, and return the sum of all tensors.
+        """Add the tensors of some members, wait for the remaining tensors, and return the sum of all tensors.
 
         Args:
             parts: A mapping from the index of each member to its tensor.
 
         Raises:
-            GroupBrokenError: A member failed, ended or was too late. The error is also raised if a member added two
-                tensors to one sum, or if the tensors' shapes differ.
+            GroupBrokenError: A member failed, ended, was too late, or added two tensors to one sum, or the tensors'
+                shapes differ.
         """
         with self._changed:
             if again := sorted(self._parts.keys() & parts.keys()):

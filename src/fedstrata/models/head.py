@@ -1,4 +1,4 @@
-"""Find the head of a model, which is the submodule that computes logits from features."""
+"""Find the head of a model, the submodule that computes logits from features."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Head:
 
         Args:
             module: The whole module.
-            name: The dotted name of the head. Default: the submodule ``head``, or the last trained ``nn.Linear``.
+            name: The dotted name of the head. Default: the submodule ``head``; without it, the last trained
+                ``nn.Linear``.
             trained: The trainable parameters of the whole module.
 
         Raises:

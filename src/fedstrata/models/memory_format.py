@@ -1,7 +1,7 @@
 """Choose the memory format of a user's own module.
 
-Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. The format
-slightly affects results, because of rounding. To make results reproducible, the choice depends only on the module.
+Data sets return images in channels-last format, in which convolutions and pooling are fastest on a CPU. Through
+rounding, the format slightly affects results. To keep results reproducible, the choice depends only on the module.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fedstrata.models.untrained import twin_of
 
 
 def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Convert a module with convolutions to channels-last format in place, if the module works in this format.
+    """Convert a module with convolutions in place to channels-last format, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
-    convolution. Use ``x.flatten(1)``, which works with both formats. Modules that do not work in channels-last format
-    keep the default format, and their inputs are converted to the default format.
+    convolution. Use ``x.flatten(1)``, which works with both formats. These modules keep the default format, and their
+    inputs are converted to it.
 
     Args:
         module: The module to convert.

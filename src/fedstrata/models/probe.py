@@ -14,13 +14,13 @@ from fedstrata.models.model import Model
 
 
 def draws_random_numbers(model: Model, x: Inputs) -> bool:
-    """Run a forward pass in training mode. Return True if the pass draws random numbers, as a dropout layer does.
+    """Run a forward pass in training mode, and return True if it draws random numbers, as a dropout layer does.
 
     The pass also shows which buffers are constant; see ``Model.keep_constant``.
 
     Args:
         model: The model, whose values do not change.
-        x: Some samples. A single sample is used twice. If there are no samples, two samples of zeros are used.
+        x: Some samples. A single sample is used twice. Without samples, two samples of zeros are used.
 
     Raises:
         SpecError: The forward pass fails, or changes a frozen parameter.
@@ -58,14 +58,14 @@ def _two(x: Tensor) -> Tensor:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects whether this thread runs a PyTorch operation that draws random numbers.
 
-    A comparison of generator states would also detect draws in other threads, because all threads share the generator.
+    Comparing generator states would also detect draws in other threads, because all threads share the generator.
     """
 
     random = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because otherwise PyTorch would import its compiler, which takes two seconds."""
+        """Return False, so that PyTorch does not import its compiler, which takes two seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Residual networks for small images, with BatchNorm or GroupNorm.
 
-These networks cannot be trained under ``torch.func.vmap``, because BatchNorm changes its buffers in place, and
-GroupNorm of PyTorch 2.13 does not support images under ``vmap``.
+These networks cannot be trained under ``torch.func.vmap``: BatchNorm changes its buffers in place, and PyTorch 2.13's
+GroupNorm does not support images under ``vmap``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Norm = Literal["bn", "gn"]
 class ResNet9(ModelSpec):
     """The nine-layer network of DAWNBench (Page 2018).
 
-    The first layers are convolutions with 64 and 128 channels, and a residual connection around two convolutions with
-    128 channels. The next layers are convolutions with 256 and 512 channels, and a residual connection around two
-    convolutions with 512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the
-    three convolutions that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input
-    channels and 10 classes, the network has 6,573,130 parameters.
+    First come convolutions with 64 and 128 channels, and a residual connection around two convolutions with 128
+    channels. Then come convolutions with 256 and 512 channels, and a residual connection around two convolutions with
+    512 channels. The last layers are global max-pooling and a linear layer. Max-pooling follows the three convolutions
+    that double the number of channels. Unlike in DAWNBench, the logits are not scaled. With 3 input channels and 10
+    classes, the network has 6,573,130 parameters.
 
     Args:
         norm: Type of the normalisation layers: ``bn`` (BatchNorm) or ``gn`` (GroupNorm).
@@ -49,7 +49,7 @@ class ResNet9(ModelSpec):
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18 (He et al. 2016) for small images: the first convolution is 3x3, and no pooling follows it.
+    """ResNet-18 (He et al. 2016) for small images: the first convolution is 3x3, without pooling after it.
 
     With 3 input channels and 10 classes, the network has 11,173,962 parameters.
 
@@ -86,7 +86,7 @@ class Residual(nn.Module):
     """A residual connection, ``x + branch(x)``.
 
     Args:
-        branch: A module with outputs of the same shape as its inputs.
+        branch: A module whose outputs have the same shape as its inputs.
     """
 
     def __init__(self, branch: nn.Module) -> None:

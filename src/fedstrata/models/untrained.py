@@ -1,4 +1,4 @@
-"""Watch the tensors of a module that are not trained: frozen parameters, and buffers, which training may change."""
+"""Watch the tensors of a module that are not trained: frozen parameters, and buffers (which training may change)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Untrained:
         self.all: dict[str, Tensor] = {**parameters, **{name: named[name] for name in named if name in saved}}
         """The frozen parameters and all saved buffers, in an order that does not depend on ``constant``."""
         self.any = bool(named or parameters)
-        """Whether the module has buffers or frozen parameters. Otherwise, there is nothing to watch."""
+        """Whether there are buffers or frozen parameters to watch."""
         self._parameters = parameters
         names = {id(buffer): name for name, buffer in named.items()}
         self._places = [
@@ -45,7 +45,7 @@ class Untrained:
         self._versions: list[tuple[str, int]] = []
 
     def gather(self) -> None:
-        """If a forward pass replaced a buffer by another tensor, copy the new values into the original tensor."""
+        """If a forward pass replaced a buffer with another tensor, copy the new values into the original tensor."""
         for part, local, buffer, name in self._places:
             current = part._buffers.get(local)
             if current is not buffer:
@@ -68,11 +68,11 @@ class Untrained:
                 self.sent[name].copy_(values)
 
     def changed(self, before: list[tuple[str, int]]) -> set[str]:
-        """Return the names of the tensors that were changed or replaced after ``versions`` returned ``before``."""
+        """Return the names of the tensors that were changed or replaced since ``versions`` returned ``before``."""
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
-        """Return the name of each tensor with its number of changes, as pairs; −1 stands for a replaced buffer."""
+        """Return pairs of each tensor's name and its number of changes, which is −1 for a replaced buffer."""
         buffers = [
             (name, buffer._version if part._buffers.get(local) is buffer else -1)
             for part, local, buffer, name in self._places

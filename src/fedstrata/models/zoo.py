@@ -1,7 +1,7 @@
-"""The built-in models, and users' own models, which a spec names by a path ``"module:factory"``.
+"""The built-in models, and users' own models, which a spec names with a path ``"module:factory"``.
 
-In all models, pooling precedes ReLU. The result is the same as with ReLU before pooling, but ReLU processes only a
-quarter of the values. Convolutions and the images of data sets are in channels-last memory format.
+In all models, pooling precedes ReLU. The result is the same as in the reverse order, but ReLU then processes only a
+quarter of the values. Convolutions and images are in channels-last memory format.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Tabular(ModelSpec):
 class CNN(ModelSpec):
     """ReBaFL's convolutional network: 5x5 convolutions with max-pooling, and a hidden layer.
 
-    Convolutions are padded by 2, so that 8x8 images are large enough for three convolutions.
+    Convolutions are padded by 2, so 8x8 images are large enough for three convolutions.
 
     Args:
         channels: Number of channels of each convolution. For CIFAR-10, ReBaFL uses ``[16, 32, 64]``.
@@ -110,7 +110,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A PyTorch module passed from Python. Only fedstrata writes this section.
+    """A PyTorch module that is passed from Python. Only fedstrata writes this section.
 
     Args:
         custom: Description of the module.
@@ -169,7 +169,7 @@ class _Models(Registry[ModelSpec]):
     """The registry of models, which also accepts the path ``"module:factory"`` of a user's own model."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> ModelSpec:
-        """Create the settings of a built-in model or of a user's own model; see ``Registry.make``."""
+        """Create the settings of a built-in model or a user's own model; see ``Registry.make``."""
         factory = load_object(name, "model") if ":" in name else None
         if factory is None or (inspect.isclass(factory) and issubclass(factory, ModelSpec)):
             return super().make(name, table)
@@ -203,13 +203,17 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 Trial = tuple[Inputs, Callable[[torch.Tensor], str]] | None
-"""A batch on which a model is tested, and a function that checks the model's outputs. The function returns an empty
-string if the outputs have the right shape, and otherwise the right shape as a string. None means a batch of zeros, for
-which the model must return one logit per class."""
+"""A batch on which a model is tested, and a function that checks the model's outputs.
+
+If the outputs have the wrong shape, the function returns the right shape as a string, and otherwise an empty string.
+None stands for a batch of zeros, for which the model must return one logit per class.
+"""
 
 
 def make_model(spec: ModelSpec, shape: Shape, classes: int, seed: int, trial: Trial = None) -> Model:
-    """Create the model of ``spec``, and initialise it from ``seed``. Equal arguments give bitwise equal models.
+    """Create the model of ``spec`` with initial values drawn from ``seed``.
+
+    The same arguments give bitwise equal models.
 
     Args:
         spec: The model's settings.
@@ -247,8 +251,8 @@ def _built(spec: ModelSpec, shape: Shape, classes: int, name: str) -> nn.Module:
 def own_module(model: Any, shape: Shape, classes: int, seed: int) -> nn.Module | Model:
     """Return a user's module, given as an object, as its Python class, or as a function that returns the module.
 
-    A class or a function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as
-    ``model()``. The seed determines the module's initial values, as for a model that a spec names.
+    A class or function is called as ``model(shape, classes)`` if it accepts these arguments, otherwise as ``model()``.
+    The seed determines the module's initial values, as for built-in models.
 
     Raises:
         SpecError: ``model`` is neither a module nor a class or function that returns a module.
@@ -302,7 +306,7 @@ def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
     """Check that samples are images of at least ``side`` × ``side`` pixels.
 
     Raises:
-        SpecError: The samples are not images, or the images are too small. The message suggests another model.
+        SpecError: The samples are not images, or are too small. The message suggests another model.
     """
     if len(shape) != 3:
         problem = f"takes images (channels, height, width), but the samples have shape {shape}. Set model.name = 'mlp'."

@@ -1,1 +1,1 @@
-"""Objectives, which are the losses that clients minimise. Most objectives have a Python module of their own."""
+"""Objectives, the losses that clients minimise."""

@@ -1,8 +1,8 @@
-"""Define the base class of objectives for local training, and plain cross-entropy.
+"""The base class of objectives for local training, and plain cross-entropy.
 
-An objective consists of *hooks*, which are methods that are called at certain points of a round. On a client, hooks
-compute the loss, a correction of the gradient, and a message to the server. On the server, hooks compute a message to
-the clients, and process the clients' messages.
+An objective consists of *hooks*: methods that clients and the server call at certain points of a round. On a client,
+hooks compute the loss, a correction of the gradient, and a message to the server. On the server, hooks compute a
+message to the clients, and process the clients' messages.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class Context:
         start: The parameters w_t of the global model, with which local training starts.
         counts: The number n_k(c) of training samples of each class c at client k, shape (C,), float32. Without classes,
             the tensor is empty.
-        received: The server's message, together with the entries that ``client_prepare`` added.
-        kept: The client's state, which ``client_final`` returned in the client's previous round; None in the client's
-            first round.
+        received: The server's message, with the entries that ``client_prepare`` added.
+        kept: The state that ``client_final`` returned in the client's previous round; None in its first round.
         lr: The learning rate η of this round.
         derived: Values that ``client_init`` computed once, before the first step.
         task: The task, which defines the default loss.
@@ -91,8 +90,7 @@ class Trained:
         steps: The number K of steps that were taken.
         model: The client's model, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
-        least: The minimum number of samples from which a client may compute a value that it sends
-            (``privacy.min_samples``).
+        least: The minimum number of samples for each value that a client sends (``privacy.min_samples``).
     """
 
     params: Params
@@ -104,7 +102,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of local training in which a client uses another objective.
+    """A phase of local training with its own objective.
 
     Args:
         objective: The objective of the stage, which must not have a state between rounds.
@@ -118,7 +116,7 @@ class Stage:
 class Objective(Setting):
     """Base class of the objectives.
 
-    Subclasses override hooks. Without an override, clients minimise the loss of the task.
+    Subclasses override hooks. By default, clients minimise the loss of the task.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -127,14 +125,14 @@ class Objective(Setting):
     additive: ClassVar[frozenset[str]] = frozenset()
     """The names of the tensor groups in a client's message that may be added up over rounds.
 
-    Codecs with error feedback encode only these groups of the message.
+    Codecs with error feedback encode only these groups.
     """
 
     needs_sgd: ClassVar[str] = ""
     """The reason why clients must use SGD, as a sentence without a full stop; empty if they may use any optimiser."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs each client's reply, as a verb phrase; empty if ``summands`` are enough.
+    """The reason why the server needs each client's reply, as a verb phrase; empty if sums of ``summands`` are enough.
 
     A subclass that overrides ``server_update``, ``metrics`` or ``expected`` must declare this attribute.
     """
@@ -154,14 +152,14 @@ class Objective(Setting):
         return frozenset()
 
     single_samples: ClassVar[bool] = False
-    """Whether the loss of a sample depends only on this sample. Sample-level differential privacy requires this.
+    """Whether the loss of a sample depends only on this sample, as sample-level differential privacy requires.
 
-    The loss then uses neither other samples nor the client's sample counts. The message to the server is computed only
-    from parameters.
+    If True, the loss uses neither other samples nor the client's sample counts, and the message to the server is
+    computed only from parameters.
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
-    """The names of the tasks that the objective supports, if the objective defines its own loss; None means any task.
+    """The names of the tasks that the objective supports; None for any task.
 
     An objective for any task must compute its loss from ``context.task.mean_loss``.
     """
@@ -184,7 +182,7 @@ class Objective(Setting):
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return a template of a client's message, with the names, shapes and dtypes that the server requires."""
+        """Return an example of a client's message, with the names, shapes and dtypes that the server requires."""
         return {}
 
     def server_update(
@@ -233,11 +231,11 @@ class Objective(Setting):
 
     @cached_property
     def freezes(self) -> bool:
-        """Whether there are parameters that clients do not train, or do not send to the server."""
+        """Whether clients leave some parameters untrained, or do not send them to the server."""
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
-        """Return a stage of training that comes before this objective's stage; None by default."""
+        """Return the stage of training that precedes this objective's stage; None by default."""
         return None
 
     def personal_stage(self) -> Stage | None:
@@ -255,7 +253,7 @@ class Objective(Setting):
         return more + self.gradients_per_step * training.sample_gradients(samples, keep)
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Compute values from the client's data before training. Return the server's message with these values.
+        """Compute values from the client's data before training, and return the server's message with these values.
 
         Args:
             model: The client's model, into which ``weights`` are not loaded yet.
@@ -279,7 +277,7 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ: a step uses the gradient at w + δ instead of w. None stands for δ = 0.
+        """Return the displacement δ; None for δ = 0. A step uses the gradient at w + δ instead of w.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A subclass that
         calls ``gradient`` must override ``gradients_per_step``.
@@ -293,7 +291,7 @@ class Objective(Setting):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes per step, all on the same batch."""
+        """The number of gradients that a client computes on the batch of each step."""
         return 1
 
     def trains(self, name: str, model: Model) -> bool:
@@ -303,7 +301,7 @@ class Objective(Setting):
     def stays(self, name: str, model: Model) -> bool:
         """Return True if the parameter ``name`` is personal: each client keeps the trained value for the next round.
 
-        Instead of the trained value, the client sends back the received value.
+        The client sends back the received value instead of the trained value.
         """
         return False
 
@@ -319,7 +317,7 @@ class CrossEntropy(Objective):
 
 
 class PerSample(Objective):
-    """An objective with a loss that is a mean over samples. Subclasses define only the losses of the samples."""
+    """An objective whose loss is a mean over samples. Subclasses define only the loss of each sample."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean of ``losses``."""

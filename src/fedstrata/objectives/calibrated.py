@@ -2,7 +2,7 @@
 
 The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale. FedLC (Zhang et al. 2022)
 and balanced softmax (Ren et al. 2020; Chen and Chao 2022) set the shift. The loss is PyTorch's cross-entropy of the new
-logits, which is equal to the papers' formulas.
+logits, which equals the papers' formulas.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, PerSample
 
 EXCLUDED = -1e9
-"""The shift that excludes a class from the softmax. The value is finite, because an infinite shift could make gradients
-NaN.
+"""The shift that excludes a class from the softmax. It is finite, because an infinite shift could make gradients NaN.
 """
 
 
@@ -71,7 +70,7 @@ class CountsIdle(Objective):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether clients that learn nothing are counted."""
+        """Whether the objective counts clients that learn nothing."""
         return True
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """Restricted softmax: logits of classes that the client lacks are multiplied by α.
 
-    Local training then changes the head's parameters for these classes less strongly.
+    Local training then changes the head's parameters for these classes less.
 
     Args:
         alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.
@@ -127,12 +126,12 @@ class Restricted(Calibrated):
     alpha: float = Field(default=0.5, ge=0, le=1)
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scale (α for classes that the client lacks, 1 for other classes), and None as the shift."""
+        """Return the scale (α for classes that the client lacks, otherwise 1), and None as the shift."""
         return torch.where(counts > 0, 1.0, self.alpha), None
 
 
 class LogitMargins(CountsIdle, Calibrated):
-    """Cross-entropy of calibrated logits: classes that are rarer at the client have larger margins.
+    """Cross-entropy of calibrated logits, with larger margins for classes that are rarer at the client.
 
     The logit z_c of class c becomes z_c − τ n_k(c)^(−1/4), where n_k(c) is the client's number of samples of class c.
     In this formula, the margin of a class that the client lacks is infinite. By default, such a class is therefore

@@ -1,4 +1,4 @@
-"""Define distillation objectives, which compare a client's logits with the logits of the global model (the teacher)."""
+"""Distillation objectives, which compare a client's logits with the logits of the global model (the teacher)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedstrata.objectives.base import Batch, Batches, Context, Objective
 
 
 class Distilled(Objective):
-    """Base class of objectives with a teacher, which is the global model w_t in evaluation mode."""
+    """Base class of objectives whose teacher is the global model w_t in evaluation mode."""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Add the received buffers to the server's message.
 
-        The teacher needs these buffers, because training changes the model's buffers.
+        The teacher needs them, because training changes the model's buffers.
         """
         return {**received, "buffers": weights.buffers}
 
@@ -38,7 +38,7 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
     Args:
         teacher: The teacher's logits z_t, shape (B, C).
-        student: The student's logits z, shape (B, C). The student is the model in training.
+        student: The logits z of the student (the model in training), shape (B, C).
 
     >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 1.0]]).log())  # ½ log(½ / ¾) + ½ log(½ / ¼)
     tensor([0.1438])

@@ -1,4 +1,4 @@
-"""Define FedBABU's two local objectives (Oh, Kim and Yun 2022), which train only the body or only the head."""
+"""FedBABU's two local objectives (Oh, Kim and Yun 2022), which train only the body or only the head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedstrata.objectives.base import CrossEntropy
 
 
 class BodyOnly(CrossEntropy):
-    """Cross-entropy. Clients train only the body (the layers before the head), and the head keeps its initial values.
+    """Cross-entropy. Clients train only the body (the layers before the head). The head keeps its initial values.
 
     Clients also send the unchanged head, and its bytes count as communication.
     """

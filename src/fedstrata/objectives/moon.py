@@ -86,7 +86,7 @@ class Contrastive(PerSample):
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Store the trained model as the client's previous model. Without a step, the stored model does not change."""
+        """Store the trained model as the client's previous model, unless the client took no step."""
         if trained.steps == 0:
             return {}, context.kept
         return {}, {**trained.params, **trained.model.current_buffers()}

@@ -1,4 +1,4 @@
-"""Objectives of FedPer, FedRep and Ditto, which train personalised models."""
+"""The objectives of FedPer, FedRep and Ditto, which train personalised models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 class PersonalLayers(CrossEntropy):
     """Cross-entropy. Each client keeps its personal layers, and the server averages all other layers.
 
-    For the personal layers, clients send back the values that they received. The bytes of these values count as
-    communication.
+    For the personal layers, clients send back the received values, whose bytes count as communication.
 
     Args:
         layers: Names of modules whose parameters each client keeps, such as ``["head", "body.3"]``. Default: the head.
@@ -25,7 +24,7 @@ class PersonalLayers(CrossEntropy):
     layers: tuple[str, ...] | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` if a name in ``layers`` has no parameters, or the server has no layers to average."""
+        """Raise ``SpecError`` if a module in ``layers`` has no parameters, or if no layer is left to average."""
         names = list(config.model.params())
         for layer in self.layers or ():
             if not any(_inside(name, layer) for name in names):
@@ -47,7 +46,7 @@ class PersonalLayers(CrossEntropy):
 
 
 class HeadThenBody(BodyOnly):
-    """Cross-entropy. Each client trains first its own head, then the body, which the server averages.
+    """Cross-entropy. Each client first trains its own head, and then the body, which the server averages.
 
     The body is frozen while the head is trained, and the head is frozen while the body is trained. Each client keeps
     its trained head, and sends back the head that it received.
@@ -77,13 +76,13 @@ class TowardsGlobal(Objective):
     strength: NonNegativeFloat
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return λ (v − w_t), the gradient of the loss's second term."""
+        """Return λ (v − w_t), the gradient of the second term of the loss."""
         received = context.received["global"]
         return {name: self.strength * (v.detach() - received[name]) for name, v in params.items()}
 
 
 class PersonalModel(CrossEntropy):
-    """Cross-entropy. Each client also trains a personal model, which is pulled towards the global model.
+    """Cross-entropy. Each client also trains a personal model that is pulled towards the global model.
 
     The personal model v_k minimises F_k(v) + (λ/2) ‖v − w_t‖², where F_k is the client's loss and w_t is the global
     model. The personal model is trained in the same round, for as many epochs or steps as the global model. The global

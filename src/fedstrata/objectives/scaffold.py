@@ -52,8 +52,7 @@ class Scaffold(Objective):
     def tells_counts(self, config: FederationConfig) -> bool:
         """Return True if the number of local steps K depends on a client's number of samples.
 
-        From the client's model and Δc_k, the server can compute K. From K, the server can compute the number of
-        samples.
+        The server can compute K from the client's model and Δc_k, and then the number of samples from K.
         """
         return config.training.local_steps is None
 
@@ -66,7 +65,7 @@ class Scaffold(Objective):
         return {"c": state}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return a template of a client's message: Δc_k has the names, shapes and dtypes of the parameters."""
+        """Return an example of a client's message: Δc_k has the names, shapes and dtypes of the parameters."""
         return {"delta_c": weights.params}
 
     def server_update(

@@ -1,4 +1,4 @@
-"""Define the sharpness-aware objectives of FedSAM and FedLESAM, which compute gradients at a point near w."""
+"""The sharpness-aware objectives of FedSAM and FedLESAM, which compute gradients at a point near w."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = 1e-12
 
 
 def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
-    """Scale tensors so that their joint norm is ``length``. A direction of zeros does not change.
+    """Scale tensors so that their joint norm is ``length``. Zero tensors stay unchanged.
 
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
@@ -33,7 +33,7 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 class SharpnessAware(Objective):
     """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the batch's gradient at w.
 
-    The norm includes all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training therefore
+    The norm includes all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training thus
     prefers flat minima of the client's loss. A client computes two gradients per step.
 
     Args:
@@ -44,7 +44,7 @@ class SharpnessAware(Objective):
 
     @cached_property
     def gradients_per_step(self) -> int:
-        """The number of gradients that a client computes per step on the same batch: two, or one if ρ is 0."""
+        """The number of gradients that a client computes on the batch of each step: two, or one if ρ is 0."""
         return 2 if self.rho else 1
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
@@ -55,15 +55,13 @@ class SharpnessAware(Objective):
 class GloballySharpnessAware(Objective):
     """The task's loss. Gradients are computed at a point that is shifted towards an earlier global model.
 
-    The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t. The current global model is w_t.
-    The client received w_old, an earlier global model, in the last round in which the server used the client's reply.
-    The difference estimates the direction in which the loss of the whole federation grows. A client computes one
-    gradient per step, and stores w_old. In its first round, the client trains as in FedAvg. The norm includes all
-    parameters that the client trains.
+    The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t and w_t is the current global
+    model. The client received w_old in the last round in which the server used its reply. The difference d estimates
+    the direction in which the loss of the whole federation grows. A client computes one gradient per step, and stores
+    w_old. In its first round, the client trains as in FedAvg. The norm includes all parameters that the client trains.
 
     This implementation follows the paper. In the authors' program, the server sends the last change of the global model
-    to all clients. From this change, the clients take one number per tensor, and use this number for all entries of the
-    tensor.
+    to all clients. The clients take one number per tensor from this change, and use it for all entries of the tensor.
 
     Args:
         rho: Distance ρ between the parameters w and the point at which gradients are computed.
@@ -73,7 +71,7 @@ class GloballySharpnessAware(Objective):
 
     @property
     def sends(self) -> str:
-        """A description of another objective's message, if a subclass combines this class with another objective."""
+        """The description of the other objective's message, if a subclass combines this class with an objective."""
         return super().sends
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -95,7 +93,7 @@ class GloballySharpnessAware(Objective):
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Store w_t in the client's state.
 
-        If a subclass combines this class with another objective, also return the other message and state.
+        If a subclass combines this class with another objective, also return its message and state.
         """
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

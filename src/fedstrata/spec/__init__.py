@@ -1,1 +1,1 @@
-"""The specification (spec) of an experiment, with callbacks and trackers, and the reference of all settings."""
+"""The specification (spec) of an experiment, its callbacks and trackers, and the reference of all settings."""

@@ -1,4 +1,4 @@
-"""Define callbacks, which observe a run and may stop it.
+"""Callbacks, which observe a run and may stop it.
 
 A callback is a ``Setting``, so specs can name it. Callbacks store their state in the run's ``memory``, which every
 checkpoint contains. A run that is killed and resumed therefore gives the same results as an uninterrupted run.
@@ -29,8 +29,8 @@ BEST = "best.safetensors"
 class Callback(Setting):
     """Base class of callbacks. A subclass overrides the methods that it needs.
 
-    The fields of a subclass are its settings. Store values that a resumed run needs in ``simulation.memory``. Set other
-    attributes in ``on_start``, because they are lost if the run is killed.
+    The fields of a subclass are its settings. Store the values that a resumed run needs in ``simulation.memory``. All
+    other attributes are lost if the run is killed, so set them in ``on_start``.
 
     >>> class StopEarly(Callback):
     ...     rounds: int = 10
@@ -63,7 +63,7 @@ class Callback(Setting):
         Args:
             simulation: The run.
             history: The records of the run's rounds.
-            error: The exception that ended the run; None if the run ended normally and all its files are written.
+            error: The exception that ended the run; None if the run ended normally and all its files were written.
         """
 
 
@@ -93,7 +93,7 @@ class _Best(Callback):
         return self.metric or simulation.spec.evaluation.primary
 
     def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
-        """Return the metric on validation samples or, if the run does not have any, on the test set.
+        """Return the metric on the validation samples or, without them, on the test set.
 
         Return None if the round was not evaluated.
         """
@@ -115,8 +115,8 @@ class _Best(Callback):
 class EarlyStopping(_Best):
     """Stops a run when a metric stops improving, and restores the model of the best round.
 
-    The callback uses the validation samples (``evaluation.validation``), never the test set. Even if the run is not
-    stopped early, the model of the best round becomes the final model.
+    The callback uses the validation samples (``evaluation.validation``), never the test set. The model of the best
+    round becomes the final model, even if the run is not stopped early.
 
     Args:
         patience: Number of consecutive evaluations without an improvement after which the run stops.
@@ -134,7 +134,7 @@ class EarlyStopping(_Best):
             raise SpecError("callbacks", f"{problem} Set evaluation.validation, for example to 0.1.")
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
-        """Store the model in memory if the metric has improved.
+        """If the metric has improved, store the model in memory.
 
         Stop after ``patience`` evaluations without improvement.
         """
@@ -161,8 +161,8 @@ class EarlyStopping(_Best):
 class KeepBest(_Best):
     """Stores the model of the best round as ``best.safetensors`` in the run folder.
 
-    The callback compares results on the validation samples. Without validation samples, the callback uses the test set,
-    which makes test results too optimistic.
+    The callback compares results on the validation samples. Without validation samples, it uses the test set, which
+    makes test results too optimistic.
     """
 
     def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]
 
 @contextmanager
 def named(callback: object, history: History) -> Iterator[None]:
-    """Add a callback's name and the run's history to exceptions that are raised in the ``with`` block."""
+    """Add the callback's name and the run's history to exceptions in the ``with`` block."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Define the specification (spec) of an experiment, in Python and in TOML."""
+"""The specification (spec) of an experiment, in Python and in TOML."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indi
 """Pairs of mutually exclusive keys. An override of one key removes the other key."""
 
 LARGEST_SEED = 2**128 - 1
-"""The maximum seed. Random generators use keys of 128 bits, so larger seeds are not useful."""
+"""The maximum seed. Random generators use keys of 128 bits, so larger seeds have no benefit."""
 
 
 class Experiment(Setting):
@@ -92,10 +92,7 @@ class Experiment(Setting):
         return self
 
     def with_task(self, task: Task) -> Experiment:
-        """Return a copy with the task that was derived from the data.
-
-        If the spec sets a task, return the experiment unchanged.
-        """
+        """Return a copy with the task derived from the data; the experiment itself if the spec sets a task."""
         if self.task is not None or task == Classification():
             return self
         evaluation = self.evaluation.of_task(task)
@@ -109,7 +106,7 @@ class Experiment(Setting):
 
     @model_validator(mode="after")
     def _compare_primary(self) -> Experiment:
-        """Give callbacks without a metric the primary metric, so that the spec in the run folder names their metric."""
+        """Set the primary metric for callbacks without a metric, so that the spec in the run folder names it."""
         for place, callback in enumerate(self.callbacks):
             if isinstance(callback, EarlyStopping | KeepBest) and callback.metric is None:
                 self.callbacks[place] = callback.model_copy(update={"metric": self.evaluation.primary})
@@ -118,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        Sections that earlier versions did not have are left out if they have no effect.
+        Leave out sections that earlier versions did not have, if they have no effect.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -155,7 +152,7 @@ class Experiment(Setting):
         """Return a copy with some settings replaced. The new settings are checked.
 
         Args:
-            sections: The new values. A dict changes only the settings that it contains. However, a dict with a
+            sections: The new values. A dict changes only the settings that it contains, except that a dict with a
                 different ``name`` replaces the whole section.
 
         Raises:
@@ -175,7 +172,7 @@ class Experiment(Setting):
         return build(Experiment, {**dict(self), **changed})
 
     def to_toml(self) -> str:
-        """Return the spec as TOML. ``from_toml`` restores an equal experiment from a file with this text.
+        """Return the spec as TOML. ``from_toml`` creates an equal experiment from a file with this text.
 
         Raises:
             SpecError: Tables or lists are nested too deeply.
@@ -189,14 +186,14 @@ class Experiment(Setting):
 def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a spec file as nested dicts, and apply overrides.
 
-    If the partition or the availability names a file, this function first looks for it in the spec's folder.
+    If the partition or the availability names a file, the function first searches the spec's folder.
 
     Args:
         path: The spec file; None to start from an empty spec.
         overrides: Strings of the form ``section.key=value``.
 
     Raises:
-        SpecError: The file is missing or not TOML, or an override does not contain ``=``.
+        SpecError: The file is missing or is not TOML, or an override does not contain ``=``.
     """
     table = {} if path is None else read_toml(Path(path), "spec")
     compared = table.get(COMPARE)
@@ -211,7 +208,7 @@ def read_table(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[s
 
 
 def _prefer_file_in(folder: Path, section: Any) -> None:
-    """If ``folder`` contains the file that a section names, replace the file's name by the path of this file."""
+    """If ``folder`` contains the file that a section names, replace the file's name with its path."""
     if isinstance(section, dict) and isinstance(file := section.get("file"), str):
         with suppress(OSError):  # is_file raises this error if the name is too long
             if (local := folder / file).is_file():
@@ -258,7 +255,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def with_location(error: SpecError, path: Path | str) -> SpecError:
-    """Add the spec file's path and the line of the key to an error.
+    """Return an error with the spec file's path and the key's line.
 
     If the file does not contain the key, return the error unchanged.
     """
@@ -270,7 +267,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Apply an override ``section.key=value`` to nested dicts.
 
     Raises:
-        SpecError: The override does not contain ``=``, or its key uses a value as a section, as in ``seed.x=1``.
+        SpecError: The override does not contain ``=``, or its key treats a value as a section, as in ``seed.x=1``.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -281,7 +278,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value. A text that is not valid TOML, such as a word without quotes, is returned as a string.
+    """Parse a TOML value. If the text is not valid TOML, such as a word without quotes, return it as a string.
 
     >>> parse_value("0.1"), parse_value("fedavg")
     (0.1, 'fedavg')
@@ -321,7 +318,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
         given: The text that errors show, such as the whole override.
 
     Raises:
-        SpecError: A part of the key is empty, or the key uses a value as a section, as in ``seed.x``.
+        SpecError: A part of the key is empty, or the key treats a value as a section, as in ``seed.x``.
     """
     parts = key.split(".")
     if not all(parts):
@@ -344,9 +341,8 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of the key's innermost section that exists. If none of the
-    key's sections exists, return None. The tables of a list, ``[[section]]``, have the keys ``section.0``,
-    ``section.1`` …
+    If the text does not contain the key, return the line of its innermost section that exists; None if no section
+    exists. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -380,8 +376,8 @@ def variants(
     """Return the experiments of a comparison, as a mapping from each label to its experiment.
 
     A label is the name of a method, or of a table ``[compare.LABEL]``. The sections of this table are merged into the
-    spec, and the table's key ``method.name`` selects the method. Without this key, the label is the name of the method.
-    If no method has this name, the spec's method is used.
+    spec. Its key ``method.name`` selects the method; without this key, the label is the method's name. If no method has
+    this name, the spec's method is used.
 
     Args:
         table: The spec as nested dicts.
@@ -390,7 +386,7 @@ def variants(
             only some methods have a setting, an override of this setting applies only to these methods.
 
     Raises:
-        SpecError: A label is unknown, a setting is wrong, or an override sets a key that none of the methods has.
+        SpecError: A label is unknown, a setting is wrong, or an override sets a key that no method has.
     """
     of_labels = [override for override in overrides if override.strip().startswith(f"{COMPARE}.")]
     tables = copy.deepcopy(dict(table))
@@ -463,8 +459,7 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
     """Return True if an override applies to an experiment.
 
     An override of ``method`` applies if the experiment's method has the key. An override of another section applies if
-    it sets the section's ``name``. An override also applies if the experiment and the spec have the same ``name`` in
-    this section.
+    it sets the section's ``name``, or if the experiment and the spec have the same ``name`` in this section.
 
     Args:
         merged: The merged spec of the experiment, as nested dicts.
@@ -483,8 +478,8 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the nested dicts ``base``, in which values from ``overlay`` replace values from ``base``.
 
-    If an inner dict has different values of ``name`` in ``base`` and ``overlay``, the dict in ``overlay`` replaces the
-    whole dict in ``base``.
+    If ``name`` differs between an inner dict of ``base`` and of ``overlay``, the dict in ``overlay`` replaces the whole
+    dict.
     """
     result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():

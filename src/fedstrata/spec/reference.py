@@ -1,4 +1,4 @@
-"""Generate the reference of all sections, names and keys of specs from the settings classes."""
+"""Generate the reference of all spec sections, names and keys from the settings classes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ Row = tuple[str, str, str, str]
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """Yield the names that a section accepts, with their classes. For a section with only one class, yield ("", class).
+    """Yield the names that a section accepts, with their classes; ("", class) for a section with only one class.
 
     Raises:
         SpecError: The section does not exist.
@@ -113,7 +113,7 @@ def common(section: str) -> list[Row]:
 
 
 def specific(section: str, cls: type[Setting]) -> list[Row]:
-    """Return the rows of a class that are not in ``common``, for example because of another default."""
+    """Return the rows of a class that are not in ``common``, for example because their defaults differ."""
     shared = common(section)
     return [row for row in rows(cls) if row not in shared]
 
@@ -143,7 +143,7 @@ def summary(cls: type[Setting]) -> str:
 def write_pages(folder: Path) -> None:
     """Write the reference in Markdown, with one file for each page in ``PAGES``.
 
-    If a file exists, the text before its first section does not change.
+    In existing files, the text before the first section stays unchanged.
     """
     for page in PAGES:
         path = folder / f"{page}.md"
@@ -154,7 +154,8 @@ def write_pages(folder: Path) -> None:
 def markdown(page: str) -> str:
     """Return a page's sections in Markdown.
 
-    Each setting is described only once, and repetitions are links. The page's introduction describes its first section.
+    The page describes each setting only once, and links to it elsewhere. The page's introduction describes its first
+    section.
     """
     return "\n\n".join(paragraph for section in PAGES[page] for paragraph in _paragraphs(section))
 
@@ -185,11 +186,11 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that are described on other pages, which are the pages of the method's choices.
+    """Return the settings of a method that the pages of its components describe.
 
     Returns:
-        A mapping from a setting's name in the method to a pair: the choice, and the setting's name in the choice. For
-        the choice itself, the second name is empty.
+        A mapping from a setting's name in the method to a pair: the component, and the setting's name there (empty for
+        the component itself).
     """
     recipe = _default_recipe(cls)
     if recipe is None:
@@ -204,7 +205,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence that links to a method's choices and names the settings of these choices."""
+    """Return a sentence that links to a method's components and names their settings."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     defaults = {key: default for key, _, default, _ in common("method")}
     with_settings = {choice for choice, name in belongs.values() if name}
@@ -244,8 +245,10 @@ def _item(row: Row) -> str:
 SHOWN = re.compile(
     r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|string|list of (numbers|integers|tables)( > 0)?)$"
 )
-"""A pattern of descriptions of types that readers can infer from the default value. Numbers are positive if the page
-does not say otherwise."""
+"""The pattern of type descriptions that readers can infer from the default value.
+
+Numbers are positive, unless the page says otherwise.
+"""
 
 
 def _toml(default: str) -> str:
@@ -261,7 +264,7 @@ def _toml(default: str) -> str:
 def _descriptions(cls: type[Setting]) -> dict[str, str]:
     """Return a mapping from each key of a class to its description in a docstring.
 
-    Descriptions come from the docstrings of the class, of its base classes and, for a method, of its choices.
+    Descriptions come from the docstrings of the class, of its base classes and, for a method, of its components.
     """
     descriptions: dict[str, str] = {}
     if recipe := _default_recipe(cls):
@@ -303,7 +306,7 @@ def _type(kind: Any, plural: str = "") -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Return True if a type is a settings class whose value in a spec must be a table and cannot be a name."""
+    """Return True if a type is a settings class whose value in a spec must be a table, not a name."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 

@@ -1,9 +1,9 @@
-"""Define trackers, which show a running experiment in TensorBoard and MLflow.
+"""Trackers, which show a running experiment in TensorBoard and MLflow.
 
-Trackers are callbacks that only read the records of a run, and do not store state in checkpoints. A run may be resumed
-with other trackers, because trackers are not part of the run's identity (the settings that must not change). A run
-writes exactly the same files with and without trackers. In a tracker, a resumed run appears as a single run, in which
-each round appears once.
+Trackers are callbacks that only read the records of a run, and do not store state in checkpoints. Trackers are not part
+of a run's identity (the settings that must not change), so a run may be resumed with other trackers. A run writes
+exactly the same files with and without trackers. In a tracker, a resumed run appears as one run, in which each round
+appears once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ TOKEN = "tracking.json"
 """The file in a run folder that stores the run's name in each tracker. A resumed run uses these names again."""
 
 LONGEST = 500
-"""The maximum number of characters of a setting's value. Longer values are cut off, so that every tracker accepts
-them."""
+"""The maximum number of characters of a setting's value.
+
+Longer values are truncated, so that every tracker accepts them.
+"""
 
 
 class Tracker(Callback):
@@ -54,7 +56,7 @@ class Tracker(Callback):
     name: ClassVar[str] = ""
 
     def on_start(self, simulation: Simulation) -> None:
-        """Begin to track a new run, or continue to track a resumed run."""
+        """Start tracking a new run, or continue tracking a resumed run."""
         self.failed = False
         self._try(lambda: self.begin(simulation))
 
@@ -80,7 +82,7 @@ class Tracker(Callback):
 
     @abstractmethod
     def begin(self, simulation: Simulation) -> None:
-        """Begin to track a run; see ``on_start``.
+        """Start tracking a run; see ``on_start``.
 
         Exceptions other than ``SpecError`` stop only the tracker, not the run.
         """
@@ -212,7 +214,7 @@ class MLflow(Tracker):
         }
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a round, except numbers that MLflow already has."""
+        """Log the numbers of a round, except the numbers that MLflow already has."""
         from mlflow.entities import Metric
 
         now, round = time.time_ns() // 1_000_000, record["round"]
@@ -256,7 +258,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
     """Return the name of a run in a tracker. When the name is first used, it is stored in the run folder.
 
     Args:
-        folder: The run folder; None if the run has no folder. The name is then not stored.
+        folder: The run folder; None if the run has no folder, so that the name is not stored.
         key: The key of the name in the file ``tracking.json``.
         make: A function that returns a new name.
     """
@@ -274,10 +276,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock MLflow's store during the ``with`` block if the store is an SQLite file.
-
-    The lock ensures that only one process creates the file.
-    """
+    """Lock MLflow's store during the ``with`` block if it is an SQLite file, so that only one process creates it."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -316,7 +315,7 @@ class Tracking(Setting):
 
 
 def title(simulation: Simulation) -> str:
-    """Return a name for a run, from its method, its data, its seed, and a hash of its identity."""
+    """Return a name for a run, made of its method, data, seed and a hash of its identity."""
     spec, data = simulation.spec, Path(str(simulation.spec.data.name)).stem
     digest = sha256(json.dumps(simulation.identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{digest}")
@@ -325,7 +324,7 @@ def title(simulation: Simulation) -> str:
 def settings_of(spec: Any) -> dict[str, str]:
     """Return a mapping from the dotted key of each setting, except ``tracking``, to its value as a string.
 
-    Strings are cut off after ``LONGEST`` characters.
+    Strings are truncated to ``LONGEST`` characters.
     """
     table = {key: value for key, value in spec.to_spec().items() if key != "tracking"}
     return {key: str(value)[:LONGEST] for key, value in _flat(table)}

@@ -1,1 +1,1 @@
-"""The handlers: functions with which clients answer requests."""
+"""The functions (*handlers*) with which clients answer requests."""

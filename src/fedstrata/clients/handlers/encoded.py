@@ -1,6 +1,6 @@
-"""Answer encoded requests, for which codecs compress the model and the update.
+"""Answer requests in which codecs compress the model, the update in the reply, or both.
 
-The client computes the server's model from the latest model that it received and from later changes. The client then
+The client computes the server's model from its latest received model and the changes since then. The client then
 answers the inner request, encodes the update in its reply, and stores the encoding error.
 """
 
@@ -30,8 +30,7 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import DIVERGED, finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""The keys under which a client's state stores the latest received model, the encoding error, and the values that the
-client needs to answer PowerSGD's second request."""
+"""Keys of a client's state: the latest received model, the encoding error, and values for PowerSGD's second request."""
 
 _MODELS = 8
 """Maximum number of model versions that a process stores. Clients with the same version share the version's tensors."""
@@ -73,7 +72,7 @@ class Pending:
     Args:
         exchange: The id that the first and the second request share.
         round: The round of both requests.
-        state: The client's new state, which becomes valid when the client answers the second request.
+        state: The client's new state, which takes effect when the client answers the second request.
         reply: The reply without its update.
         change: The update to encode, including the encoding error of earlier updates.
         behind: Number of samples that contribute to the reply.
@@ -142,7 +141,7 @@ class SecondTerm:
     reply: EncodedReply
 
     def remember(self, client: Client, sent: Payload) -> None:
-        """Adopt the client's new state, and store the encoding error of the update that the server decodes.
+        """Set the client's state to the new state, and store the encoding error of the update.
 
         Args:
             client: The client.
@@ -171,10 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return an update plus the stored encoding error.
-
-    The error is multiplied by a factor that depends on its age.
-    """
+    """Return an update plus the stored encoding error, which is multiplied by a factor that depends on its age."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -190,9 +186,8 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """Return the parameters of the delivered model, and store them in the client's state.
 
     Raises:
-        FedstrataError: The client does not have the version to which the changes apply, or the changed model has the
-            wrong digest. The error is also raised if a complete model differs from an earlier model with the same
-            digest.
+        FedstrataError: The client does not have the version to which the changes apply, the changed model has the wrong
+            digest, or a whole model differs from an earlier model with the same digest.
     """
     state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None
@@ -236,5 +231,5 @@ def _close(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """Return an empty mapping from digests to models. The clients of this process add decoded models to the mapping."""
+    """Return an empty mapping from digests to models, to which the clients of this process add decoded models."""
     return OrderedDict()

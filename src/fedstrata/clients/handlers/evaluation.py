@@ -20,7 +20,7 @@ from fedstrata.federation.messages import Weights
 
 @handles(EvaluateTask)
 def evaluate_task(client: Client, request: EvaluateTask) -> TaskEvaluated:
-    """Evaluate a model of a task other than plain classification, as ``evaluate`` does for classification."""
+    """Evaluate a model as ``evaluate`` does, for tasks other than plain classification."""
     rows = _measured(client, request)
     assert isinstance(rows, Rows)
     return TaskEvaluated(task_sums(rows, client.context.config.task.tables), _values(client, rows))

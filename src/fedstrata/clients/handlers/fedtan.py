@@ -1,7 +1,7 @@
-"""Answer FedTAN's requests, for which clients train at the same time.
+"""Answer FedTAN's requests to clients that train at the same time.
 
 In the first step of a round, BatchNorm normalises with statistics that are averaged over the batches of all clients. In
-later steps, BatchNorm normalises with the running statistics that resulted from the first step.
+later steps, BatchNorm normalises with the running statistics after the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(TrainingRequest):
-    """A request to train as in ``Fit``, but with a first step that all clients of the round take together.
+    """A request to train as in ``Fit``, except that all clients of the round take the first step together.
 
     The reply is a ``FitReply``.
 
@@ -61,7 +61,7 @@ class FitTogether(TrainingRequest):
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """Raise an error if the reply fails ``TrainingRequest``'s checks, or has values of an objective (``extra``)."""
+        """Raise an error if the reply fails ``TrainingRequest``'s checks, or contains values of an objective."""
         super().check(reply)
         check_message(reply, {})
 

@@ -46,15 +46,12 @@ def fit(client: Client, request: Fit) -> FitReply:
 
 
 def weighted(reply: FitReply, data: LocalData) -> FitReply:
-    """Add the sum of the samples' weights, such as their number of tokens, to a reply."""
+    """Add the sum of the samples' weights to a reply. A weight may be the sample's number of tokens."""
     return WeightedFitReply(**vars(reply), weight=data.weight())
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the model of a request.
-
-    If the client stores layers or BatchNorm statistics, these replace the model's values.
-    """
+    """Return the model of a request. The layers and BatchNorm statistics that a client stores replace the model's."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

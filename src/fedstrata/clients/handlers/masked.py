@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def answer(client: Client, request: Masked) -> MaskedReply:
     """Answer the request inside a secure-sum request with a vector of integers modulo 2³².
 
-    With masks, the client's new state becomes valid only when the server reports that the sum was unmasked.
+    With masks, the client's new state takes effect only when the server reports that the sum was unmasked.
     """
     from fedstrata.federation.secure.member import question_of
     from fedstrata.federation.secure.protocol import Begin
@@ -60,7 +60,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
 def step(client: Client, request: Step) -> StepReply:
     """Answer a message of the masking protocol.
 
-    When the server has unmasked the sum, the client's new state becomes valid.
+    When the server has unmasked the sum, the client's new state takes effect.
     """
     return StepReply(_answer(client, request))
 
@@ -91,7 +91,7 @@ def _answer(client: Client, request: Step) -> Message | None:
 
 
 def forms(context: ClientContext) -> Forms:
-    """Return a mapping that defines how secure sums add up the replies to each kind of request."""
+    """Return how secure sums add up the replies: a mapping from each Python class of requests to a form."""
     return with_codec(context.forms(context.config), context.communication.up)
 
 
@@ -108,5 +108,5 @@ def _member(client: Client) -> Member:
 
 
 def _members(context: ClientContext) -> dict[int, Member]:
-    """Return an empty mapping from clients to their roles in secure sums. The mapping is never stored in a file."""
+    """Return an empty mapping from clients to their roles in secure sums, which is never stored in a file."""
     return {}

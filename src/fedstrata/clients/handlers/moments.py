@@ -1,4 +1,4 @@
-"""Define the request, the reply and the handler with which CCVR collects moments of each class's features."""
+"""The request, the reply and the handler with which CCVR collects the moments of each class's features."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Raise an error for tensors of the wrong shape, and for numbers of samples that are negative or not integers.
+        """Raise an error if a tensor has the wrong shape, or if a number of samples is negative or not an integer.
 
         Args:
             classes: The number of classes C.
@@ -52,7 +52,7 @@ class MomentsReply(Reply):
 
 @record("Moments")
 class Moments(ModelRequest):
-    """A request for the moments of each class's features, which are computed with the model ``weights`` (CCVR).
+    """A request for the moments of each class's features under the model ``weights`` (CCVR).
 
     Args:
         round: The round, counted from 1.
@@ -72,7 +72,7 @@ class Moments(ModelRequest):
 @handles(Moments)
 @torch.no_grad()
 def report_moments(client: Client, request: Moments) -> MomentsReply:
-    """Compute the moments of each class's features in evaluation mode; 0 for classes with too few samples."""
+    """Return the moments of each class's features in evaluation mode; 0 for classes with too few samples."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     classes, size = client.context.config.outputs, feature_size(client.model)

@@ -1,4 +1,4 @@
-"""Answer client samplers' requests for information about clients, such as numbers of samples and losses."""
+"""Answer the client samplers' requests for information about clients, such as numbers of samples and losses."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def compress(client: Client, request: Compress) -> CompressReply:
 class _TrainsLike(CrossEntropy):
     """The task's loss, restricted to the parameters that another objective trains and that clients send.
 
-    Sketches of models that were trained with either objective are therefore comparable.
+    Sketches of models trained with either objective are therefore comparable.
     """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Return cross-entropy, restricted to the parameters that ``objective`` trains and that clients send."""
+        """Return cross-entropy that trains only the parameters that ``objective`` trains and that clients send."""
         if not objective.freezes:
             return CrossEntropy()
         cross_entropy = cls()

@@ -1,4 +1,4 @@
-"""Answer requests in sequential federated learning, in which clients train a single model one after another."""
+"""Answer requests in sequential federated learning, in which clients train one model in turn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """A request to a client to train the travelling model on all of the client's samples, as in ``Fit``.
+    """A request to train the travelling model on all of a client's samples, as in ``Fit``.
 
     Args:
         round: The round, counted from 1.

@@ -41,8 +41,8 @@ def augmented(
 def augmented_batches(client: Client, batches: Iterator[Batch], round: int) -> Iterator[Batch]:
     """Yield the augmented batches of a client's steps, with new random numbers in each step.
 
-    With ``training.accumulate``, the mini-batches of a step are augmented together. The number of mini-batches
-    therefore does not change the result.
+    With ``training.accumulate``, all mini-batches of a step are augmented together, so the result does not depend on
+    their number.
 
     Args:
         client: The client.

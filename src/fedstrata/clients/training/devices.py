@@ -1,4 +1,4 @@
-"""Choose the device on which clients compute: the CPU, or a GPU with copies of the model and of small data sets."""
+"""Choose the device on which clients compute: the CPU, or a GPU with copies of the model and of data sets that fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedstrata.models.model import Model
 CPU = torch.device("cpu")
 
 RESIDENT = 0.25
-"""Maximum fraction of a GPU's memory for the data set. Larger data sets are copied batch by batch."""
+"""Maximum fraction of a GPU's memory that the data set may fill. Larger data sets are copied batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Placed:
     Args:
         device: The device.
         model: The model with its parameters on the device.
-        data: The data set, which is on the device if it is small enough (see ``RESIDENT``), and otherwise in main
-            memory.
+        data: The data set: on the device if it is small enough (see ``RESIDENT``), otherwise in main memory.
     """
 
     device: torch.device
@@ -78,7 +77,7 @@ def on_device(context: ClientContext) -> Placed:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return nested mappings, tuples, lists and ``Weights`` with all tensors moved to a device."""
+    """Move all tensors in nested mappings, tuples, lists and ``Weights`` to a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, Weights):

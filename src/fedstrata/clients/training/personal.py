@@ -1,4 +1,4 @@
-"""Handle personal parts of a client: local layers, a first training stage, personal models, and fine-tuning."""
+"""Train the personal parts of clients: local layers, a first training stage, personal models, and fine-tuning."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PERSONAL = "personal"
 
 
 def with_kept_layers(client: Client, weights: Weights) -> Weights:
-    """Return the model, with the client's stored values for the layers that stay at the client.
+    """Return the model with the client's own values for the layers that stay at the client.
 
-    If the client does not store layers, return the model unchanged.
+    If the client stores no layers, return the model unchanged.
     """
     kept = client.state.get(LAYERS)
     # Checkpoints do not store the memory format of tensors. Restore it, because it affects rounding in convolutions.
@@ -52,7 +52,7 @@ def train_in_stages(client: Client, weights: Weights, data: LocalData, request: 
 
 
 def keep_layers(client: Client, trained: Weights, received: Weights) -> Weights:
-    """Store the layers that stay at the client. Return the trained model with the server's values of these layers.
+    """Store the layers that stay at the client, and return the trained model with the server's values of these layers.
 
     Args:
         client: The client.
@@ -77,8 +77,7 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
         round: The round, counted from 1.
 
     Returns:
-        The model, in which only the parameters of the stage have changed, and the total number of samples in all
-        batches.
+        The model, of which only the stage's parameters have changed, and the total number of samples in all batches.
     """
     stage = client.context.objective.first_stage()
     if stage is None:
@@ -92,8 +91,8 @@ def first_trained(client: Client, weights: Weights, data: LocalData, round: int)
 def train_personal(client: Client, weights: Weights, data: LocalData, round: int) -> int:
     """Train and store the client's personal model, if the objective has a ``personal_stage``.
 
-    The stage's objective receives the parameters of the global model as the message ``global``. A client's first
-    personal model starts from the global model.
+    The stage's objective receives the parameters of the global model as the message ``global``. Training of a client's
+    first personal model starts at the global model.
 
     Args:
         client: The client.
@@ -125,7 +124,7 @@ def personal_model(client: Client, weights: Weights) -> Weights:
 
 
 def apart(client: Client, purpose: str, epochs: int | None) -> Client:
-    """Return a copy of the client with other random numbers, for additional training, such as fine-tuning.
+    """Return a copy of the client with different random numbers, for additional training such as fine-tuning.
 
     Args:
         client: The client.

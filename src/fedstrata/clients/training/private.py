@@ -30,10 +30,10 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
     """Yield the positions of the samples for each step of a round. A step may have 0 samples.
 
     Args:
-        client: The client, whose random numbers choose the samples. At sites of a deployment, the seed of these random
-            numbers is secret.
-        training: The settings of local training, which determine the probability that a step uses a sample, and the
-            number of steps.
+        client: The client, whose random numbers choose the samples. In a deployment, the seed of these numbers is
+            secret.
+        training: The settings of local training. They determine the number of steps, and the probability that a step
+            uses a sample.
         round: The round, counted from 1.
         samples: The client's number of samples.
     """
@@ -63,10 +63,11 @@ def noise_of(client: Client, round: int) -> Noise:
 
 
 def secret_noise(shape: torch.Size) -> Tensor:
-    """Draw standard normal numbers that cannot be reproduced, from ChaCha20 with a new key from the operating system.
+    """Draw standard normal numbers that cannot be reproduced.
 
-    Each number is the normal quantile of a uniform random number of 53 bits. The numbers are rounded to float32, so
-    attacks on floating-point noise (Mironov 2012) remain possible.
+    The numbers come from ChaCha20 with a new key from the operating system. Each number is the normal quantile of a
+    uniform random number with 53 bits. All numbers are rounded to float32, so attacks on floating-point noise (Mironov
+    2012) remain possible.
 
     Args:
         shape: The shape of the returned tensor.
@@ -84,16 +85,16 @@ def secret_noise(shape: torch.Size) -> Tensor:
 class NoisyGradient:
     """The gradient of DP-SGD: (Σ_i g_i · min(1, C / ‖g_i‖) + z C ξ) / b.
 
-    In this formula, g_i is the gradient for sample i, and C is the maximum norm of each clipped gradient. The noise
-    multiplier is z, and ξ are standard normal numbers. The expected number of samples in a step is b.
+    In this formula, g_i is the gradient for sample i, C is the clipping norm, and z is the noise multiplier. ξ are
+    standard normal numbers, and b is the expected number of samples in a step.
 
     Args:
         model: The model, into which the trained parameters are loaded.
-        objective: The objective. The loss of a sample must not depend on other samples.
+        objective: The objective. A sample's loss must not depend on other samples.
         context: The context that the objective's loss gets as an argument.
         dp: The clipping norm C and the noise multiplier z.
         expected: The expected number b of samples in a step.
-        noise: The function that draws ξ. It runs on the CPU, so that the noise does not depend on the device.
+        noise: The function that draws ξ, on the CPU, so that the noise does not depend on the device.
     """
 
     model: Model
@@ -183,8 +184,8 @@ def descend_privately(
         optimizer_state: The initial state of the optimiser.
 
     Returns:
-        The loss before each step, the expected total number of samples in all batches, and the optimiser's new state
-        (None if not kept). The losses must not leave the client.
+        The loss before each step (which must not leave the client), the expected total number of samples in all
+        batches, and the optimiser's new state (None if not kept).
     """
     names = [name for name in params if name in trained]
     values, losses = [params[name] for name in names], list[Tensor]()

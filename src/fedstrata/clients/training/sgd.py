@@ -1,8 +1,8 @@
-"""Take steps of SGD with handwritten gradients, for simple networks.
+"""Take SGD steps with handwritten gradients, for simple networks.
 
 ``ManualSGD`` computes the gradients of a chain of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy
-at the end. The results equal autograd's results, except that terms of sums are added in another order. FedAvg on an MLP
-is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
+at the end. The results equal autograd's, except for the order in which sums are computed. FedAvg on an MLP trains 1.6
+times as fast as with autograd (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ManualSGD:
     def of(cls, module: nn.Module) -> ManualSGD | None:
         """Create the chain for a module.
 
-        Return None if the module is not a chain of linear layers with ReLU. The result is also None if the module has
-        hooks, because a chain would skip them.
+        Return None if the module is not a chain of linear layers with ReLU, or if it has hooks, which the chain would
+        skip.
         """
         if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None
@@ -61,7 +61,7 @@ class ManualSGD:
         return cls(tuple(names))
 
     def step(self, params: Params, batch: Batch, lr: float, weight_decay: float = 0.0) -> Tensor:
-        """Take one step of SGD in place: w ← w − η (∇ loss + λ w). Call this in ``torch.inference_mode``.
+        """Take one SGD step in place: w ← w − η (∇ loss + λ w). Call this method in ``torch.inference_mode``.
 
         Args:
             params: A mapping from names to the parameters w. Autograd does not track these parameters.
@@ -93,7 +93,7 @@ class ManualSGD:
         return loss, [gradients[name] for name in params]
 
     def _backward(self, params: Params, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the mean loss, and two factors for each layer, whose product is the gradient for the layer's weight.
+        """Return the mean loss and, for each layer, two factors whose product is the gradient for the layer's weight.
 
         Returns:
             The loss, and a pair for each layer: the gradient δ with respect to the layer's output, shape (B, out), and
@@ -118,7 +118,7 @@ class ManualSGD:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that a module calls one after another, each with the prefix of the layer's parameter names.
+    """Yield the layers that a module calls one after another, each with the prefix of its parameter names.
 
     A module other than ``nn.Sequential`` and ``Classifier`` counts as one layer.
     """

@@ -1,4 +1,4 @@
-"""Take steps with SGD or with PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
+"""Take steps with SGD or PyTorch's optimisers, and keep the state of a client's optimiser between rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIMIZER = "optimizer"
 class SGD:
     """SGD with momentum: d = clip(g) + λ w; v ← μ v + d; w ← w − η v.
 
-    The gradient g includes the correction of the objective. An instance keeps the velocity v, so all its steps must
+    The gradient g includes the correction of the objective. An object stores the velocity v, so all its steps must
     update the same parameters w.
 
     Args:
@@ -40,8 +40,8 @@ class SGD:
 
         Args:
             params: The parameters w.
-            gradient: The gradient g, in the shapes of ``params``. These tensors do not change, because autograd may
-                return one tensor as the gradient of two parameters.
+            gradient: The gradient g, in the shapes of ``params``. The step does not change these tensors, because
+                autograd may return one tensor as the gradient of two parameters.
         """
         if self.training.clip is not None:
             gradient = clipped(gradient, self.training.clip)
@@ -69,7 +69,7 @@ def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
 
 
 class TorchSteps:
-    """Steps of a PyTorch optimiser with the clipped gradient clip(g).
+    """Steps of a PyTorch optimiser, with the clipped gradient clip(g).
 
     The gradient g includes the objective's correction.
 
@@ -77,7 +77,7 @@ class TorchSteps:
         training: The settings, which contain the optimiser, its momentum and weight decay, and ``clip``.
         lr: The learning rate η.
         params: The parameters, which the steps change in place.
-        kept: The state that ``state`` returned earlier, which is copied; None to begin without a state.
+        kept: A state that ``state`` returned earlier, which is copied; None to start without a state.
     """
 
     def __init__(self, training: Training, lr: float, params: Tensors, kept: Tree = None) -> None:
@@ -121,10 +121,9 @@ def steps_of(training: Training, lr: float, params: Tensors, kept: Tree = None) 
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """Copy a value of an optimiser's state.
+    """Copy a value of an optimiser's state to the parameter's device and memory format.
 
-    Tensors get the parameter's device and memory format. The memory format, which affects rounding, is lost when a
-    state is stored or sent.
+    The memory format affects rounding, and is lost when a state is stored or sent.
     """
     if isinstance(value, Mapping):
         return {key: _like(parameter, item) for key, item in value.items()}

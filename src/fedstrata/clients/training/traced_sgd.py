@@ -5,11 +5,11 @@ operations of one step (forward, backward, update) in a graph, simplifies the gr
 Tracing takes a tenth of a second and does not need a compiler.
 
 A model cannot be traced if its operations depend on values of tensors, or if it uses tensors other than its parameters.
-A model that cannot be traced is trained with autograd. The results are the same, except that sums may be added in
-another order.
+Models that cannot be traced are trained with autograd. The results are the same, except that sums may be computed in a
+different order.
 
-Stratify with single samples is 2.4 times as fast as with autograd on an MLP, and 1.9 times as fast on a convolutional
-network (``benchmarks/fast_paths.py``).
+Compared with autograd, Stratify with single samples is 2.4 times as fast on an MLP, and 1.9 times as fast on a
+convolutional network (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TracedSGD:
 
     Args:
         loss: The function to minimise.
-        params: The initial parameters, which are copied.
+        params: The initial parameters, which the object copies.
         x: An example input, shape (1, …). Only the shape and the dtype matter.
         y: An example label, shape (1,). Only the dtype matters.
         weight_decay: The weight decay λ.
@@ -98,8 +98,8 @@ def _plain_strides(tensor: Tensor) -> Tensor:
     """Return a view of a contiguous tensor with the strides of a new tensor of the same shape.
 
     A tensor that is not contiguous is returned unchanged. The strides matter for images with one channel, which are
-    contiguous in two memory formats at the same time. Convolutions choose the format from the strides, and take five
-    times as long with the channels-last format.
+    contiguous in two memory formats at once. Convolutions choose the format by the strides, and take five times as long
+    in channels-last format.
     """
     if not tensor.is_contiguous():
         return tensor
@@ -117,8 +117,7 @@ def _without_onednn() -> Iterator[None]:
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
     """Return the traced graph of a forward and backward pass.
 
-    The graph's inputs are the parameters, x and y. The graph's outputs are the gradient of each parameter, followed by
-    the loss.
+    Its inputs are the parameters, x and y. Its outputs are the gradient of each parameter, followed by the loss.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -187,9 +186,9 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
-    """Turn views of parameters, such as transposes, into inputs of the graph, so that steps need not create the views.
+    """Turn views of parameters, such as transposes, into inputs of the graph, so that steps need not create them.
 
-    A view shares its parameter's memory. The view therefore stays valid when the parameter changes in place.
+    A view shares its parameter's memory, so it stays valid when the parameter changes in place.
 
     Args:
         graph: The graph, which changes in place.
@@ -213,7 +212,7 @@ def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
 
 
 def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
-    """Append updates of all parameters to the graph, and make the loss the graph's only output."""
+    """Append updates of all parameters to the graph, and make the loss its only output."""
     output = next(node for node in graph.nodes if node.op == "output")
     (results,) = output.args
     *gradients, loss = results
@@ -252,7 +251,7 @@ def _append_update(
 
 
 def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
-    """Let max-pooling read its input in the channels-last format, because PyTorch has a fast kernel for this format.
+    """Let max-pooling read its input in channels-last format, for which PyTorch has a fast kernel.
 
     Args:
         graph: The graph, which changes in place.
@@ -279,9 +278,9 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the nodes of a product's factors, and of the tensors whose memory the factors share.
+    """Return the nodes of a product's factors, and of the tensors whose memory they share.
 
-    For example, the transpose of a matrix shares the memory of this matrix.
+    For example, the transpose of a matrix shares the matrix's memory.
     """
     roots: set[fx.Node] = set()
     for factor in product.args:

@@ -1,1 +1,1 @@
-"""Compression of the models that clients receive and of the updates that clients send."""
+"""Compression of the models that clients receive, and of the updates that they send."""

@@ -1,4 +1,4 @@
-"""Select the tensors to encode, apply changes to a model, and compute digests, at the server and at clients."""
+"""Functions for server and clients: select the tensors to encode, apply changes to a model, and compute digests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, some tensors of the training objective, such as prototypes, must not be added up over rounds.
-    These tensors are sent without encoding.
+    With error feedback, a tensor of the training objective is sent without encoding if it must not be added up over
+    rounds, such as a prototype.
 
     Args:
         change: The update in a client's reply, including the tensors of the training objective.
@@ -50,11 +50,11 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Return the digest (hash) that identifies a version of the model.
 
-    The digest is computed from the bytes that were sent, because the last bits of parameters may differ between
+    The digest is computed from the transmitted bytes, because the last bits of parameters may differ between
     processors.
 
     Args:
-        before: The digest of the previous version; empty if the whole model is sent.
+        before: The digest of the previous version; empty if ``after`` is the whole model.
         after: The encoded change from the previous version, or the parameters of the whole model.
     """
     return hashlib.blake2b(before + records.encode(after), digest_size=16).digest()

@@ -1,9 +1,9 @@
-"""Codecs, which encode changes of a model in fewer bytes, and decode them.
+"""Codecs, which encode changes of a model in fewer bytes and decode them.
 
 A *change* is a mapping from names to floating-point tensors, such as a model update or a gradient. A *payload* is an
 encoded change: a mapping from names to parts, which are tensors too. The shapes and dtypes of the parts are called
-*forms*. The forms depend only on the shapes and dtypes of the change, so that sender and receiver know the forms. Only
-the values of the parts are therefore sent (``pack``), and the size of a message does not depend on the values.
+*forms*. The forms depend only on the shapes and dtypes of the change, so sender and receiver both know them. Therefore,
+only the values of the parts are sent (``pack``), and a message's size does not depend on the values.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from fedstrata.federation.messages import Params
 from fedstrata.federation.reply_checks import finite
 
 Payload = dict[str, dict[str, Tensor]]
-"""An encoded change: a mapping from each tensor's name, or from ``all`` if a codec joins all tensors, to its parts."""
+"""An encoded change: a mapping from each tensor's name to its parts.
+
+The name is ``all`` if a codec joins all tensors.
+"""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-"""The shape and dtype with which each tensor of an encoded change is sent. The names are the same as in ``Payload``.
+"""The shape and dtype in which each tensor of an encoded change is sent. The names are the same as in ``Payload``.
 
-The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte, and the common
-exponent of all values as one more byte.
+The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte. The exponent that all
+values share takes one more byte.
 """
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class Codec(Setting):
-    """Base class of codecs, which encode changes, such as model updates, in fewer bytes, and decode the changes again.
+    """Base class of codecs, which encode changes (such as model updates) in fewer bytes and decode them.
 
-    A codec does not store anything. With error feedback, the sender of the changes stores the encoding error.
+    A codec has no state. With error feedback, the sender of the changes stores the encoding error.
     """
 
     linear: ClassVar[bool] = False
@@ -51,7 +54,7 @@ class Codec(Setting):
 
     @abstractmethod
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Encode a change, and return its payload.
+        """Encode a change and return its payload.
 
         Args:
             change: The change; all values are finite.
@@ -60,7 +63,7 @@ class Codec(Setting):
 
     @abstractmethod
     def decode(self, payload: Payload, like: Params) -> Params:
-        """Decode a payload, and return the change in the shapes and dtypes of ``like``.
+        """Decode a payload and return the change in the shapes and dtypes of ``like``.
 
         Raises:
             ReplyRefusedError: The payload contains a number that ``encode`` can never return.
@@ -78,8 +81,8 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
         The bytes as a tensor of shape (bytes,) and dtype uint8.
 
     Raises:
-        FedstrataError: The payload has other shapes or dtypes, because the codec's methods ``forms`` and ``encode``
-            contradict each other.
+        FedstrataError: The payload has unexpected shapes or dtypes, because the codec's methods ``forms`` and
+            ``encode`` contradict each other.
     """
     actual = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in actual | forms:
@@ -132,7 +135,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _exponent(tensor: Tensor) -> int:
     """Return the smallest e, from −128 to 127, with which all absolute values are at most 127 · 2ᵉ.
 
-    The argument and the result of ``rounded`` have the same e.
+    For the argument and the result of ``rounded``, e is the same.
     """
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if not math.isfinite(largest):
@@ -187,7 +190,7 @@ class Uncompressed(Codec):
 
 
 class BFloat16(Codec):
-    """Rounding to bfloat16: half the bytes, and a relative error of at most 2⁻⁸."""
+    """Rounding to bfloat16, with half the bytes of float32 and a relative error of at most 2⁻⁸."""
 
     def forms(self, like: Params) -> Forms:
         """Return the shape of each tensor, with the dtype bfloat16."""
@@ -203,7 +206,7 @@ class BFloat16(Codec):
 
 
 class QSGD(Codec):
-    """Random rounding to ``levels`` steps on each side of 0, with a scale per bucket (Alistarh et al. 2017).
+    """Random rounding to ``levels`` steps on each side of 0, with one scale per bucket (Alistarh et al. 2017).
 
     A bucket is a group of consecutive coordinates. The scale M of a bucket is its largest absolute value, as in the
     paper's experiments. The result is unbiased: E[decode(encode(x))] = x. With s = ``levels``, the variance of a
@@ -263,8 +266,8 @@ class WithMemory(Codec):
     """A codec with error feedback: the sender adds the encoding error of a change to its next change.
 
     The decoded changes and the remaining error always add up to the sum of all changes (Seide et al. 2014; Karimireddy
-    et al. 2019). If a client takes part rarely, its stored error is old, and pulls the new model towards an old model.
-    The settings ``damping`` and ``forget_after`` limit this effect.
+    et al. 2019). If a client takes part rarely, its stored error is old and pulls the model towards an old version. The
+    settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
         damping: Factor by which a client's stored encoding error is multiplied per round since the client's last
@@ -278,7 +281,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor by which a stored error is multiplied after ``age`` rounds."""
+        """Return the factor by which an error that was stored ``age`` rounds ago is multiplied."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
@@ -329,9 +332,9 @@ class PowerSGD(WithMemory):
 
     Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
     sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P = Σ M_k Q with
-    orthonormal columns. Then, clients send M_kᵀ P, and the sum of these matrices is the new Q, with which the next
-    exchange begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. One-dimensional tensors, and
-    tensors that would not become smaller, are not approximated.
+    orthonormal columns. Then, clients send M_kᵀ P. The sum of these matrices is the Q with which the next exchange
+    begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors that are one-dimensional or would
+    not become smaller are not approximated.
 
     The server decodes only the sums, unless a method needs each client's change.
 
@@ -346,7 +349,7 @@ class PowerSGD(WithMemory):
     factors: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def split(self, like: Params) -> tuple[list[str], list[str]]:
-        """Return the names of the tensors that are approximated, and the names of all other tensors."""
+        """Return two lists of names: the tensors that are approximated, and all other tensors."""
         matrices = []
         for name, tensor in like.items():
             rows, columns = _sides(tensor)
@@ -376,7 +379,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other rounded tensors."""
+        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors, rounded."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -397,11 +400,11 @@ class PowerSGD(WithMemory):
         return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
 
     def next_basis(self, payload: Payload, before: Payload) -> Payload:
-        """Return the matrices Q for the next exchange, each the sum Σ M_kᵀ P over the clients k, divided by its norm.
+        """Return the matrices Q for the next exchange: the sums Σ M_kᵀ P over the clients k, each divided by its norm.
 
         Args:
             payload: The second sum of this exchange, Σ M_kᵀ P for each matrix.
-            before: The matrices Q of this exchange. A matrix Q is used again if the new sum is zero.
+            before: The matrices Q of this exchange. A matrix Q is reused if the new sum is zero.
         """
         basis = {}
         for name, parts in before.items():
@@ -420,7 +423,7 @@ class PowerSGD(WithMemory):
         return forms | {name: {"": (tuple(like[name].shape), dtype)} for name in rest}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:
-        """Return both factors P and Q of a single change, after two power iterations from random matrices Q."""
+        """Return both factors P and Q of one change, from two power iterations that start at random matrices Q."""
         basis = self.first_basis(change, generator)
         for _ in range(2):
             frame = self.orthonormal(self.project(change, basis))
@@ -472,7 +475,7 @@ def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
 
 
 def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the indices of the k largest values, in ascending order; of equal values, the first are taken.
+    """Return the indices of the k largest values, in ascending order. Among equal values, the first ones are taken.
 
     >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
     array([0, 2, 3])
@@ -530,7 +533,7 @@ AnyCodec = Annotated[Codec, FromRegistry(CODECS)]
 
 
 class Communication(Setting):
-    """Compression of models and updates.
+    """The compression of models and updates.
 
     Args:
         up: Codec (compression scheme) for the updates that clients send.
@@ -543,7 +546,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Raise an error if ``down`` sets ``damping`` or ``forget_after``: the server's error never becomes old."""
+        """Raise an error if ``down`` sets ``damping`` or ``forget_after``, because the server's error is never old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:
@@ -553,5 +556,5 @@ class Communication(Setting):
 
     @property
     def plain(self) -> bool:
-        """Whether all messages to clients and from clients are sent without encoding."""
+        """Whether all messages to and from clients are sent without encoding."""
         return isinstance(self.up, Uncompressed) and isinstance(self.down, Uncompressed)

@@ -1,4 +1,4 @@
-"""Encode requests and decode replies at the server, which stores the version of the model that each client has."""
+"""The server's part of compression: encode requests, decode replies, and store which model version each client has."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from fedstrata.federation.secure.ring import Total
 
 @record("ChannelState")
 class CompressionState:
-    """The server's state for encoding and decoding messages, which is part of a checkpoint.
+    """The server's state for encoding and decoding messages. It is part of a checkpoint.
 
     Args:
         exchange: Id of the latest exchange of requests and replies.
         version: The latest version of the model that clients get; −1 before the first version.
         digest: The digest of the latest version.
-        params: The parameters of the latest version, which differ from the server's model by the error of the codec.
+        params: The parameters of the latest version. They differ from the server's model by the error of the codec.
         changes: The encoded changes that led to the most recent versions, one for each version, oldest first.
         confirmed: The version of the model that each client has, shape (N,); −1 if the server does not know the
             version.
@@ -86,7 +86,7 @@ class Reader:
     method_check: Check | None = None
 
     def check(self, answer: EncodedReply) -> None:
-        """Raise an error if an encoded update has the wrong size, or a decoded reply does not fit the request.
+        """Raise an error if an encoded update has the wrong size, or if a decoded reply does not fit the request.
 
         Raises:
             ReplyRefusedError: The reply is refused; the message contains the reason.
@@ -114,7 +114,7 @@ class Reader:
         return answer.reply.merge_update(self.request.weights, self._decode(unpack(answer.payload, self.forms)))
 
     def without_change(self, answer: EncodedReply) -> Reply:
-        """Return the reply without its model update. The tensors that encode the update are removed, too."""
+        """Return the reply without its model update, and without the tensors that encode the update."""
         assert answer.reply is not None
         weights = self.request.weights
         return answer.reply.merge_update(weights, self.like).split_update(weights)[1]
@@ -144,14 +144,14 @@ class _DecodedReplies(Replies):
 
 
 class Compression:
-    """The compression of a run, which encodes requests that contain a model, and decodes the replies to these requests.
+    """The compression of a run: it encodes requests that contain a model, and decodes the replies to them.
 
     Args:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function of the model and the settings, which returns tensors with the names, shapes and dtypes of
-            the objective's message.
+        expected: A function of the model and the settings that returns tensors with the names, shapes and dtypes of the
+            objective's message.
         additive: Names of the groups in the objective's message that may be added up over rounds.
     """
 
@@ -168,7 +168,7 @@ class Compression:
         unconfirmed = np.full(clients, -1, dtype=np.int64)
         self.state = CompressionState(0, -1, b"", {}, [], unconfirmed, {})
         self._renewed_in, self._renewed_from = 0, Params()
-        """The round and the server's parameters from which the latest version of the clients' model was made."""
+        """The round and the server's parameters from which the latest version of the clients' model was computed."""
 
     def legs(self, federation: Federation, requests: Requests, check: Check | None) -> Generator[Leg, Replies, Replies]:
         """Yield one or two exchanges in which clients answer encoded requests; see ``Legs``.
@@ -176,7 +176,7 @@ class Compression:
         Requests without a model are sent without encoding.
 
         Raises:
-            FedstrataError: The requests contain a model, and are not the same for all clients.
+            FedstrataError: The requests contain a model, but differ between clients.
         """
         request: Any = next(iter(requests.values()), None)
         if not isinstance(request, ModelRequest):
@@ -236,8 +236,8 @@ class Compression:
     def _basis(self, codec: Codec, like: Params) -> Payload:
         """Return the matrices Q with which ``PowerSGD`` begins an exchange; empty for other codecs.
 
-        The matrices come from the previous exchange. In the first exchange, and after a change of shapes, the matrices
-        are random.
+        The matrices come from the previous exchange. They are random in the first exchange and after a change of
+        shapes.
         """
         if not isinstance(codec, PowerSGD):
             return {}
@@ -255,7 +255,7 @@ class Compression:
 
         Args:
             federation: The federation.
-            clients: The method's requests. Only the clients of these requests are used.
+            clients: The method's requests, of which only the clients are used.
             request: The envelope, whose inner request contains the model.
             check: A function that refuses unusable encoded replies.
         """
@@ -275,7 +275,7 @@ class Compression:
         return answers
 
     def _renew(self, round: int, params: Params) -> None:
-        """Once per round, make the server's parameters the next version of the clients' model."""
+        """Store the server's parameters as the next version of the clients' model, once per round."""
         if self._renewed_in == round and self._renewed_from is params:
             return
         self._renewed_in, self._renewed_from = round, params
@@ -301,7 +301,7 @@ class Compression:
         )
 
     def _delivery(self, base: int) -> ModelDelivery:
-        """Return the model for a client that has version ``base``: the changes since ``base``, or the whole model."""
+        """Return what a client with version ``base`` receives: the changes since ``base``, or the whole model."""
         state = self.state
         missed = state.version - base
         if base >= 0 and missed <= len(state.changes):

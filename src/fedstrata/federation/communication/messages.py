@@ -1,4 +1,4 @@
-"""Messages with encoded models and updates: requests that contain another request, and replies with encoded updates.
+"""Messages with encoded models and updates: requests that wrap another request, and replies with encoded updates.
 
 PowerSGD needs two sums of tensors over the clients, and therefore two requests in one exchange. The request ``Encoded``
 asks each client for its term of the first sum, and ``Coefficients`` asks for its term of the second sum.
@@ -50,7 +50,7 @@ class EncodedReply(Reply):
 
 
 class Sums(Order):
-    """A check that the ids of exchanges ascend, and that the second sum of an exchange comes after its first sum."""
+    """A check that the ids of exchanges ascend, and that each exchange's second sum comes after its first sum."""
 
     def __init__(self) -> None:
         self._last = self._pending = 0
@@ -64,7 +64,7 @@ class Sums(Order):
         return ""
 
     def asked(self, request: Any) -> None:
-        """Remember the id of the exchange, and whether a request for a second sum may follow."""
+        """Store the id of the exchange, and whether a request for a second sum may follow."""
         if isinstance(request, Encoded):
             self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
         else:
@@ -72,9 +72,9 @@ class Sums(Order):
 
 
 def repeated_forms(request: Encoded) -> list[Request]:
-    """Return the variants in which an encoded request may be repeated after an exchange failed.
+    """Return the forms in which an encoded request may be repeated after a failed exchange.
 
-    The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, because a
+    The id of the exchange may differ. In one form, the delivery contains only the version and the digest, because a
     client never gets the same model twice.
     """
     same = replace(request, exchange=0)

@@ -12,11 +12,11 @@ from fedstrata.federation.messages import ModelRequest
 from fedstrata.federation.secure.requests import Masked, SiteStep
 
 STEPS = 4
-"""The maximum number of protocol messages that a site gets per sum, in addition to the request."""
+"""The maximum number of protocol messages that a site receives per sum, in addition to the request."""
 
 
 def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
-    """Wrap each request, except ``single`` requests, in a ``Masked`` request. Add the requests of the protocol.
+    """Wrap each request, except ``single`` requests, in a ``Masked`` request, and add the protocol's own requests.
 
     Args:
         allowed: The requests without masks, as methods and samplers declare them.

@@ -1,4 +1,4 @@
-"""Certificates of sites, which prove that the keys in a secure sum belong to these sites."""
+"""Certificates, which prove that the keys in a secure sum belong to the sites that take part."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Identity:
 
     @classmethod
     def of(cls, certificate: x509.Certificate, key: RSAPrivateKey | Ed25519PrivateKey) -> Identity:
-        """Make an identity from a certificate and its private key."""
+        """Create an identity from a certificate and its private key."""
 
         def sign(signed: bytes) -> bytes:
             if isinstance(key, RSAPrivateKey):
@@ -65,7 +65,7 @@ class Trust(Protocol):
 
 @dataclass(frozen=True)
 class IssuedBy:
-    """Rules that accept all certificates issued by a root certificate.
+    """Rules that accept every certificate issued by a given root certificate.
 
     Args:
         root: The root certificate.
@@ -97,7 +97,7 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def stranger(certificate: bytes, peers: Collection[str] | None) -> bool:
-    """Return True if a certificate does not belong to a peer, which is a site that this site accepts.
+    """Return True if this site does not accept the certificate of another site.
 
     Args:
         certificate: The certificate, DER-encoded.

@@ -3,8 +3,8 @@
 The first sum is Σ M_k Q over the clients' updates M_k, from which the server computes P. The second sum is Σ w_k M_kᵀ
 P, where w_k is the weight of client k.
 
-The two sums must contain the updates of the same clients. If only one sum contained client k, the server could compute
-Pᵀ M_k Q from the difference. A server that chooses P and Q could then read elements of the client's update.
+The two sums must contain the updates of the same clients. If only one of the sums contained client k, the server could
+compute Pᵀ M_k Q from the difference. A server that chooses P and Q could then read elements of the client's update.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class SecondForm(ModelForm):
         return self.words(_NO_MODEL, self._term(reply), generator)
 
     def sent(self, words: Words, reply: EncodedReply) -> Payload:
-        """Return the factors that a client's vector contains, which are the rounded factors of its reply.
+        """Return the rounded factors that a client's vector contains.
 
-        If the client's weight is 0, return the factors of the reply.
+        If the client's weight is 0, return the factors of its reply.
         """
         assert reply.reply is not None
         weight = self._update.weight.of(reply.reply)
@@ -130,7 +130,7 @@ class SecondForm(ModelForm):
         }
 
     def decoded(self, first: Total, second: Total, frame: Payload) -> Total:
-        """Decode the update from both sums, and return the total in the layout that replies have without compression.
+        """Decode the update from both sums, and return the total in the layout of replies without compression.
 
         Args:
             first: The first sum.
@@ -168,7 +168,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of the updates that ``form`` adds up.
+    """Return the name and the description of the updates that ``form`` sums.
 
     The updates must be the only numbers in ``form`` that depend on the clients' models.
 
@@ -198,7 +198,7 @@ def _factor(name: str) -> str:
 
 
 def _entry(name: str, part: str) -> Any:
-    """Return a function that takes a payload and returns one of its tensors."""
+    """Return a function that returns one tensor of a payload."""
 
     def values(sent: Weights, term: Any) -> Params:
         payload: Mapping[str, Mapping[str, Tensor]] = term.payload if isinstance(term, _Term) else term

@@ -1,4 +1,4 @@
-"""Choose the numbers in a reply that a secure sum adds up, and read the sums that the server learns."""
+"""Select the numbers in a reply that a secure sum adds up, and read the resulting sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Total, Words, rounding
 from fedstrata.federation.vectors import split
 
 LOSS_RANGE = 64.0
-"""Maximum training loss in a secure sum. Larger losses are reduced to this value, and count as scaled down."""
+"""The maximum training loss in a secure sum. Larger losses are clipped to this value and counted as scaled down."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Update:
-    """A description of the clients' updates that are added up, and that a codec may compress.
+    """A description of the updates in a sum, which a codec may compress.
 
     Args:
         prefix: The beginning of the names that ``Reply.split_update`` gives to the tensors of the update.
@@ -61,14 +61,13 @@ class Numbers:
     """Real numbers that each client computes from its reply. The server learns their weighted sum over the clients.
 
     Args:
-        values: A function that computes the numbers from the model that the client received and the client's reply.
+        values: A function that computes the numbers from the client's reply and the model that the client received.
         like: Tensors with the names, shapes and dtypes of the numbers.
         range: Largest absolute value of a number. Larger numbers are scaled down; see ``Ring.encode``.
         weight: The weight of each client in the sum.
-        update: The description of the numbers as updates, if a codec may compress them; None for numbers that are not
-            updates.
-        needs_model: Whether ``values`` reads a model. Numbers that need a model cannot be summed together with a
-            compressed update.
+        update: The description of the updates, if the numbers are updates that a codec may compress; otherwise None.
+        needs_model: Whether ``values`` needs the model. If so, the numbers cannot be summed together with a compressed
+            update.
     """
 
     values: Callable[[Weights, Any], Params]
@@ -108,7 +107,7 @@ def largest_size(config: FederationConfig) -> int:
 
 
 def weight_by_size(config: FederationConfig, largest: int) -> Weight:
-    """Return the weight of a client in proportion to its number of samples, or to the sum of its samples' weights.
+    """Return a client weight that is proportional to the number of samples, or to the sum of the samples' weights.
 
     Args:
         config: The settings that server and clients share.
@@ -118,14 +117,14 @@ def weight_by_size(config: FederationConfig, largest: int) -> Weight:
 
 
 def size_of_weights(weight: Weight) -> Summands:
-    """Describe the sum of weights that are real numbers."""
+    """Describe the sum of real-valued weights."""
     one = {"samples": torch.ones(1)}
     return {weight.name: Numbers(lambda sent, reply: one, one, 1.0, weight, needs_model=False)}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the values in clients' replies to training requests. The bounds are known before the first round.
+    """Bounds on the values in replies to training requests, known before the first round.
 
     Args:
         config: The settings that server and clients share.
@@ -151,7 +150,7 @@ class Bounds:
 
     @property
     def by_size(self) -> Weight:
-        """The weight of a client in proportion to its number of samples, or to the sum of its samples' weights."""
+        """A client weight that is proportional to the number of samples, or to the sum of the samples' weights."""
         return weight_by_size(self.config, self.largest)
 
     def size(self) -> Summands:
@@ -180,7 +179,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe two sums for the round's record: the number of per-sample gradients, and the loss weighted by it.
+        """Describe two sums for the record: the number of per-sample gradients, and the loss weighted by this number.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """
@@ -218,7 +217,7 @@ class Sums:
         return self.total.counts[name]
 
     def of(self, name: str, by: float = 1.0) -> Params:
-        """Return the weighted sum of the real numbers ``name`` over the clients, divided by ``by``."""
+        """Return the weighted sum of the tensors ``name`` over the clients, divided by ``by``."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         row = self.total.parts[name] * (numbers.weight.largest / by)
@@ -226,7 +225,7 @@ class Sums:
         return split(torch.from_numpy(row if double else row.astype(np.float32)), numbers.like)
 
     def number(self, name: str) -> float:
-        """Return the weighted sum of the single real number ``name`` over the clients."""
+        """Return the weighted sum of the number ``name`` over the clients."""
         numbers = self.summands[name]
         assert isinstance(numbers, Numbers)
         return float(self.total.parts[name][0]) * numbers.weight.largest
@@ -238,7 +237,9 @@ class Sums:
         return self.count(name) if isinstance(self.summands[name], Count) else self.number(name)
 
     def updates(self, weight: str, params: Params, by: float = 1.0) -> Params:
-        """Return the weighted sum of the updates, divided by ``by``. Parameters that no client changes get zeros.
+        """Return the weighted sum of the updates, divided by ``by``.
+
+        The update of a parameter that no client changes is zero.
 
         Args:
             weight: The name of the weight.
@@ -250,7 +251,10 @@ class Sums:
 
 
 class Form(Protocol):
-    """A conversion of replies to vectors that a secure sum adds up. Each Python class of requests has one form."""
+    """The conversion of replies to the vectors that a secure sum adds up.
+
+    Each Python class of requests has one form.
+    """
 
     ring: Ring
     """The layout of the vectors that are summed."""
@@ -276,7 +280,7 @@ class ModelForm:
         summands: The numbers that are summed.
 
     Raises:
-        SpecError: A sum could be too large for numbers modulo 2³².
+        SpecError: A sum could be too large for integers modulo 2³².
     """
 
     def __init__(self, config: FederationConfig, clients: int, summands: Summands) -> None:
@@ -296,7 +300,7 @@ class ModelForm:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
     def exchange(self, request: Any) -> int:
-        """Return the index of a request within its round. The random rounding depends on this index."""
+        """Return the index of a request within its round, on which the random rounding depends."""
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
@@ -305,7 +309,7 @@ class ModelForm:
         return self.words(request.weights, reply, generator)
 
     def words(self, sent: Weights, reply: Any, generator: np.random.Generator) -> Words:
-        """Return a client's vector, given the model that the client received and the generator for the rounding.
+        """Return a client's vector of integers, given the model that it received and the random generator for rounding.
 
         Raises:
             WithheldError: A value is not finite, or a weight or a count is above its maximum.

@@ -21,7 +21,7 @@ def job_of(seed: int) -> bytes:
 
 
 class KeyIsCertificate:
-    """Rules that accept certificates that consist only of a public key, which is enough in a simulation."""
+    """Rules for simulations, which accept certificates that consist only of a public key."""
 
     def defect(self, name: str, certificate: bytes, signature: bytes, signed: bytes) -> str:
         """Return the reason why a signature is not accepted; an empty string if the signature is accepted."""
@@ -30,7 +30,7 @@ class KeyIsCertificate:
 
 @dataclass
 class Member:
-    """A client that takes part in secure sums. Its new state becomes valid when the server has unmasked the sum.
+    """A client that takes part in secure sums. Its new state takes effect when the server has unmasked the sum.
 
     Args:
         site: The state machine of the protocol.
@@ -48,7 +48,7 @@ class Member:
         return cls(Site(job_of(seed), identity, KeyIsCertificate(), parties=parties, exchanges=1))
 
     def answer(self, message: Message | None) -> Message | None:
-        """Return the reply to a message of the protocol. Messages that begin an exchange are not allowed here."""
+        """Return the reply to a message of the protocol. The message must not be one that begins an exchange."""
         site = self.site
         if message is None:
             return site.package()

@@ -14,7 +14,7 @@ from fedstrata.federation.secure.ring import Part, Ring, Words, rounding
 from fedstrata.federation.vectors import changes
 
 UPDATE = "update"
-"""The name of the part of a vector to which noise is added. A vector has only this part."""
+"""The name of a vector's only part, to which noise is added."""
 
 
 class NoisyForm:
@@ -73,9 +73,9 @@ class NoisyForm:
 
 
 def clipped(update: Floats, clip: float) -> Floats:
-    """Return an update that is scaled down to an L2 norm of at most ``clip``, shape (d,).
+    """Scale an update down to an L2 norm of at most ``clip``, shape (d,).
 
-    An update with NaN or infinity becomes zero, because a missing reply would disclose this fault to the server.
+    An update with NaN or infinity becomes zero, because a missing reply would tell the server about it.
     """
     norm = float(np.linalg.norm(update))
     if not math.isfinite(norm):

@@ -1,4 +1,4 @@
-"""Make keys, signatures, boxes (encrypted messages) and masks for secure sums with the library ``cryptography``."""
+"""Create keys, signatures, boxes (encrypted messages) and masks for secure sums, with the library ``cryptography``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def statement(use: str, *parts: Part) -> bytes:
     """Encode a purpose and several values unambiguously as bytes, for signatures, hashes and derived keys.
 
     Args:
-        use: The purpose of the bytes. Statements with different purposes differ.
+        use: What the bytes are used for. Statements with different purposes are different.
         parts: Strings, bytes, integers, and sequences of strings, bytes and integers.
 
     >>> statement("vote", "a", "bc") != statement("vote", "ab", "c")
@@ -112,7 +112,7 @@ def agree(own: X25519PrivateKey, other: bytes) -> bytes:
     """Return the secret that only the owners of two X25519 keys can compute.
 
     Raises:
-        ValueError: The other site's public key is invalid, or has a small order, so that the secret would be zero.
+        ValueError: The other site's public key is invalid, or has a small order, which would make the secret zero.
     """
     return own.exchange(X25519PublicKey.from_public_bytes(other))
 
@@ -127,12 +127,12 @@ def agreeable(key: bytes) -> bool:
 
 
 def seal(key: bytes, content: bytes, public: bytes) -> bytes:
-    """Encrypt content with a key that is used only once.
+    """Encrypt content with a key that is used only for this content.
 
     Args:
         key: The key.
         content: The content.
-        public: Bytes that are authenticated but not sent, because the receiver already has these bytes.
+        public: Bytes that are authenticated but not sent, because the receiver already has them.
     """
     return ChaCha20Poly1305(key).encrypt(bytes(12), content, public)
 

@@ -1,7 +1,7 @@
-"""Define the messages of secure sums, and the statements that sites sign.
+"""The messages of secure sums, and the statements that sites sign.
 
 The protocol is by Bonawitz et al. (2017), in the variant against an active server, with masks for all pairs of sites.
-Sites make keys and shares in advance for several exchanges. ``Site`` and ``Server`` are the two state machines.
+Sites create keys and shares for several exchanges in advance. ``Site`` and ``Server`` are the two state machines.
 
 A *roster* is a set of n sites with a threshold t. Each site has two seeds per exchange. The *self seed* gives a mask
 that the site adds to its vector. The *pair seed* gives a private key, from which the site derives one mask for each
@@ -39,10 +39,10 @@ vectors of at least t − m honest sites.** The proof needs three checks of hone
 3. Each signature depends on its *context*: the job, the roster, R', the exchange and the request.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
-This is more than the number of honest sites, n − m.
+These would be more votes than there are honest sites, n − m.
 
-*Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites voted otherwise. Honest sites
-that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
+*Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites did not vote for U. Honest
+sites that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
 shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Nobody reveals
 shares of pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence the server
 never learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all
@@ -53,19 +53,19 @@ sites.
 only in the sum over all honest sites of R'. At least t − m of the t or more members of R' are honest.
 
 Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
-and the few sites that vote otherwise cannot reach the threshold. The server may also send different contexts to
+and the few sites that vote differently cannot reach the threshold. The server may also send different contexts to
 different sites. Honest sites with different contexts do not accept each other's signatures. Each signed set and each
 revealed R' therefore needs t − m honest votes in its own context, and the same proof holds.
 
 The proof assumes the true threshold t. If a server could choose t close to n / 2, the protocol would not tolerate even
 one colluder. Sites therefore refuse a roster with a threshold below ``default_threshold``.
 
-A request may *continue* the previous request: both sums then have the same contributors. The request's hash contains
-the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites of the set
-have therefore voted for it before, so no other set was unmasked before.
+A request may *continue* the previous request. Both sums then contain the vectors of the same sites. The request's hash
+contains the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites
+of the set have therefore voted for the set before, so no other set was unmasked before.
 
 The protocol has limits. In other exchanges, the server may unmask sums over two sets that differ by only one site. A
-site that sends a wrong vector can corrupt the sum, and nobody detects it. The server can always stop a run.
+site that sends a wrong vector can corrupt the sum without being detected. The server can always stop a run.
 """
 
 from __future__ import annotations
@@ -88,11 +88,13 @@ if TYPE_CHECKING:
 MOST_SITES = 64
 MOST_EXCHANGES = 64
 FEWEST = 3
-"""The minimum number of sites in a sum. With two sites, each site could compute the other site's vector."""
+"""The minimum number of sites in a sum.
+
+With two sites, each site could compute the other site's vector from the sum.
+"""
 
 Confirm = Literal["needed", "always"]
-"""The cases in which sites sign the set of contributors before they reveal shares: only if a site is missing
-(``needed``), or always."""
+"""When sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or always."""
 Seed = Literal["self", "pair"]
 
 
@@ -110,11 +112,11 @@ def default_threshold(sites: int, colluding: int = 0) -> int:
 
 
 class RefusedError(WithheldError):
-    """An error that a site raises if its check of a message from the server fails.
+    """The error that a site raises if a message from the server fails a check.
 
     Args:
         check: The name of the check that failed.
-        problem: The problem, as the last part of a sentence.
+        problem: The problem, as the end of a sentence.
     """
 
     def __init__(self, check: str, problem: str) -> None:
@@ -127,7 +129,7 @@ class RefusedError(WithheldError):
 
 @record("secure/Package")
 class Package(Message):
-    """A site's public keys for one roster (group of sites). In each exchange, the roster computes one secure sum.
+    """A site's public keys for one roster (group of sites). The roster computes one secure sum per exchange.
 
     Args:
         name: The site's name.
@@ -166,7 +168,7 @@ class Package(Message):
         return len(self.keys) // KEY_BYTES
 
     def key(self, exchange: int) -> bytes:
-        """Return the X25519 key that the site uses in an exchange, which is counted from 0."""
+        """Return the site's public X25519 key for an exchange (counted from 0)."""
         return _entry(self.keys, exchange)
 
     def commitment(self, kind: Seed, exchange: int) -> bytes:
@@ -174,7 +176,7 @@ class Package(Message):
         return _entry(self.self_commitments if kind == "self" else self.pair_commitments, exchange)
 
     def form_defect(self) -> str:
-        """Return the reason why the keys are invalid; an empty string if they are valid. Signatures are not checked."""
+        """Return the reason why the keys are invalid; an empty string if they are valid. Do not check signatures."""
         lengths = {len(self.keys), len(self.self_commitments), len(self.pair_commitments)}
         if len(lengths) > 1 or len(self.keys) % KEY_BYTES or not 1 <= self.exchanges <= MOST_EXCHANGES:
             return "its package has a wrong number of keys or hashes"
@@ -207,12 +209,12 @@ class Roster(Message):
         return [package.name for package in self.packages]
 
     def hash(self, job: bytes) -> bytes:
-        """Return the hash of the roster. All later signatures and keys depend on this hash."""
+        """Return the hash of the roster, on which all later signatures and keys depend."""
         return digest("roster", job, self.threshold, [package.hash(job) for package in self.packages])
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the names of the sites that use a name, a key or a seed twice, or share it with another site."""
+    """Return the sites that use a key or a seed twice, or share a name, a key or a seed with another site."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
@@ -252,12 +254,12 @@ class Delivery(Message):
 
 @record("secure/Begin")
 class Begin(Message):
-    """The message that begins an exchange. The site receives this message together with the request.
+    """The message that begins an exchange. A site receives it together with the request.
 
     Args:
         roster: The hash of the roster.
         exchange: The index of the exchange in the roster, counted from 0.
-        delivery: The members and boxes, if this is the site's first exchange in the roster.
+        delivery: The members and boxes, in the site's first exchange in the roster; otherwise None.
     """
 
     roster: bytes
@@ -356,7 +358,7 @@ class Shares(Message):
 
 @record("secure/Opened")
 class Opened(Message):
-    """A message to sites: the server has unmasked the sum over a set of sites.
+    """The message that the server has unmasked the sum over a set of sites.
 
     Args:
         exchange: The index of the exchange.
@@ -373,7 +375,7 @@ def continued(question: bytes, members: Sequence[str]) -> bytes:
 
 
 def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, question: bytes) -> bytes:
-    """Return the hash of an exchange's context. All signatures and masks of the exchange depend on this hash.
+    """Return the hash of an exchange's context, on which all signatures and masks of the exchange depend.
 
     Args:
         job: The job's hash.
@@ -417,7 +419,7 @@ def self_mask(context: bytes, name: str, self_seed: bytes, length: int) -> Words
 
 
 def pair_mask(context: bytes, key: X25519PrivateKey, owner: str, other: Package, exchange: int, length: int) -> Words:
-    """Return the mask that a site adds to its vector for one other site, shape (``length``,).
+    """Return the mask that a site adds to its vector for another site, shape (``length``,).
 
     The other site subtracts this mask. The private key of either site is enough to compute the mask.
 

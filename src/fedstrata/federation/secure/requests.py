@@ -45,7 +45,7 @@ class Masked(Request):
 
     @property
     def round(self) -> int:
-        """The round of the inner request. Raise ``AttributeError`` if the inner request does not name its round."""
+        """The round of the inner request. Raise ``AttributeError`` if the inner request has no round."""
         return int(self.request.round)  # type: ignore[attr-defined]  # requests of a round have this field
 
 
@@ -65,7 +65,7 @@ class Step(Request):
     """A message of the protocol to a client.
 
     Args:
-        message: The message. The value None is a request for the client's keys.
+        message: The message. The value None asks for the client's keys.
     """
 
     reply_type: ClassVar[type[Reply]] = StepReply
@@ -101,7 +101,7 @@ class Dealt(Message):
 
 
 FAILED = "secure sum failed"
-"""The kind of the event that is recorded if too few clients answered, or if the sum could not be unmasked."""
+"""The type of the event that is recorded if too few clients answered or the sum could not be unmasked."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def words_of(reply: MaskedReply) -> Words:
 
 
 def reply_of(words: Words, present: Message | None = None) -> MaskedReply:
-    """Return a reply that contains a vector and, with masks, the client's signed statement."""
+    """Return a reply with a vector and, if masks are used, the client's signed statement."""
     return MaskedReply(torch.from_numpy(words.view(np.int32)), present)
 
 

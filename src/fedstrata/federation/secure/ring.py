@@ -1,12 +1,11 @@
 """Encode and decode numbers for secure sums, as fixed-point numbers modulo 2³².
 
-Masks hide a vector only if all numbers are elements of a finite ring. Each real number is therefore sent as an integer,
-in units of ``range / Q``. Counts are sent unchanged. Q is so small that the sum over all sites cannot overflow. The sum
-of the vectors modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of the
+Masks hide a vector only if all numbers are elements of a finite ring. Therefore, each real number is sent as an
+integer, in units of ``range / Q``. Counts are sent unchanged. Q is small enough that the sum over all sites cannot
+overflow. The sum modulo 2³² therefore determines the sum of the numbers. The sum does not depend on the order of the
 sites.
 
-For differential privacy, each site can add noise to its vector. Q is then smaller, so that the sum has room for the
-noise.
+For differential privacy, each site can add noise to its vector. Q is then smaller, to leave room for the noise.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ Words = NDArray[np.uint32]
 LARGEST = 2**31 - 1
 """The largest absolute value of a sum that does not overflow."""
 HEADROOM = 12
-"""A sum has room for noise of up to this number of standard deviations. Larger noise reduces the accuracy, but not the
-privacy.
+"""The number of standard deviations of noise for which a sum has room. Larger noise reduces accuracy, but not privacy.
 """
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
 _CHUNK = 1 << 14
-"""The number of elements that are encoded together, which is even. The numbers of these elements fit into a processor's
-cache."""
+"""The number of elements that are encoded together (an even number). So many elements fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Part:
 
     Args:
         size: Number of elements.
-        range: Largest absolute value of an element. If one element is larger, the whole vector is scaled down.
+        range: Largest absolute value of an element. If an element is larger, the whole vector is scaled down.
     """
 
     size: int
@@ -120,7 +117,7 @@ class Ring:
 
     @property
     def length(self) -> int:
-        """Number of elements of a message: all parts, the counts, and the number of scaled parts."""
+        """Number of elements of a message: all parts, the counts, and one element for the number of scaled parts."""
         return sum(part.size for part in self.parts.values()) + len(self.counts) + 1
 
     def encode(
@@ -133,11 +130,10 @@ class Ring:
     ) -> Words:
         """Encode a site's numbers, and return the message, shape (``length``,).
 
-        Real numbers are truncated to multiples of 2⁻³² units, and then rounded up or down at random. The random
-        rounding does not change their expected values.
+        Real numbers are truncated to multiples of 2⁻³² units, and then rounded up or down at random, without bias.
 
         Args:
-            parts: The vectors before they are multiplied by ``weights``.
+            parts: The vectors, before multiplication by ``weights``.
             counts: The counts.
             generator: The random generator for the rounding; see ``rounding``.
             weights: The factors of the parts, between 0 and 1. Default: 1.
@@ -208,8 +204,8 @@ class Ring:
             sites: Number of sites that contributed.
 
         Raises:
-            ReplyRefusedError: A sum is larger than valid messages of this number of sites can give. At least one site
-                has sent an invalid vector.
+            ReplyRefusedError: A sum is larger than the sum of valid messages can be, so at least one site has sent an
+                invalid vector.
         """
         if total.shape != (self.length,) or total.dtype != np.uint32:
             raise ReplyRefusedError(
@@ -247,7 +243,7 @@ def add(vectors: Iterable[Words]) -> Words:
 def skellam(generator: np.random.Generator, size: int, variance: float) -> NDArray[np.int64]:
     """Return Skellam noise, shape (``size``,): the difference of two Poisson variables with the mean ``variance`` / 2.
 
-    The sum of independent Skellam variables is a Skellam variable, whose variance is the sum of their variances.
+    The sum of independent Skellam variables is again a Skellam variable, and the variances add up.
     """
     first, second = (generator.poisson(variance / 2, size) for _ in range(2))
     return first - second
@@ -256,7 +252,7 @@ def skellam(generator: np.random.Generator, size: int, variance: float) -> NDArr
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
     """Return the random generator that rounds the numbers of one client's message.
 
-    The random numbers are not secret, and reveal nothing, because the sum contains only rounded numbers.
+    The random numbers need not be secret, because the sum contains only rounded numbers.
 
     Args:
         seed: The experiment's seed.

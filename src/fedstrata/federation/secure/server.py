@@ -1,4 +1,4 @@
-"""The server of secure sums, which forms a roster, collects masked vectors, and opens (unmasks) their sum."""
+"""The server's side of secure sums: it forms a roster, collects masked vectors, and opens (unmasks) their sum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fedstrata.federation.secure.protocol import (
 from fedstrata.federation.secure.ring import Words
 
 MOST_TRIES = 1000
-"""Maximum number of sets of t shares from which the server tries to reconstruct a seed, if some shares are wrong."""
+"""If shares are wrong, the maximum number of sets of t shares from which the server tries to reconstruct a seed."""
 
 Stage = Literal["masking", "revealing", "voting", "opening", "opened", "failed"]
 
@@ -49,8 +49,8 @@ class Event:
 
     Args:
         kind: The kind of the problem. ``refused``: the server does not use a site's message. ``wrong share``: shares of
-            a seed contradict each other, because the seed's owner or a site that sent a share is faulty. ``failed``:
-            the sum or the roster has failed.
+            a seed are inconsistent, so the seed's owner or a site that sent a share is faulty. ``failed``: the sum or
+            the roster has failed.
         sites: The names of the sites.
         reason: The reason as a sentence.
     """
@@ -63,13 +63,13 @@ class Event:
 class Server:
     """The server's side of secure sums with one roster (group of sites).
 
-    The arguments of the methods do not contain sites that did not answer in time. Messages may contain any values. A
+    Leave out sites that did not answer in time from the arguments of the methods. Messages may contain any values: a
     faulty message counts as missing, and ``events`` contains the reason.
 
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Minimum number of sites with enough samples in a sum. Sites refuse sums over fewer sites.
+        parties: Minimum number of sites with enough samples in a sum. Sites refuse to unmask sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.
@@ -97,7 +97,7 @@ class Server:
         self._used = 0
 
     def enrol(self, packages: Mapping[str, Any]) -> Roster | None:
-        """Form a roster of all sites with a valid package. Return None if too few packages are valid.
+        """Return a roster of all sites with a valid package; None if too few packages are valid.
 
         Args:
             packages: The ``Package`` of each site.
@@ -144,7 +144,7 @@ class Server:
         return True
 
     def begin(self, question: bytes, length: int, only: Sequence[str] | None = None) -> Exchange | None:
-        """Begin the next exchange. Return None if the roster has no keys left.
+        """Begin the next exchange and return it; None if the roster has no keys left.
 
         Args:
             question: The hash of the request, with the model as the sites decode it.
@@ -208,7 +208,7 @@ class Exchange:
     """One secure sum, from the request to the unmasked sum.
 
     Send the messages in ``outgoing``, and pass the replies to ``receive``, until ``stage`` is "opened" or "failed".
-    Afterwards, send the last messages in ``outgoing``, to which sites do not reply.
+    Afterwards, send the remaining messages in ``outgoing``, to which sites do not reply.
 
     Args:
         server: The server, which collects the events.
@@ -349,7 +349,10 @@ class Exchange:
         self.outgoing = dict.fromkeys(self._members, Opened(self.number, self.contributors))
 
     def _seed(self, kind: Seed, owner: str, shares: Mapping[str, bytes]) -> bytes | None:
-        """Return a site's seed, reconstructed from shares. If this is impossible, fail the exchange and return None."""
+        """Reconstruct and return a site's seed from shares.
+
+        If this is impossible, fail the exchange and return None.
+        """
         package, threshold = self._package[owner], self._roster.threshold
         numbers = {holder: int.from_bytes(share) for holder, share in shares.items()}
 
@@ -405,7 +408,7 @@ class Exchange:
 
 
 def _type_defect(reply: Any, kind: type[Message]) -> str:
-    """Return the reason why a reply is not a message of the expected kind; otherwise, an empty string."""
+    """Return the reason why a reply is not a message of the expected type; an empty string if it is."""
     if not isinstance(reply, kind):
         return f"it has sent a {type(reply).__name__} instead of a {kind.__name__}"
     try:
@@ -416,7 +419,7 @@ def _type_defect(reply: Any, kind: type[Message]) -> str:
 
 
 def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> bool:
-    """Return True if a reply has one possible share of each requested seed."""
+    """Return True if a reply has one share in the valid range for each requested seed."""
     if reply.selfs.keys() != set(contributors) or reply.pairs.keys() != set(lost):
         return False
     each = [*reply.selfs.values(), *reply.pairs.values()]
@@ -424,7 +427,7 @@ def _usable(reply: Shares, contributors: Sequence[str], lost: Sequence[str]) -> 
 
 
 def _sets(holders: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """Return sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
+    """Return the sets of holders whose shares are tried: all sets if there are few, otherwise random sets."""
     if math.comb(len(holders), size) <= MOST_TRIES:
         yield from combinations(holders, size)
         return
@@ -441,7 +444,7 @@ Answer = Callable[[str, Message], Message | None]
 
 
 def run(exchange: Exchange, answer: Answer) -> Words | None:
-    """Exchange messages until the sum is unmasked or has failed. Return the sum, or None if it has failed.
+    """Exchange messages until the sum is unmasked or has failed. Return the sum; None if it has failed.
 
     Args:
         exchange: The exchange.

@@ -1,8 +1,8 @@
 """Share a secret (Shamir 1979): any t of n shares determine the secret, and fewer than t shares reveal nothing.
 
-The dealer draws a random polynomial of degree t − 1 with the secret as its value at 0. Holder x, from 1 to n, gets the
-polynomial's value at x as a share. All numbers are modulo a prime. The default prime is larger than any secret of 16
-bytes.
+The dealer draws a random polynomial of degree t − 1 whose value at 0 is the secret. Holder x, from 1 to n, gets the
+polynomial's value at x as a share. All calculations are modulo a prime, by default one that is larger than any secret
+of 16 bytes.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def split(
 
 @lru_cache(maxsize=4096)
 def coefficients(holders: tuple[int, ...], at: int = 0, prime: int = PRIME) -> tuple[int, ...]:
-    """Return the factors of the shares: the sum of all factor × share is the polynomial's value at ``at``.
+    """Return the factor of each share. The sum of all factors times shares is the polynomial's value at ``at``.
 
-    The factors depend only on the holders, so the factors are the same for all secrets that these holders reconstruct.
+    The factors depend only on the holders, so they are the same for all secrets that these holders reconstruct.
 
     Args:
-        holders: The numbers of the holders. The numbers are different, at least 1 and below ``prime``.
+        holders: The numbers of the holders: distinct, at least 1 and below ``prime``.
         at: The argument of the polynomial: 0 for the secret, x for the share of holder x.
         prime: The prime.
     """

@@ -1,4 +1,4 @@
-"""A site in secure sums, with its secrets, its checks of the server's messages, and its votes."""
+"""A site's side of secure sums: its secrets, its checks of the server's messages, and its votes."""
 
 from __future__ import annotations
 
@@ -96,25 +96,28 @@ class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
     A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
-    Otherwise, a server could repeat a request without a site, and subtract the two sums to get the site's vector.
+    Without them, a server could repeat a request without one site, and subtract the two sums to get this site's vector.
 
     Each method answers one message of the server, which may contain any values. If a check fails, the method raises
     ``RefusedError``, and the state does not change.
 
     Args:
-        job: The hash of the job. The job contains the spec.
+        job: The hash of the job, which includes the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: How many sites with enough samples a sum must include. Must be 3 or more.
+        parties: Minimum number of sites with enough samples in a sum; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
-        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", which is
-            equally safe, the site does not wait for signatures if all sites have sent their vectors.
+        confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", the site
+            does not wait for signatures if all sites have sent their vectors; this is equally safe.
         exchanges: Number of exchanges for which the site makes keys in advance.
         answered: The hashes of the requests that the site had answered in this job before its restart.
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server. A roster's threshold must be large enough."""
+    """Number of other sites that may collude with the server.
+
+    It determines the smallest threshold that the site accepts.
+    """
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class Site:
     def mask(
         self, begin: Begin, question: bytes, vector: Words, enough: bool, *, continues: bool = False
     ) -> MaskedVector:
-        """Return this site's masked vector. The site never masks another vector for the same request.
+        """Return this site's masked vector. The site never masks a second vector for a request.
 
         Call this method only after the site's guard has accepted the request.
 
@@ -317,8 +320,8 @@ class Site:
         """Delete the secrets of an exchange after the server has unmasked its sum.
 
         Returns:
-            True if the server says that the sum contains this site's vector. The caller then makes the state that
-            belongs to this vector permanent.
+            True if the server says that the sum contains this site's vector. The caller then keeps the new state that
+            belongs to this vector.
 
         Raises:
             RefusedError: The site has voted for another set, or the exchange is not the site's last exchange.
