@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""The number of seconds within which another site must begin to send its model. After this time, the request is sent
-again."""
+"""The number of seconds within which another site must begin to send its model. If the site does not, the request is
+sent again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The component at the server, which runs the experiments of a job one after another.
 
     Args:
-        plans: The experiments. Each experiment is a dict with the fields of a ``JobSpec``, because a job's
-            configuration is JSON.
+        plans: The experiments. Each experiment is a dict with the fields of a ``JobSpec``, because a job is configured
+            in JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -189,7 +189,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. In a deployment, its name is a hash of the spec, so each job has its own folder."""
+    """Return the run folder. In a deployment, the name is a hash of the spec, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 

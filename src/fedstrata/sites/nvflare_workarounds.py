@@ -31,8 +31,8 @@ SWEEP = 30
 """The number of seconds between two runs of the garbage collector."""
 
 AT_ONCE = 24
-"""The number of threads with which each of NVFlare's thread pools starts. Three sites keep at most half of these
-threads busy. The pools allow up to 128 threads."""
+"""The initial number of threads in each of NVFlare's thread pools. Three sites keep at most half of these threads busy.
+The pools allow up to 128 threads."""
 
 
 @cache
@@ -169,15 +169,15 @@ class JobEnd:
         return bool(self.reached or self._signal.triggered)
 
     def ends_calls_to(self, site: Any) -> None:
-        """Let calls to a site end as soon as this signal is triggered."""
+        """End calls to a site as soon as this signal is triggered."""
         site.backend.abort_signal = self
 
 
 def survive_kill(run: Path) -> None:
     """Let a job continue at the other sites if the job's process at this site is killed.
 
-    NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the return code from a
-    file in the job's folder. This function therefore writes 0 to the file in advance. A process that is not killed
+    NVFlare would end the whole job if the return code of the process is not 0. NVFlare reads the return code from a
+    file in the job's folder. This function therefore writes 0 to this file in advance. A process that is not killed
     overwrites the file when it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
@@ -204,7 +204,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
         fl_ctx: The context of an event at the server.
         refuses: A function that returns True if a name is refused. NVFlare calls this function for each name.
         refused_now: A function that returns True if a connected client is refused now. Only ``refuse_clients`` calls
-            this function.
+            ``refused_now``.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
@@ -245,7 +245,7 @@ def open_session(user: str, admin: Path) -> Any:
 
 
 def quiet_call(work: Callable[[], Any]) -> Any:
-    """Call the FLARE API, suppress what it prints, and return the result (NVFlare 2.9.0, ``fuel/flare_api``)."""
+    """Call the FLARE API, suppress its output, and return the result (NVFlare 2.9.0, ``fuel/flare_api``)."""
     with redirect_stdout(io.StringIO()):
         return work()
 
@@ -277,7 +277,7 @@ def is_temporary(error: Exception, known: bool) -> bool:
 
 SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
 """Settings of the server's job scheduler. The scheduler runs one job at a time, because two jobs may write into the
-same folder. A job that waits for sites is tried every 10 to 30 seconds, for weeks.
+same folder. If a job waits for sites, the scheduler tries to start it every 10 to 30 seconds, for weeks.
 
 NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float, this product overflows after a
 thousand attempts, and the job is never tried again. The interval is therefore an integer. Seen in NVFlare 2.9.0,
