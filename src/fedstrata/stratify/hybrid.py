@@ -13,7 +13,7 @@ from fedstrata.stratify.single import SingleMode
 
 @dataclass(frozen=True)
 class HybridMode:
-    """Hybrid mode: first rounds in batch mode, then rounds in single-sample mode. ``Stratify`` describes the fields."""
+    """Hybrid mode: batch mode in early rounds, then single-sample mode. ``Stratify`` describes the fields."""
 
     batches: BatchMode
     singles: SingleMode
