@@ -110,7 +110,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check whether the site accepts the job for which its folder was made, and has the device that the job needs."""
+    """Check that the site accepts the job for which its folder was made, and has the device that the job needs."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.sites.guard import declared
     from fedstrata.spec.experiment import Experiment
@@ -130,7 +130,7 @@ def _job(kit: Path) -> str:
 
 
 def _data(kit: Path) -> str:
-    """Check that the site's data fit the spec, by computing the statistics that the server asks for before a run."""
+    """Check that the site's data fit the spec, by computing the statistics that the server requests before a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
     from fedstrata.sites.wire import Survey
 

@@ -70,7 +70,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
     """Return the name of a job: a hash of specs and plans.
 
-    By this name, 'submit' recognises a job that already runs.
+    From this name, 'submit' recognises a job that already runs.
     """
     content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
@@ -105,7 +105,7 @@ class _Shown(str):
 
 
 def _unpacked(packed: str | Mapping[str, str]) -> object:
-    """Restore an argument of an error from JSON. An empty table stands for ``...``, which marks a missing value."""
+    """Restore an argument of an error from JSON. An empty table becomes ``...``, which marks a missing value."""
     if isinstance(packed, str):
         return packed
     return _Shown(packed["shown"]) if packed else ...

@@ -190,7 +190,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
 
 
 def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
-    """Return a site's data set, and the indices of each client's training samples and of each client's test samples.
+    """Return a site's data set, and the indices of each client's training samples and test samples.
 
     The indices of test samples are None if the file has no test samples, or if the spec holds out training samples for
     tests.
@@ -210,14 +210,14 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
     """Return an error about a site's file.
 
-    The error's public text may leave the site. The error's private text is only for the site.
+    The error's public text may leave the site, but the private text must not.
     """
     return DataError(f"{path}: {private or public}").publicly(public)
 
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
+    """Log any error of the ``with`` block, and raise an error that contains only the text that may leave the site."""
     try:
         yield
     except Exception as error:

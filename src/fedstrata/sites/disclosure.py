@@ -191,7 +191,7 @@ def declaration_of(
 
 
 def _of_targets(spec: Experiment) -> list[str]:
-    """Return descriptions of the label statistics that a site must send; empty if the task needs none."""
+    """Return descriptions of the label statistics that a site must send; empty if the task needs no statistics."""
     if spec.task is None or not spec.task.fits:
         return []
     parts = ["the mean and the spread of the labels"]
@@ -200,7 +200,7 @@ def _of_targets(spec: Experiment) -> list[str]:
 
 
 def _of_features(spec: Experiment) -> list[str]:
-    """Return descriptions of the feature statistics that a site must send; empty if the spec needs none."""
+    """Return descriptions of the feature statistics that a site must send; empty if the spec needs no statistics."""
     data = spec.data
     columns = data.schema.inputs if data.schema is not None else {}
     rules = {column.impute for column in columns.values() if column.learnt}

@@ -152,7 +152,7 @@ class NVFlareEngine(Engine):
             A mapping from the name of each site that can take part to its reply.
 
         Raises:
-            FedstrataError: No site can take part. Or fewer than ``least`` sites can take part, and ``fewer`` is
+            FedstrataError: No site can take part, or fewer than ``least`` sites can take part and ``fewer`` is
                 ``abort``.
         """
         outcomes: dict[str, Any] = {}

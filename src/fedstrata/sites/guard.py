@@ -482,8 +482,8 @@ class Guard:
     def _refuse_early(self, match: Match) -> None:
         """Raise an error if the client has not answered the earlier request that ``RequestRule.after`` names.
 
-        The earlier request replaces labels by other ids, which later requests use. If a site lost its checkpoint, its
-        clients must answer the earlier request again.
+        The earlier request gives labels other ids, which later requests use. If a site lost its checkpoint, its clients
+        must answer the earlier request again.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
@@ -512,8 +512,8 @@ class Guard:
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
         """Return pairs of an ``Order`` and a request: for the request, and for the inner request that it may contain.
 
-        An ``Order`` checks the sequence of requests. If the client already answered the inner request, only the outer
-        request is checked. If ``keep`` is true, new ``Order`` objects are stored.
+        An ``Order`` checks the sequence of requests. If the client has already answered the inner request, only the
+        outer request gets an ``Order``. If ``keep`` is true, new ``Order`` objects are stored.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed

@@ -194,7 +194,7 @@ def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> P
 
 
 def _trust(spec: Experiment, settings: SiteSettings) -> Trust | None:
-    """Return the certificates that the server accepts in secure sums; None if there are none, as in a simulation."""
+    """Return the certificates that the server accepts in secure sums; None without certificates, as in a simulation."""
     if spec.privacy.sums == "plain" or settings.simulated:
         return None
     from fedstrata.sites.secure_site import trust_of
@@ -216,8 +216,8 @@ def _caller(site: Any, end: JobEnd) -> Call:
 def _settings(root: Path) -> SiteSettings:
     """Read the settings of the server or a site from its folder, and adapt ``sys.path``.
 
-    In a deployment, the folder in which NVFlare unpacks jobs is removed from the path, so that code in jobs is
-    not imported.
+    In a deployment, the function removes the folder in which NVFlare unpacks jobs from ``sys.path``, so that code in
+    jobs is not imported.
     """
     settings = SiteSettings.read(root)
     if not settings.simulated:

@@ -21,8 +21,8 @@ RECORDS = "records"
 """The folder with NVFlare's records of jobs, in the server's folder."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files in NVFlare's kits that fedstrata removes. The first file is for NVFlare's privacy filters, which cannot read
-fedstrata's messages."""
+"""Files that fedstrata removes from NVFlare's kits. The first file configures NVFlare's privacy filters, which cannot
+read fedstrata's messages."""
 
 
 def finish(kit: Path) -> None:
@@ -56,7 +56,7 @@ def set_paths(kit: Path) -> None:
 
 
 def _set_paths(node: Any, kit: Path) -> None:
-    """In nested dicts and lists, replace each path to NVFlare's records by the path inside the folder ``kit``."""
+    """Replace, in nested dicts and lists, each path of NVFlare's records by the path in the folder ``kit``."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:

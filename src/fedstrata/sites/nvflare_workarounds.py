@@ -51,10 +51,10 @@ def bound_growth() -> None:
 
 
 def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Let one thread delete the records of received messages. NVFlare would start a ``threading.Timer`` per record.
+    """Let one thread delete the records of received messages, because NVFlare would start a timer thread per record.
 
     A receiver keeps a record of each message for 65 seconds, in case the message is sent again. With three sites and
-    twenty exchanges per second, there would be 4,000 such threads. The timers cannot be turned off. A shorter time
+    twenty exchanges per second, NVFlare would have 4,000 timer threads. The timers cannot be turned off. A shorter time
     (``streaming_retry_timeout``) would also shorten the time in which a lost message is sent again.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_receiver.py``, ``RxTask._schedule_remove_task``; since pull request
@@ -78,8 +78,9 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
 def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
     """Every second, delete old records of received messages; every ``SWEEP`` seconds, free the memory of sent messages.
 
-    For each sent message, however small, a buffer of one MiB stays in a cycle of references. Python's garbage collector
-    examines old objects only when a quarter of all objects are new. Until then, these buffers would fill gigabytes.
+    For each sent message, even a small message, a buffer of 1 MiB stays in a cycle of references. Python's garbage
+    collector examines old objects only when a quarter of all objects are new. Until then, these buffers would fill
+    gigabytes.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
     """
@@ -102,7 +103,7 @@ def release_memory() -> None:
 def _fill_thread_pools() -> None:
     """Let NVFlare's thread pools start ``AT_ONCE`` threads immediately, instead of adding threads during the run.
 
-    A pool starts another thread whenever more messages arrive at the same time than ever before. The number of threads
+    A pool starts another thread whenever more messages than ever before arrive at the same time. The number of threads
     would therefore grow for hours.
 
     Seen in NVFlare 2.9.0, in the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),

@@ -340,7 +340,7 @@ def approve(kit: Path, job: str) -> bool:
 
 
 def _with_approved(lines: list[str], approved: list[str]) -> str:
-    """Return the text of the policy file with a new list of approved jobs; all other lines stay unchanged."""
+    """Return the text of the policy file, in which only the list of approved jobs is replaced."""
     text = "\n".join(lines)
     begin = line_of(text, "approved")
     new = tomli_w.dumps({"approved": approved}).strip()

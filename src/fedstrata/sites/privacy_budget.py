@@ -126,7 +126,7 @@ class PrivacyBudget:
 
     @contextmanager
     def _changing(self) -> Iterator[Spending]:
-        """Read the file before the ``with`` block, and replace the file after the block unless the block fails."""
+        """Read the file before the ``with`` block and, if the block succeeds, replace the file afterwards."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._path.with_suffix(LOCK)):
             spending = self._read()
@@ -145,7 +145,7 @@ class PrivacyBudget:
         """Return the order of the Rényi divergence with which the budget allows the most steps.
 
         Args:
-            spending: The steps that clients have taken before the site had a budget.
+            spending: The steps that clients took before the site had a budget.
             step: The divergence of one step for each of ``ORDERS``.
             most: The maximum ε.
         """

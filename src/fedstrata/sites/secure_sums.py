@@ -142,7 +142,7 @@ class SecureSums:
         exchange.receive({self._site_of[client]: _vector(reply) for client, reply in answers.items()})
 
     def _step(self, federation: Federation, messages: Mapping[str, Message | None]) -> dict[str, Any]:
-        """Send a message of the protocol to each site; return the messages of the sites that replied."""
+        """Send a message of the protocol to each site, and return the messages of the sites that replied."""
         log = federation.log
         steps = {self._client_of[site]: SiteStep(message, federation.round) for site, message in messages.items()}
         log.exchanges += 1

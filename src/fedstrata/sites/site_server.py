@@ -183,8 +183,8 @@ class SiteServer:
     def _mark(self, **outcome: Any) -> None:
         """Mark this thread's new ledger entries as refused or failed, because the replies will not leave the site.
 
-        If one of the entries is about the terms of a sum, the entries are not marked. These terms have already left the
-        site, and depend on the data of all its clients.
+        If one of the entries describes the terms of a sum, the entries are not marked. These terms have already left
+        the site, and depend on the data of all clients of the site.
         """
         me = threading.get_ident()
         with self._noting:
@@ -333,7 +333,7 @@ class SiteServer:
         return fingerprint(self.settings.data, self.folder)
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
-        """Return the model of a relay after one client's training (a hop), if the caller has the hop's ticket."""
+        """Return the model of a relay after a hop (one client's training), if the caller has the hop's ticket."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:

@@ -143,7 +143,7 @@ def picture(table: dict[str, Any] | None) -> Any:
 def _rounds(path: Path) -> int:
     """Read a run's number of rounds from its spec.
 
-    The function does not read other settings, because these settings can name Python code that would then be loaded.
+    The function does not read other settings, because other settings can name Python code, which would be loaded.
     """
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]

@@ -68,7 +68,7 @@ def _running(path: Path) -> Any:
 def _began_after(process: Any, path: Path) -> bool:
     """Return True if a process began after its id was written to the file.
 
-    If so, the process that wrote the id has ended, and the system has given the same id to a new process.
+    In this case, the process that wrote the id has ended, and the system has given the id to a new process.
     """
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 

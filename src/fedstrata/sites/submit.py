@@ -225,8 +225,8 @@ class Watch:
     def _report_progress(self) -> dict[str, str] | None:
         """Report new rounds and new states of sites, and return a mapping from each site to its state.
 
-        The mapping is empty if the states of the sites are not known. The result is None if the run is over. Its job
-        may still wait for a missing site.
+        The mapping is empty if the states of the sites are not known. If the run is over, the result is None. The job
+        may then still wait for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
