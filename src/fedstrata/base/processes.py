@@ -238,7 +238,7 @@ def _do(task: Task, connection: Connection) -> None:
 def _error_of(task: Task) -> Exception | None:
     """Run a task.
 
-    If the task raises an exception, return the exception in a form that can be pickled; otherwise return None.
+    If the task raises an exception, return the exception in a form that can be pickled. Otherwise, return None.
     """
     try:
         task()

@@ -111,7 +111,7 @@ class ScreenTable:
         return blocks
 
     def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
-        """Return how many of ``columns``, starting with the first, fit beside the names."""
+        """Return the number of leading ``columns`` that fit beside the names."""
         total = sum(least[: self.left]) + gap * (self.left - 1)
         for count, column in enumerate(columns):
             total += gap + least[column]

@@ -125,9 +125,9 @@ class LocalEngine(Engine):
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return the number of seconds without progress after which a group is considered stuck.
+        """Return the number of seconds without progress after which a group counts as stuck.
 
-        This time is long enough for all clients of the group to train for a round one after another.
+        In this time, all clients of the group could train for a round one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -317,9 +317,9 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     Args:
         threads: The thread of each client, in the order of the members.
         group: The group.
-        patience: Seconds without progress after which the group is considered stuck, as in an endless loop. Progress is
-            a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that results do not
-            depend on the clock.
+        patience: The number of seconds without progress after which the group counts as stuck, as in an endless loop.
+            Progress is a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that
+            results do not depend on the clock.
 
     Raises:
         FedstrataError: The group is stuck.

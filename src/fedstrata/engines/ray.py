@@ -388,8 +388,8 @@ class WorkerPool:
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
         """Replace a dead worker. Yield its finished calls with their results, and put its other calls into ``retries``.
 
-        A worker computes one call at a time. Only the first unfinished call is therefore considered the cause of a
-        worker's death.
+        A worker computes one call at a time. Only the first unfinished call therefore counts as the cause of a worker's
+        death.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):

@@ -128,7 +128,8 @@ class SharedMemory:
     def _block(self, size: int) -> int:
         """Allocate ``size`` bytes from the first free range that is large enough.
 
-        Return the offset of the block. Blocks at low addresses are reused first, so that few pages are ever written to.
+        Return the offset of the block. Blocks at low addresses are reused first, so that the process writes to few
+        pages.
         """
         for place, (begin, end) in enumerate(self._gaps):
             if end - begin >= size:
@@ -143,7 +144,8 @@ class SharedMemory:
 class _Packer(pickle.Pickler):
     """A pickler that replaces each tensor or array by its position in a block of shared memory.
 
-    ``tensors`` lists the tensors with their offsets in the block, in bytes; ``size`` is the size of the block.
+    The attribute ``tensors`` lists the tensors with their offsets in the block, in bytes, and ``size`` is the size of
+    the block.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:

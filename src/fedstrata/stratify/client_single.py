@@ -164,7 +164,7 @@ class FusedSteps:
                 self._done.append(replace(reply, loss=outcome.sum()))
 
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
-        """Take the steps of several tasks. Return the samples' losses, or a failure if the model is not finite."""
+        """Take the steps of several tasks, and return the samples' losses, or a failure if the model is not finite."""
         try:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
@@ -207,7 +207,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
     """Return True if two steppers give the same losses and the same model on a few samples.
 
-    A traced stepper repeats the operations of the first step in every step. For some models, the result is wrong.
+    A traced stepper repeats the operations of its first step in every step, which gives wrong results for some models.
     """
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()

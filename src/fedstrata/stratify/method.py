@@ -197,7 +197,7 @@ class Stratify(Method):
 
     @property
     def _weighted(self) -> bool:
-        """Whether clients multiply samples' losses by weights. With the schedule ``uncapped``, all weights are 1."""
+        """Whether clients multiply samples' losses by weights, which are all 1 with the schedule ``uncapped``."""
         return self.label_weights and self.schedule != "uncapped"
 
     @cached_property

@@ -180,7 +180,7 @@ class Route:
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Insert labels that were not trained into the remaining schedule again, each at a random position.
+        """Insert untrained labels into the remaining schedule again, each at a random position.
 
         See line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """

@@ -42,7 +42,7 @@ from fedstrata.stratify.masking.prf import TAG_SIZE, tag
 from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 
 _WHOLE = 0.1
-"""The maximum accepted distance of a decrypted sum over clients from an integer.
+"""The maximum accepted distance between a decrypted sum over clients and the nearest integer.
 
 The error of the encryption is below 0.001 for 1,000 clients.
 """

@@ -225,8 +225,8 @@ class UniqueList:
         """Find the entries of the list that equal a client's labels, from the client's reply to ``Compare``.
 
         Args:
-            places: For each label of the client, the position of a zero difference, or −1; see ``CompareReply``.
-            order: For each ciphertext of the request, the indices of the two compared ciphertexts: the client's (sheet)
+            places: The position of a zero difference for each label of the client, or −1; see ``CompareReply``.
+            order: The indices of the two compared ciphertexts, for each ciphertext of the request: the client's (sheet)
                 and the list's (page).
 
         Returns:
