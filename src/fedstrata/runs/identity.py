@@ -223,7 +223,7 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return a setting with which every round depends on the total number of rounds; None without such a setting."""
+    """Return the setting that makes every round depend on the total number of rounds; None if no setting does."""
     for key, value in spec.items():
         if key.rpartition(".")[2] == "schedule" and value == "cosine":
             return f"{key} = 'cosine'"

@@ -354,7 +354,7 @@ def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
 
 
 def _one(samples: Tensor) -> Tensor:
-    """Return one sample whose values are all 0, with the type and shape of the samples in ``samples``."""
+    """Return one sample of zeros, with the type and shape of the samples in ``samples``."""
     return samples.new_zeros(1, *samples.shape[1:])
 
 

@@ -298,7 +298,7 @@ class RunFolder:
         return f"the model never changed, because no reply could be used in {len(history)} rounds ({why})"
 
     def _broken_down(self) -> str:
-        """Return a warning if clients failed and no reply could be used in the last rounds; else an empty string.
+        """Return a warning if clients failed and no reply could be used in the last rounds; otherwise an empty string.
 
         The warning requires at least two rounds without usable replies, because a single round may be chance.
         """

@@ -109,7 +109,7 @@ class FedSamplingData(DataSampler):
         return self._result(answered.state, estimated_total(answered.responses, answered.bound, answered.alpha))
 
     def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Return the result of ``keep``, computed from only the sum of the participants' replies."""
+        """Return the result of ``keep``, computed only from the sum of the participants' replies."""
         from fedstrata.federation.secure.simulated import ask_sum
 
         request = size_report(federation, self.epsilon, self.bound)

@@ -197,7 +197,7 @@ class Stratify(Method):
 
     @property
     def _weighted(self) -> bool:
-        """Whether clients multiply samples' losses by weights, which are all 1 with the schedule ``uncapped``."""
+        """Whether clients multiply losses by weights. With the schedule ``uncapped``, all weights would be 1."""
         return self.label_weights and self.schedule != "uncapped"
 
     @cached_property
