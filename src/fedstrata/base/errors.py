@@ -16,7 +16,7 @@ class FedstrataError(Exception):
     public = ""
     """A description of an error about one party's data that other parties may see.
 
-    The description names the column and the violated rule, but no values from the data.
+    The description names the column and the violated rule. It does not contain values from the data.
     """
 
     def publicly(self, text: str) -> Self:

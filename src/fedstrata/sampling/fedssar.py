@@ -44,9 +44,9 @@ class FedSSARState:
 class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
-    In the first round, every client trains once, so that the server knows the parameters of all clients. The server
-    asks clients that did not reply again in the next round. Afterwards, the stored parameters of a client change only
-    in rounds in which the client takes part (FedSSAR, Algorithm 1).
+    In the first round, every client trains once, so that the server knows the parameters of all clients. If a client
+    does not reply, the server asks this client again in the next round. Afterwards, the stored parameters of a client
+    change only in rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Minimum number of clients in a core point's neighbourhood, including the point (``min_samples`` of

@@ -106,7 +106,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server, which submits and watches a job, and fetches its result.
 
-    If the server is unreachable, each request waits for ``POLL`` seconds, and then returns None.
+    If the server is unreachable, each request waits for ``POLL`` seconds, and then has no result.
 
     Args:
         admin: The administrator's folder.
