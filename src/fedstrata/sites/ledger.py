@@ -78,7 +78,7 @@ class Entry:
         samples: The number of samples from which the reply was computed.
         bytes: The size of the reply in bytes.
         epsilon: The privacy budget ε that the reply spent; None without local differential privacy.
-        refused: The name of the limit that the refused request exceeds; empty if the site replied.
+        refused: The name of the limit that made the site refuse the request; empty if the site replied.
         failed: The class name of the error that was raised instead of a reply; empty if the site replied.
         to: The site that received the reply; empty for the server.
         exchange: The index of the secure sum among the sums of its roster (group of sites); None for other replies.

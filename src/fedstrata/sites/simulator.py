@@ -60,7 +60,7 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            but at most three or the number of processors, if the latter is larger. A resumed run keeps its sites,
+            but at most one site per processor (or three sites, with fewer processors). A resumed run keeps its sites,
             because the sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
