@@ -1,1 +1,1 @@
-"""The lowest layer of the package: records, settings and registries, randomness, errors, files and processes."""
+"""The lowest layer of the package: records, settings, registries, random numbers, errors, files and processes."""

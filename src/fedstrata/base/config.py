@@ -1,4 +1,4 @@
-"""Define the base class of settings, which checks values, and registries, which find settings classes by name.
+"""Define the base class of settings, which checks values, and registries, which map names to settings classes.
 
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
 fields of the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts
@@ -33,12 +33,11 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The maximum value of an integer setting that does not declare its own limit. Counts that are computed from this value
-fit into 64 bits."""
+"""The maximum value of an integer setting without a limit of its own. Counts that are computed from this value fit into
+64 bits."""
 
 LARGEST = 1e18
-"""The maximum value of a float setting that does not declare its own limit. The square of this value fits into
-float32."""
+"""The maximum value of a float setting without a limit of its own. The square of this value fits into float32."""
 
 _NAMES: dict[str, str] = {}
 """A mapping from the path ``"module:Class"`` of a class to its name in specs."""
@@ -72,7 +71,7 @@ class MayChange:
 
 
 class Setting(BaseModel):
-    """Base class of groups of settings. Values are checked when an object is created, and unknown keys cause an error.
+    """Base class of groups of settings. Creating an object checks all values, and raises an error for unknown keys.
 
     Raises:
         SpecError: A setting is wrong. The message says which values are accepted.
@@ -83,11 +82,11 @@ class Setting(BaseModel):
     )
 
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
-    """The name that selects this class in a spec; empty if the section has only one class."""
+    """The name that selects this class in a spec; empty if the section of the spec has only one class."""
 
     later_settings: ClassVar[tuple[str, ...]] = ()
-    """Names of settings that earlier versions of fedstrata did not have. ``to_spec`` omits these settings if they have
-    their default values, so that old specs keep their hashes."""
+    """Names of settings that earlier versions of fedstrata did not have. ``to_spec`` omits their default values, so
+    that old specs keep their hashes."""
 
     @property
     def implementation(self) -> Any:
@@ -128,7 +127,7 @@ class Setting(BaseModel):
         return value
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a mapping for a spec. An equal object can be created from the mapping."""
+        """Return the settings as a mapping for a spec, from which an equal object can be created."""
         fields = type(self).model_fields
         omitted = [key for key in self.later_settings if getattr(self, key) == fields[key].default]
         values = ((key, getattr(self, key)) for key in fields)
@@ -181,7 +180,7 @@ class Registry(Generic[T]):
     """
 
     path_form = "class as 'module:Class'"
-    """A phrase for error messages, which says how a spec refers to a user's own class."""
+    """A phrase for error messages that says how a spec refers to a user's own class."""
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
@@ -265,8 +264,8 @@ def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
     """Return an annotation for fields whose values are instances of the settings class ``cls``.
 
     The field accepts a mapping or an instance. Errors show the field's key. If ``key`` is not empty, the field also
-    accepts a string, which becomes the value of this key. For example, ``Annotated[Data, from_word(Data, "name")]``
-    reads ``"adult"`` as ``{"name": "adult"}``.
+    accepts a string as the value of this key. For example, ``Annotated[Data, from_word(Data, "name")]`` reads
+    ``"adult"`` as ``{"name": "adult"}``.
     """
 
     def parse(value: object) -> object:
@@ -376,7 +375,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """Return the result of ``work()``. If ``work`` raises ``SpecError``, put ``section`` before the error's key."""
+    """Return the result of ``work()``. If ``work`` raises a ``SpecError``, prefix the error's key with ``section``."""
     try:
         return work()
     except SpecError as error:

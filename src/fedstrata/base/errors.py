@@ -7,26 +7,26 @@ from collections.abc import Collection, Iterable
 from typing import Self
 
 LONGEST = 500
-"""Maximum number of characters of a value in an error message; longer values are cut off."""
+"""The maximum number of characters of a value in an error message. Longer values are cut off."""
 
 
 class FedstrataError(Exception):
     """Base class of fedstrata's errors. The command-line program prints each error in one line."""
 
     public = ""
-    """A description that other parties may see, if the error is about one party's data.
+    """A description of an error about one party's data that other parties may see.
 
-    The description names the column and the violated rule, but does not contain values from the data.
+    The description names the column and the violated rule. It does not contain values from the data.
     """
 
     def publicly(self, text: str) -> Self:
-        """Set ``public`` to ``text``, and return the error. The text must not disclose data, not even counts."""
+        """Set ``public`` to ``text``, and return the error. The text must not disclose data or counts."""
         self.public = text
         return self
 
 
 class SpecError(FedstrataError):
-    """A setting that is unknown, of the wrong type or out of range.
+    """A setting that is unknown, has the wrong type or is out of range.
 
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
@@ -62,7 +62,7 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """A reply that a client withholds, because the reply uses too few samples or because the site forbids the reply."""
+    """A reply that a client withholds, because it uses too few samples or because the site forbids it."""
 
 
 class QuorumError(FedstrataError):
@@ -70,7 +70,7 @@ class QuorumError(FedstrataError):
 
 
 class ClientsFailedError(FedstrataError):
-    """A request that raised an exception at every client, probably because of a bug."""
+    """A request that failed with an exception at every client, probably because of a bug."""
 
 
 class CheckpointError(FedstrataError):
@@ -98,7 +98,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown word, which suggests a similar accepted word.
+    """Return the end of an error message about an unknown word: a suggestion of a similar accepted word.
 
     >>> nearest("alfa", ["alpha", "clients"]), nearest("rounds", ["alpha", "clients"])
     ("; did you mean 'alpha'?", '.')

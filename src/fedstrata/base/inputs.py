@@ -1,4 +1,4 @@
-"""Handle the inputs of a model: one tensor, or several named tensors, such as token ids and their mask."""
+"""Handle the inputs of a model, which are one tensor or several named tensors, such as token ids and their mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ names to shapes."""
 
 
 def each(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Apply a function to each tensor of the inputs. Return the results in the same structure."""
+    """Apply a function to each tensor of the inputs, and return the results in the structure of the inputs."""
     return change(x) if isinstance(x, Tensor) else {name: change(tensor) for name, tensor in x.items()}
 
 
@@ -38,7 +38,7 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 
 
 def split(x: Inputs, parts: int | list[int]) -> list[Inputs]:
-    """Divide inputs along the first axis, into a number of nearly equal parts, or into parts of given sizes."""
+    """Divide inputs along the first axis into nearly equal parts, or into parts of given sizes."""
     if not isinstance(x, Tensor):
         columns = [split(tensor, parts) for tensor in x.values()]
         return [dict(zip(x, column, strict=True)) for column in zip(*columns, strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The name of the last key in each line. This key's value is a hash of the rest of the line and of the previous line's
+"""The name of the last key in each line. The value is a hash of the rest of the line and the previous line's
 checksum."""
 
 REPAIR = "Restore the file, or remove this line and the lines after it."
@@ -42,11 +42,11 @@ class Log:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file still has ``size`` bytes. If not, another program changed the file, or a write failed."""
+        """Whether the file still has ``size`` bytes. Otherwise, another program changed the file, or a write failed."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Append records, one line each. A system crash can still lose the records until ``sync`` is called.
+        """Append records, one per line. Until ``sync`` is called, a system crash can still lose the records.
 
         Raises:
             TypeError: A value cannot be converted to JSON.
@@ -66,7 +66,7 @@ class Log:
         self.last, self.size = last, self.size + len(data)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk, so that a power cut cannot delete them."""
+        """Wait until all records are on the disk, where they survive a power cut."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -75,8 +75,8 @@ class Log:
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
     """Return the checksum of a line.
 
-    Return None if the line has no checksum, or if the checksum is wrong. Wrong checksums are detected only if
-    ``after``, the previous line's checksum, is given.
+    Return None if the line has no checksum, or if the checksum is wrong. To detect wrong checksums, give the previous
+    line's checksum as ``after``.
     """
     match = _SEAL.search(line)
     if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
@@ -91,7 +91,7 @@ class MetricsLog(Log):
     """
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Remove an incomplete last line, and then append records, one line each.
+        """Remove an incomplete last line, and then append records, one per line.
 
         Raises:
             DataError: The existing file is damaged.
@@ -101,7 +101,7 @@ class MetricsLog(Log):
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Return True if a line has this checksum. This line and all previous lines are then unchanged."""
+        """Return True if a line has this checksum, which means that this line and all previous lines are unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
@@ -190,7 +190,7 @@ def write_json(path: Path | str, value: object) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replace a file atomically: even after a crash, readers see either the old or the new content.
+    """Replace a file atomically, so that readers see either the old or the new content, even after a crash.
 
     Args:
         path: The file.
@@ -234,7 +234,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if it is certain that no process has this id; otherwise return True."""
+    """Return False if certainly no process has this id, and otherwise True."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)

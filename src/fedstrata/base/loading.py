@@ -16,7 +16,7 @@ _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", 
 
 @contextmanager
 def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[None]:
-    """Limit the packages from which ``load_object`` may import in this thread while the ``with`` block runs.
+    """Limit the packages from which ``load_object`` may import in this thread, during the ``with`` block.
 
     A site uses this limit when it reads specs that another party wrote.
 

@@ -13,7 +13,7 @@ from fedstrata.base.errors import SpecError
 LOCK = ".lock"
 """The name of the lock file in a run folder."""
 PATIENCE = 3.0
-"""Maximum waiting time for the lock, in seconds. A process that is about to end may still hold the lock."""
+"""The maximum waiting time for the lock, in seconds. A process that is about to end may still hold the lock."""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError
 
 OUTER = ("papers", "audits", "sites")
-"""The optional (outer) packages; the module ``cli`` of each package contains its commands."""
+"""The optional (outer) packages. The module ``cli`` of each package contains the package's commands."""
 
 
 def installed() -> list[str]:

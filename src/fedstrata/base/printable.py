@@ -20,12 +20,12 @@ def printable(text: object) -> str:
 
 
 def print_lines(*lines: object, file: TextIO | None = None) -> None:
-    """Print each text in one line, with escapes for unprintable characters. Default: print to standard output."""
+    """Print each text in one line, with escapes for unprintable characters. By default, print to standard output."""
     print(*map(printable, lines), sep="\n", file=file, flush=True)
 
 
 def csv_cell(value: object) -> object:
-    r"""Convert a value to a form that is safe in a CSV file.
+    r"""Convert a value so that it is safe in a CSV file.
 
     Strings become printable, and spreadsheets do not interpret them as formulas.
 

@@ -29,7 +29,7 @@ from fedstrata.base.process import prepare_process
 from fedstrata.base.signals import end_with_parent, ending_in_order, in_main_thread
 
 GRACE = 5.0
-"""Maximum time for a worker to end, in seconds. Afterwards, the worker is killed."""
+"""The number of seconds that a worker may take to end, before it is killed."""
 
 K = TypeVar("K", bound=Hashable)
 Task = Callable[[], None]
@@ -47,7 +47,7 @@ def can_fork() -> bool:
 class Worker:
     """A child process with a pipe to this process.
 
-    The child process ends when its work is done, when this process closes the pipe, or when this process ends.
+    The child process ends when its work is done, or when this process closes the pipe or ends.
 
     Args:
         work: The function that the child process calls with its end of the pipe. Without ``fork``, the child process
@@ -135,7 +135,7 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """A pool of worker processes, each of which does one task at a time. Use the pool in a ``with`` block.
+    """A pool of worker processes, each of which executes one task at a time. Use the pool in a ``with`` block.
 
     Tasks that are still running at the end of the block are terminated. Without ``fork``, each worker is a new process
     that executes one task after another. With ``fork``, each task runs in its own fork of this process.
@@ -238,7 +238,7 @@ def _do(task: Task, connection: Connection) -> None:
 def _error_of(task: Task) -> Exception | None:
     """Run a task.
 
-    If the task raises an exception, return the exception in a form that can be pickled; otherwise return None.
+    If the task raises an exception, return the exception in a form that can be pickled. Otherwise, return None.
     """
     try:
         task()

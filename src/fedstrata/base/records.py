@@ -3,9 +3,9 @@
 Every message and every checkpoint is a tree of records (frozen dataclasses), mappings, lists, plain values, tensors and
 arrays. The function ``encode`` writes a JSON text with the structure of the tree (its "skeleton"), and then one
 safetensors block with all tensors and numbers. The encoding begins with the length of the JSON text. The JSON text does
-not contain numbers, so the length of a message does not depend on the values of numbers. The function ``decode`` reads
-only records that were declared with ``@record``, and checks the types of a message's fields. Python's ``pickle`` is not
-used.
+not contain numbers, so the length of a message does not depend on the values of numbers. The function ``decode``
+creates only records that were declared with ``@record``, and checks the types of a message's fields. Neither function
+uses Python's ``pickle``.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
     Args:
         data: Bytes from ``encode``.
-        limit: Maximum number of bytes. None means no limit. Use None only for bytes that you encoded yourself.
+        limit: The maximum number of bytes; None for any number. Use None only for bytes that you encoded yourself.
 
     Raises:
         WireError: The bytes are damaged or exceed ``limit``, a record is unknown, or a field of a message does not have

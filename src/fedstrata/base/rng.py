@@ -1,7 +1,7 @@
-"""Draw random numbers that depend only on seed, purpose, round and client.
+"""Draw random numbers that depend only on the seed, the purpose, the round and the client.
 
-Generators are never shared: each use of random numbers names its purpose, and gets a new counter-based generator.
-Random numbers therefore stay the same if you add a client, leave out an evaluation or change the order of work.
+Each use of random numbers names its purpose, and gets its own counter-based generator. Random numbers therefore stay
+the same if you add a client, skip an evaluation or change the order of computations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ SERVER = -1
 
 @dataclass
 class Key(ISeedSequence):
-    """The key of a generator: 128 bits, as two 64-bit integers, shape (2,).
+    """The key of a generator: 128 bits, as two 64-bit integers with shape (2,).
 
     ``Philox(Key(words))`` draws the same numbers as ``Philox(key=words)``. With ``key=``, NumPy also reads random
-    numbers from the operating system, but does not use them. ``Key`` avoids this step, which makes ``rng`` three times
-    as fast.
+    numbers from the operating system without using them. ``Key`` avoids this step, so ``rng`` is three times as fast.
     """
 
     words: NDArray[np.uint64]
@@ -59,11 +58,11 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Draw a uniform number in [0, 1) for each client. A client's number does not depend on the other clients.
+    """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients.
 
     This function is faster than calling ``rng(…, client).random()`` for each client, but does not return the same
-    numbers. The computing time depends on the number of clients, not on the largest id. Each number is a hash of the
-    key and the client's id, computed by SplitMix64 (Steele et al. 2014).
+    numbers. The computing time depends on the number of clients, and not on the largest id. Each number is a SplitMix64
+    hash of the key and the client's id (Steele et al. 2014).
 
     Args:
         seed: The experiment's seed.
@@ -91,8 +90,8 @@ def torch_seeded(
     """Seed PyTorch's global generators during the ``with`` block, and restore their states afterwards.
 
     Use this function for code that draws from a global generator, such as the initialisation of modules and
-    ``nn.Dropout``. If ``device`` is a GPU, its generator is seeded, too. In the block, the default dtype is float32,
-    because another default dtype would change the random numbers.
+    ``nn.Dropout``. If ``device`` is a GPU, the GPU's generator is seeded, too. In the block, the default dtype is
+    float32, because another default dtype would change the random numbers.
     """
     cuda = device is not None and device.type == "cuda"
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()

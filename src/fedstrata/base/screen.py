@@ -1,7 +1,7 @@
-"""Print tables in terminals, with bold headings, a line below the headings, and names and numbers that do not wrap.
+"""Print tables in terminals, with bold headings above a line, and with names and numbers that do not wrap.
 
-If a terminal is too narrow for all columns, the least important columns are left out. A line below the table then says
-how many columns are missing.
+If a terminal is too narrow for all columns, the table omits the least important columns. A line below the table then
+says how many columns are missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READABLE = 100
 
 
 class Block(NamedTuple):
-    """The layout of columns that are printed side by side: the width of each column, and the spaces between columns."""
+    """The layout of columns side by side: the width of each column, and the spaces between columns."""
 
     widths: dict[int, int]
     gap: int
@@ -43,8 +43,8 @@ class ScreenTable:
             horizontal line. Cells of the type ``Text`` keep their style.
         left: The number of columns that contain names. These columns come first, and are aligned to the left.
         words: The indices of the columns whose text may wrap.
-        order: The indices of the columns to show if they fit, with the most important first. Other columns are shown
-            only with ``every``. Default: all columns, from left to right. Columns of names are always shown.
+        order: The indices of the columns to show if they fit, in order of importance. All other columns are shown only
+            with ``every``. Default: all columns, from left to right. Columns of names are always shown.
         every: Whether to show all columns. If the terminal is too narrow, the columns are printed in several blocks.
         one_line: Whether long texts are cut off instead of wrapped, if the output is a terminal.
         more: A text that says how to see the omitted columns.
@@ -111,7 +111,7 @@ class ScreenTable:
         return blocks
 
     def _fitting(self, columns: Sequence[int], least: Sequence[int], width: int, gap: int) -> int:
-        """Return how many of ``columns``, starting with the first, fit beside the names."""
+        """Return the number of leading ``columns`` that fit beside the names."""
         total = sum(least[: self.left]) + gap * (self.left - 1)
         for count, column in enumerate(columns):
             total += gap + least[column]

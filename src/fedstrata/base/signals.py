@@ -14,17 +14,17 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a process that SIGTERM ended, as shells report it."""
+"""The exit code that shells report for a process that SIGTERM ended."""
 
 GRACE = 2.0
-"""Seconds that a child process may continue after the end of its parent process, before it is killed.
+"""The number of seconds between the end of a parent process and the killing of its child process.
 
 The time is shorter than ``fedstrata.base.locking.PATIENCE``, so that a new process can wait until the child releases
 its lock.
 """
 
 AGAIN = 0.01
-"""Seconds after which SIGTERM is sent again, if Python ignored the exception that the signal raised."""
+"""The number of seconds after which SIGTERM is sent again, if Python ignored the exception that the signal raised."""
 
 _PR_SET_PDEATHSIG = 1  # the option of the system call prctl that sets the signal to receive when the parent ends
 
@@ -105,8 +105,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     also sends SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel must not
-            send SIGTERM, because it would send the signal as soon as the starting thread ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If another thread started this
+            process, the kernel must not send SIGTERM, because it would do so as soon as that thread ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

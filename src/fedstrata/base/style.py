@@ -1,4 +1,4 @@
-"""Define the colours and lines that the report, all figures and the documentation use.
+"""Define the colours and line styles of the report, all figures and the documentation.
 
 Every colour has a contrast of at least 3:1 to its background. People with any kind of colour blindness can distinguish
 the colours of the series. The tests in ``tests/base/test_style.py`` check both rules.
@@ -39,13 +39,13 @@ SERIES = (
     Stroke("brown", Colour("#6c2e26", "#ea937f"), "-."),
     Stroke("violet", Colour("#492e63", "#dd95ff"), ":"),
 )
-"""The line styles from which a chart chooses one for each label."""
+"""The line styles of a chart's labels."""
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
-"""A mapping from methods that have the same line style in every figure to the style's index in ``SERIES``."""
+"""A mapping from methods with a fixed line style in all figures to the style's index in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")
 """The line style of all labels that do not get a style from ``SERIES``."""
 COLOURED = 6
-"""The number of labels that get a style from ``SERIES`` if a chart has more labels than there are styles."""
+"""The number of labels that get a style from ``SERIES`` if a chart has more labels than styles."""
 
 INK = Colour("#1f242b", "#e4e7eb")
 """The colour of text and axes."""
@@ -58,7 +58,7 @@ PAPER = Colour("#ffffff", "#14171b")
 PANEL = Colour("#f6f7f9", "#1c2025")
 """The background colour of cards, and of the baseline's row in tables."""
 ACCENT = Colour("#0a62b8", "#7cbcff")
-"""The colour of links, and of the outline of the element that has the keyboard's focus."""
+"""The colour of links, and of the outline of the element with the keyboard's focus."""
 BORDER = Colour("#8a94a0", "#5d6773")
 """The colour of borders of buttons and other controls."""
 MIDDLE = "#7a7f86"
@@ -77,7 +77,7 @@ FATES = {
 
 
 class Verdict(NamedTuple):
-    """How the result of a comparison is shown: a sign, words and colours, which are always used together."""
+    """The display of a comparison's result: a sign, words and colours, which are always used together."""
 
     sign: str
     words: str

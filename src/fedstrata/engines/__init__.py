@@ -1,4 +1,4 @@
-"""The engines, which run clients on this machine, on a Ray cluster, or at simulated sites."""
+"""The engines that run clients: on this machine, on a Ray cluster, or at simulated sites."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINES = {
     "ray": "processes on all cores of this machine or of a Ray cluster",
     "nvflare": "sites of NVIDIA FLARE's simulator",
 }
-"""A mapping from the name of each engine to the place where clients run."""
+"""A mapping from the name of each engine to the place where the engine runs clients."""
 
 
 def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:

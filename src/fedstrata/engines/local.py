@@ -1,4 +1,4 @@
-"""The local engine, which runs all clients on this machine, in this process and in its worker processes."""
+"""The local engine, which runs all clients in this process and in its worker processes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Minimum work, in seconds, for which it pays to start worker processes, or to use workers that already run.
+"""The minimum work, in seconds, for which starting worker processes, or using running workers, saves time.
 
-The decision to start workers also counts work that this process has already done without workers. Two processes do 0.05
-seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
+To decide whether to start workers, the engine also counts work that this process has already done without workers. Two
+processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""A group of clients is considered stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress. Here, n is the
+"""A group of clients counts as stuck after ``PATIENCE`` + ``SLOWEST`` · n seconds without progress, where n is the
 number of per-sample gradients that the group computes in a round.
 """
 
 GRACE = 5.0
-"""Maximum waiting time, in seconds, until the threads of a group end after an interruption."""
+"""The number of seconds to wait for the threads of a group to end after an interruption."""
 
 
 class LocalEngine(Engine):
-    """An engine that creates a new client object for each request. Only the client's state is kept afterwards.
+    """An engine that creates a new client object for each request, and then keeps only the client's state.
 
-    If the requests require enough work, worker processes compute some of the replies. The result does not depend on
-    which process computes a reply, because clients are independent of each other and replies are sorted.
+    If the requests require enough work, worker processes compute some of the replies. The process that computes a reply
+    does not affect the result, because clients are independent of each other and replies are sorted.
 
     Args:
         context: The data, the assignment of samples, the model and the settings that all clients share.
@@ -118,16 +118,16 @@ class LocalEngine(Engine):
     def n_contributing(self, number: ClientId) -> int:
         """Return the number of samples that contributed to a client's latest reply; 0 if the number is unknown.
 
-        The number is known from the reply until ``commit``, if the handler called ``authorize_release`` in this
+        The number is known between the reply and ``commit``, if the handler called ``authorize_release`` in this
         process.
         """
         client = self._pending.get(number)
         return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Return the number of seconds without progress after which a group is considered stuck.
+        """Return the number of seconds without progress after which a group counts as stuck.
 
-        This time is long enough for all clients of the group to train for a round one after another.
+        In this time, all clients of the group could train for a round one after another.
         """
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
@@ -168,7 +168,7 @@ class LocalEngine(Engine):
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """Return the sum of the replies, if a handler can compute the sum for all clients at once; otherwise None."""
+        """Return the sum of the replies if a handler can compute it for all clients at once, and otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -180,7 +180,7 @@ class LocalEngine(Engine):
             return None  # the federation then sends each request separately, and so finds the client that fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model that travels from client to client in a relay."""
+        """Let one client train the model of a relay."""
         self._pending = {}
         try:
             return self.context.handlers.hop[type(task)](self._client(client), task, weights)
@@ -188,9 +188,9 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """Begin a relay, in which a model travels from client to client.
+        """Begin a relay, in which clients train one model in turn.
 
-        If a handler for whole relays exists for ``kind``, this handler computes the relay.
+        If ``kind`` has a handler for whole relays, this handler computes the relay.
         """
         factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
@@ -299,7 +299,7 @@ class LocalRelaySession:
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Raise an error if a model draws random numbers, because clients in parallel threads share one generator.
+    """Raise an error if a model draws random numbers, because clients in parallel threads would share one generator.
 
     Raises:
         SpecError: The model's forward pass draws random numbers.
@@ -317,9 +317,9 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
     Args:
         threads: The thread of each client, in the order of the members.
         group: The group.
-        patience: Seconds without progress after which the group is considered stuck, as in an endless loop. Progress is
-            a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that results do not
-            depend on the clock.
+        patience: The number of seconds without progress after which the group counts as stuck, as in an endless loop.
+            Progress is a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that
+            results do not depend on the clock.
 
     Raises:
         FedstrataError: The group is stuck.

@@ -1,7 +1,7 @@
 """The Ray engine, which runs clients in processes on all cores of this machine or of a cluster.
 
-The method and the clients' states stay in the process that runs the experiment. A client's state is sent with its
-request, and the new state comes back with the reply. Any worker can therefore compute the reply of any client. If a
+The method and the clients' states stay in the process that runs the experiment. The engine sends a client's state with
+the request, and receives the new state with the reply. Any worker can therefore compute the reply of any client. If a
 worker dies, other workers repeat its computations.
 """
 
@@ -37,26 +37,26 @@ ADDRESS = "RAY_ADDRESS"
 local cluster."""
 
 START_SECONDS = 300.0
-"""Maximum waiting time, in seconds, until the first worker is ready."""
+"""The maximum number of seconds to wait until the first worker is ready."""
 
 INLINE = 64 << 10
-"""Maximum size, in bytes, of requests that are sent with every call. Larger requests are put into Ray's object
-store."""
+"""The maximum size, in bytes, of requests that are sent with every call. The engine puts larger requests into Ray's
+object store."""
 
 AHEAD = 2
 """Maximum number of unfinished calls per worker.
 
-A worker gets its second call while it computes the first call, so that the worker does not wait between calls.
+A worker gets its next call while it computes the current call, so that it does not wait between calls.
 """
 
 MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""Number of workers that must die during a call before the call's clients count as failed."""
+"""The number of workers that die during a call before the call's clients count as failed."""
 
 CALL_PAYS = 0.005
-"""Minimum amount of work per call, in seconds. Clients with less work are combined in one call."""
+"""The minimum amount of work per call, in seconds. The engine combines clients with less work in one call."""
 
 
 class ClientError(FedstrataError):
@@ -64,7 +64,7 @@ class ClientError(FedstrataError):
 
 
 class RayEngine(Engine):
-    """An engine that runs each client in any free Ray worker, and stores the clients' states in this process.
+    """An engine that runs each client in a free Ray worker, and stores the clients' states in this process.
 
     Args:
         context: The data, the assignment of samples, the model and the settings that all clients share.
@@ -114,8 +114,8 @@ class RayEngine(Engine):
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Return the clients' replies.
 
-        If ``together`` is true, one worker runs all clients, each in its own thread. A single worker is then faster
-        than several workers, because it is slow to exchange tensors between processes.
+        If ``together`` is true, one worker runs all clients, each in its own thread. One worker is then faster than
+        several workers, because exchanging tensors between processes is slow.
         """
         self._states = {}
         self._exchange += 1
@@ -131,7 +131,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client change the model of a relay. The worker keeps the model for the next client."""
+        """Let one client train the model of a relay. The worker keeps the model for the next client."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -238,12 +238,12 @@ class Call:
 
 @dataclass(eq=False)
 class WorkerHandle:
-    """What the engine knows about a worker.
+    """The engine's information about a worker.
 
     Args:
         actor: Ray's handle to the worker.
-        hello: Ray's reference to the result of ``Worker.enter``; None if the result has arrived, and so the worker is
-            ready.
+        hello: Ray's reference to the result of ``Worker.enter``; None if the worker is ready, because the result has
+            arrived.
         name: The worker's process and machine, for error messages.
         running: A mapping from Ray's reference to each unfinished call, in the order in which the calls were sent.
         weights: The current model of a relay, if this worker ran the relay's last client; otherwise None.
@@ -289,8 +289,7 @@ class WorkerPool:
     def enter(self, worker_payload: Any) -> None:
         """Send the clients' context to all workers, and wait until the first worker is ready.
 
-        The other workers join later, because some processes start more slowly, and because a cluster may not have free
-        cores yet.
+        The other workers join later, because they may start more slowly, or wait for free cores of the cluster.
 
         Args:
             worker_payload: Ray's reference to a ``WorkerPayload``.
@@ -305,7 +304,7 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Run calls. Each call is sent as soon as a worker can accept another call.
+        """Run calls, each as soon as a worker can accept another call.
 
         Yields:
             Each finished call with its result. The result is a ``Failure`` if ``DEATHS`` workers died during the call.
@@ -389,8 +388,8 @@ class WorkerPool:
     def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
         """Replace a dead worker. Yield its finished calls with their results, and put its other calls into ``retries``.
 
-        A worker computes one call at a time. Only the first unfinished call is therefore considered the cause of a
-        worker's death.
+        A worker computes one call at a time. Only the first unfinished call therefore counts as the cause of a worker's
+        death.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):

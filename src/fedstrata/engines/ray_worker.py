@@ -1,4 +1,4 @@
-"""A Ray worker process, which runs a local engine. Messages and states are sent to and from the worker as bytes."""
+"""A Ray worker process, which runs a local engine, and exchanges messages and states as bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 class WorkerPayload:
     """A client context in the form that is sent to workers.
 
-    Ray copies the payload once to each machine. All workers on a machine read the arrays from this copy.
+    Ray copies the payload once to each machine, where all workers read the arrays from this copy.
 
     Args:
         context: The context with empty tensors instead of data.
@@ -56,7 +56,7 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Convert a context to the form that is sent to workers, with the keys that clients share."""
+        """Convert a context, with the keys that clients share, to the form that is sent to workers."""
         data = context.data
         tensors = data.tensors()
         # Leave out the test set and the server's data, which clients do not see.
@@ -123,7 +123,7 @@ class Worker:
         sys.path += [path for path in paths if path not in sys.path]
 
     def enter(self, worker_payload: WorkerPayload) -> tuple[str, str]:
-        """Set the context for later requests. Return the versions and the name of this process."""
+        """Set the context for later requests, and return the versions and the name of this process."""
         # PyTorch warns that arrays in the object store are read-only, but nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         context = worker_payload.unpack()
@@ -143,10 +143,10 @@ class Worker:
         """Return the clients' encoded replies, in the order of ``calls``, and the computing time in seconds.
 
         Args:
-            exchange: Id of the exchange, in which the server sends requests to clients and waits for replies. Each
-                distinct request of an exchange is decoded only once.
-            calls: For each client, its id, the index of its request in the exchange, and its encoded state (``b""``
-                without a state).
+            exchange: The id of the exchange (requests to clients and their replies). The worker decodes each distinct
+                request of an exchange only once.
+            calls: For each client: the id, the index of the client's request in the exchange, and the encoded state
+                (``b""`` without a state).
             together: Whether the clients run at the same time, as a group that adds up tensors.
             payloads: The encoded requests, one for each distinct index in ``calls``, in the order of first occurrence.
         """
@@ -164,7 +164,7 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client change the model that travels from client to client in a relay.
+        """Let a client train the model of a relay.
 
         Args:
             client: The client.

@@ -1,7 +1,7 @@
-"""Exchange nested structures (trees) of tensors and other values between a process and its forks via shared memory.
+"""Exchange nested structures (trees) of tensors and other values between a process and its forks in shared memory.
 
-Tensors and arrays are written to shared memory, and readers use them there without copying them. All other values are
-pickled, as ``multiprocessing`` does. This pickling is safe, because both processes run the same program on the same
+The writer puts tensors and arrays into shared memory, where readers use them without copying them. All other values are
+pickled, as in ``multiprocessing``. Pickling is safe here, because both processes run the same program on the same
 machine.
 """
 
@@ -24,7 +24,7 @@ from fedstrata.base.records import Tree
 ALIGNMENT = 64
 """Alignment of each tensor in bytes.
 
-PyTorch's own allocator uses the same alignment. Kernels therefore use the same code path and compute bit-identical
+PyTorch's own allocator uses this alignment, too. Kernels therefore take the same code path, and compute bit-identical
 results.
 """
 
@@ -40,9 +40,9 @@ The operating system provides memory for a page of this range only when the page
 class SharedMemory:
     """Memory that a process shares with its later forks. One process writes to the memory, and others read it.
 
-    Each tree that is written gets one block of the memory, which contains the tree's tensors. When the reader deletes
-    the last of these tensors, the block is added to the reader's list ``free``. The reader must send this list to the
-    writer, which passes the list to ``reuse``.
+    The tensors of each tree are in one block of the memory. When the reader deletes the last tensor of a block, the
+    block is added to the reader's list ``free``. The reader must send this list to the writer, and the writer passes
+    the list to ``reuse``.
 
     Raises:
         OSError: The operating system refuses even the minimum size.
@@ -82,7 +82,7 @@ class SharedMemory:
             self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
-        """Write a tree's tensors to the memory. Return the bytes from which ``read`` restores the tree.
+        """Write a tree's tensors to the memory, and return the bytes from which ``read`` restores the tree.
 
         Raises:
             MemoryError: No free range is large enough.
@@ -128,7 +128,8 @@ class SharedMemory:
     def _block(self, size: int) -> int:
         """Allocate ``size`` bytes from the first free range that is large enough.
 
-        Return the offset of the block. Blocks at low addresses are reused first, so that few pages are ever written to.
+        Return the offset of the block. Blocks at low addresses are reused first, so that the process writes to few
+        pages.
         """
         for place, (begin, end) in enumerate(self._gaps):
             if end - begin >= size:
@@ -143,7 +144,8 @@ class SharedMemory:
 class _Packer(pickle.Pickler):
     """A pickler that replaces each tensor or array by its position in a block of shared memory.
 
-    ``tensors`` lists the tensors with their offsets in the block, in bytes; ``size`` is the size of the block.
+    The attribute ``tensors`` lists the tensors with their offsets in the block, in bytes, and ``size`` is the size of
+    the block.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:

@@ -3,7 +3,7 @@
 Workers are forks of the main process, and use the data, the model and the settings without copying them. Each worker
 uses one thread. Any free worker may compute any client's reply, because the result is the same.
 
-Two processes are 2.0 times as fast as one process on a convolutional network, and 1.8 times as fast on an MLP
+Two processes train a convolutional network 2.0 times as fast as one process, and an MLP 1.8 times as fast
 (``benchmarks/fast_paths.py``).
 """
 
@@ -24,7 +24,7 @@ from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
-"""Seconds that a worker has to finish its current reply when the pool is closed."""
+"""The number of seconds that a worker has to finish its current reply after the pool is closed."""
 
 State = Mapping[str, Tree]
 
@@ -40,7 +40,7 @@ Answering = Callable[[ClientId, Request, State], Answer]
 
 
 class LocalWorkerPool:
-    """A pool of workers, which are forks of this process. Workers do not see later changes to objects of this process.
+    """A pool of workers that are forks of this process. Workers do not see later changes to objects of this process.
 
     Args:
         count: Number of workers.
@@ -75,15 +75,15 @@ class LocalWorkerPool:
         """Compute the replies of clients, in all workers and in this process at the same time.
 
         Args:
-            order: The clients, in the order in which the computation of their replies begins.
+            order: The clients, in the order in which processes begin to compute their replies.
             requests: The request to each client.
             states: The state of each client that has a state.
             run_locally: A function that computes a client's reply in this process, and stores the reply.
 
         Returns:
             The replies and states that workers computed. A client is missing if its worker failed, if its handler
-            raised an exception, or if ``run_locally`` computed its reply. All clients are missing if the requests
-            cannot be written to shared memory.
+            raised an exception, or if ``run_locally`` computed its reply. If the requests cannot be written to shared
+            memory, all clients are missing.
         """
         asked_for = Requests.of(requests, requests)
         asked = [(client, asked_for.which[client]) for client in order]
@@ -131,7 +131,7 @@ def next_index(counter: int) -> int:
     """Return the next index 0, 1, … that no other process has received.
 
     The index is the position in an empty file that all processes share. The operating system increments the position
-    atomically. A lock would not be safe, because a killed worker would never release the lock.
+    atomically. A lock would not be safe, because a killed worker would never release it.
 
     Args:
         counter: The file descriptor of the empty file.

@@ -1,1 +1,1 @@
-"""Prepare, run, store and resume one run, and use its final model for inference."""
+"""Prepare, execute, store and resume one run, and use its final model for inference."""

@@ -20,13 +20,13 @@ from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import DPSGD, Training
 
 ROUNDS = "privacy.dp"
-"""The key in ``Simulation.memory`` under which each client's number of rounds with noise is stored."""
+"""The key in ``Simulation.memory`` of each client's number of rounds with noise."""
 
 SIZES = "privacy.dp sizes"
-"""The key in ``Simulation.memory`` under which the sites' reported numbers of samples are stored."""
+"""The key in ``Simulation.memory`` of the numbers of samples that sites reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The orders of the Rényi divergences. They are integers, because sums for other orders may not converge."""
+"""The orders of the Rényi divergences, which are integers, because sums for other orders may not converge."""
 
 
 def dp_accounting() -> ModuleType:
@@ -66,17 +66,17 @@ class RunAccountant(Protocol):
     """
 
     def listening(self, listener: Listener | None) -> Listener | None:
-        """Return a function that is called with the clients' replies, from which the accountant may read values.
+        """Return a function that is called with the clients' replies, so that the accountant can read values from them.
 
         Args:
             listener: The run's own listener, which the returned function also calls.
         """
 
     def excluded(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the clients that must no longer be invited."""
+        """Return the clients that the server must no longer invite."""
 
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round. Return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
+        """Count a round, and return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
         """Return the reason why the run must end before the next round; empty if the run can continue."""
@@ -86,13 +86,14 @@ class Accountant(RunAccountant):
     """Computes each client's ε from the number of rounds in which the client trained.
 
     The random choice of clients does not reduce ε, because the server knows which clients take part. Each step of a
-    client is a Gaussian mechanism on a Poisson sample of its data. The Rényi divergences of all steps are added.
+    client is a Gaussian mechanism on a Poisson sample of the client's data. The accountant adds up the Rényi
+    divergences of all steps.
 
     Args:
         dp: The settings of differential privacy, which contain the noise and δ.
         training: The settings of local training, which determine the number of steps in a round.
         sizes: Number of samples of each client, shape (N,). We assume that the numbers of samples are public.
-        known: Whether the numbers of samples are known before the run. If not, replies contain the numbers of samples.
+        known: Whether the numbers of samples are known before the run. Otherwise, replies contain them.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.

@@ -1,11 +1,9 @@
-"""Save and load checkpoints.
-
-Saved checkpoints stay usable even if the process is killed. Damaged files are detected.
+"""Save and load checkpoints. Saved checkpoints stay usable even if the process is killed. Damaged files are detected.
 
 The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
 their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is written only if the state
-changed. Each file is written under a temporary name, synced to the disk and then renamed. The two newest checkpoints
-are kept; older checkpoints are deleted.
+changed. Each file is written under a temporary name, synced to the disk and then renamed. Only the two newest
+checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -49,10 +47,11 @@ class Checkpoint:
     """A checkpoint that was read from a run folder.
 
     Args:
-        round: The last finished round when the checkpoint was saved.
+        round: The round after which the checkpoint was saved.
         state: The method's state.
         clients: A mapping from each client to the file with the client's state. Clients without a state are left out.
-        remote: Whether the clients' states are stored at the sites (the clients' own machines), not in the checkpoint.
+        remote: Whether the sites (the clients' own machines) store the clients' states. Otherwise, the checkpoint
+            contains them.
         identity: The run's identity; None if the checkpoint has no identity.
         logs: A mapping from the name of each log, such as ``metrics.jsonl``, to the checksum of its last line when the
             checkpoint was saved.
@@ -96,7 +95,8 @@ def save(
         round: The last finished round.
         state: The method's state.
         store: The clients' states. A state is written only if it changed since the last checkpoint.
-        remote: Whether the sites (the clients' own machines) keep the clients' states, so that ``store`` has no states.
+        remote: Whether the sites (the clients' own machines) store the clients' states. In this case, ``store`` is
+            empty.
         identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: A mapping from the name of each of the run's logs to the checksum of its last line.
         loop_state: The state of the loop over rounds.
@@ -132,14 +132,14 @@ def save(
 
 
 def load(folder: Path, last: int | None = None) -> Checkpoint | None:
-    """Read the newest checkpoint that is not damaged. Return None if the folder has no checkpoint.
+    """Read the newest undamaged checkpoint. Return None if the folder has no checkpoint.
 
     Args:
         folder: The folder that ``save`` wrote to.
-        last: The last round to consider. Checkpoints of later rounds are ignored. None stands for all rounds.
+        last: The last round whose checkpoint may be read; None for any round.
 
     Raises:
-        CheckpointError: There are checkpoints, but all of them are damaged.
+        CheckpointError: All checkpoints are damaged.
     """
     problems = []
     for path in _complete(folder):

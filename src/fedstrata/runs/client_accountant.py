@@ -1,4 +1,4 @@
-"""Compute the clients' ε with ``privacy.clients``, and limit the number of rounds to which each client is invited."""
+"""Compute the clients' ε with ``privacy.clients``, and limit the number of rounds per client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 MEMORY = "privacy.clients"
-"""The key in ``Simulation.memory`` under which each client's number of rounds is stored."""
+"""The key in ``Simulation.memory`` of each client's number of rounds."""
 LEAST_NOISE = 0.1
 """The minimum noise for which the accountant takes client sampling into account.
 
@@ -37,7 +37,7 @@ def sampling_rate(spec: Experiment, config: FederationConfig) -> float | None:
     """Return the probability that a client takes part in a round; None if client sampling does not lower ε.
 
     Sampling lowers ε only if each client is drawn independently in every round, and if others do not see which clients
-    take part. With a limit on the number of rounds per client, draws are not independent.
+    take part. A limit on the number of rounds per client makes the draws dependent.
     """
     privacy, sampler, dp = spec.privacy, getattr(spec.method, "client_sampler", None), spec.privacy.clients
     if dp is None or dp.participations is not None or dp.noise < LEAST_NOISE:
@@ -94,10 +94,10 @@ class ClientAccountant(RunAccountant):
 
     @override
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round for the clients that could take part; see ``RunAccountant``.
+        """Count a round for each client that could take part; see ``RunAccountant``.
 
         The round also counts for invited clients that did not reply, because replies must not affect later invitations.
-        With Poisson sampling, the round counts for all clients, because every client could be drawn.
+        With Poisson sampling, the round counts for all clients, because the server could have drawn every client.
         """
         rounds = self._rounds(memory).copy()
         rounds[slice(None) if self.rate is not None else sorted(log.invited)] += 1
@@ -142,14 +142,14 @@ class ClientAccountant(RunAccountant):
 
 
 class SharesAccountant(ClientAccountant):
-    """Computes the ε of a client if the clients add Skellam noise to their updates, which are then summed.
+    """Computes the ε of a client if clients add Skellam noise to their updates before the updates are summed.
 
     The server and other clients know which clients take part, so client sampling does not lower ε.
 
     Args:
         dp: The settings of differential privacy.
         clients: Number of clients, N.
-        form: The object that encodes clients' updates. It determines the noise and the maximum norms of updates.
+        form: The object that encodes clients' updates, and determines the noise and the maximum norms of updates.
 
     Raises:
         ExtraMissingError: The extra ``dp`` is not installed.
@@ -217,7 +217,7 @@ def client_accountant_of(spec: Experiment, config: FederationConfig) -> ClientAc
 def accountant_of(spec: Experiment, config: FederationConfig, *, secret: bool) -> RunAccountant | None:
     """Return the accountant that computes a run's ε; None without differential privacy.
 
-    In a deployment with ``privacy.dp`` and secure sums, the result is also None. In this case, ε depends on the sites'
+    In a deployment with ``privacy.dp`` and secure sums, the result is also None, because ε depends on the sites'
     numbers of samples, which replies do not contain. Each site then computes its own ε.
 
     Args:

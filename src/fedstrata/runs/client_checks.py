@@ -20,7 +20,8 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 FEW = 100
-"""The minimum number of clients without a warning. With fewer clients and a small ε, a model usually cannot learn."""
+"""The number of clients below which there is a warning. With fewer clients and a small ε, a model usually cannot
+learn."""
 
 USE = "Use a method such as fedavg, fedprox or moon."
 
@@ -29,7 +30,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
     """Check that the method, the model and the settings allow ``privacy.clients``. Warn if there are few clients.
 
     Raises:
-        SpecError: The bound on a client's update would not cover everything that the client sends, or would depend on
+        SpecError: The bound on a client's update would not cover all values that the client sends, or would depend on
             other clients.
         ExtraMissingError: The extra ``dp`` is not installed.
     """

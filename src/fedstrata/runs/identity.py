@@ -1,8 +1,8 @@
 """Compute the identity of a run: its spec, and checksums of its data, model, partition and code.
 
-The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
-identity, except for settings that are marked with ``config.MayChange``. If software versions or processors differ, a
-resumed run warns that results may differ in the last bits.
+The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can be resumed only with the same
+identity, except for settings that are marked with ``config.MayChange``. If the software versions or the processor
+differ, a resumed run warns that results may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""The version of fedstrata's results. A commit that changes the results of any spec must increase this version.
+"""The version of fedstrata's results. A commit that changes the results of a spec must increase this version.
 
 ``tests/integration/test_golden.py`` detects such changes. If the results of a table in ``fedstrata.papers`` change, the
 commit must also increase the table's ``version``.
 """
 
 LONG = 20
-"""The limit for lists in the identity. A list with more than ``LONG * LONG`` characters is stored as a checksum."""
+"""The limit for lists in the identity. If a list has more than ``LONG * LONG`` characters, only its checksum is
+stored."""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
@@ -73,14 +74,14 @@ def well_formed(identity: object) -> bool:
 
 
 def about_data(data: Dataset) -> str:
-    """Return the string that represents the user's data in a spec: checksum, numbers of samples and shape."""
+    """Return the string that represents the user's data in a spec: the checksum, numbers of samples and shape."""
     outputs = "classes" if data.task.has_classes else "outputs"
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.outputs} {outputs}"
 
 
 def about_model(model: Model) -> str:
-    """Return the string that represents the user's module in a spec: checksum, class and number of parameters."""
+    """Return the string that represents the user's module in a spec: the checksum, class and number of parameters."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
@@ -108,7 +109,7 @@ def fingerprints_of_frozen(model: Model) -> dict[str, str]:
 
 
 def require_same_frozen(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
-    """Raise ``SpecError`` if a frozen tensor differs from the tensor of an earlier run.
+    """Raise ``SpecError`` if a frozen tensor differs from the tensor of that name in an earlier run.
 
     Args:
         before: The fingerprints of the expected tensors; see ``fingerprints_of_frozen``.
@@ -127,7 +128,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
     """Return a description of the environment: versions of fedstrata, PyTorch and Python, and the hardware.
 
     Args:
-        device: The value of ``training.device``. If the value stands for a GPU, the GPU's name is also returned.
+        device: The value of ``training.device``. If the device is a GPU, the description contains the GPU's name.
     """
     place = device_of(device)
     gpu = {} if place.type == "cpu" else {"gpu": torch.cuda.get_device_name(place)}
@@ -161,7 +162,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
         where: The run folder, for the error message.
 
     Returns:
-        One description for each permitted difference.
+        A description of each permitted difference.
 
     Raises:
         SpecError: A difference is not permitted, because it would change the results.
@@ -222,7 +223,7 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return a setting with which every round depends on the total number of rounds; None without such a setting."""
+    """Return the setting that makes every round depend on the total number of rounds; None if no setting does."""
     for key, value in spec.items():
         if key.rpartition(".")[2] == "schedule" and value == "cosine":
             return f"{key} = 'cosine'"

@@ -1,4 +1,4 @@
-"""Store the state of the loop over a run's rounds: evaluations, rounds of the latest replies, states of callbacks.
+"""Store the state of the loop over a run's rounds: evaluations, rounds of the latest replies, and callbacks' states.
 
 The loop is in ``Simulation``. The method's state is stored separately.
 """
@@ -38,10 +38,10 @@ class Measured:
 
 @record("LoopState")
 class SavedLoopState:
-    """The fields of ``LoopState`` that checkpoints store, some under other names.
+    """The fields of ``LoopState`` that checkpoints store. Some fields have other names here.
 
     Args:
-        heard: For each client, the latest round in which the server used its reply (``last_reply`` of ``LoopState``).
+        heard: The latest round in which the server used each client's reply (``last_reply`` of ``LoopState``).
         evaluated: The most recently evaluated rounds.
         last: The latest evaluation.
         best: The best evaluation.
@@ -64,17 +64,18 @@ class LoopState:
     """The state of the loop over a run's rounds.
 
     Args:
-        last_reply: For each client, the latest round in which the server used its reply, shape (N,). The value is 0 if
-            the server has not used a reply of the client. The array is empty if clients do not have their own test
-            samples.
-        evaluated: The most recently evaluated rounds, at most ``evaluation.unheard`` of them.
+        last_reply: The latest round in which the server used each client's reply, shape (N,); 0 if the server has not
+            used a reply of the client. The array is empty if clients do not have their own test samples.
+        evaluated: The most recently evaluated rounds. The maximum number of rounds is ``evaluation.unheard``.
         last: The latest evaluation.
-        best: The evaluation with the best primary metric; the first such evaluation if several are equally good.
+        best: The evaluation with the best primary metric. If several evaluations are equally good, the first of them.
         memory: A mapping from the name of each callback to its state between rounds.
         stopped: The reason why the run was stopped before its last round; empty if the run was not stopped.
-        final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
+        final_model: The model to save at the end of the run, and the model's round; None to save the model of the last
+            round.
         score: The latest evaluation in this process, with all results.
-        late_events: Events that are not in the log yet, because they happened after their round's events were written.
+        late_events: Events that are not in the log yet, because they happened after the round's other events were
+            written.
     """
 
     last_reply: NDArray[np.int64]
@@ -112,7 +113,7 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of *unheard* clients, from which the server has not used a recent reply.
+        """Return the ids of *unheard* clients: clients of which the server has not used a recent reply.
 
         A reply is recent if the server used it after the first of the last ``evaluations`` evaluations. If the run has
         had fewer evaluations, all replies are recent.

@@ -37,19 +37,19 @@ from fedstrata.runs.identity import fingerprints_of_frozen, require_same_frozen
 from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
-"""The format version of ``model.json``. It increases if older versions of fedstrata cannot read new files."""
+"""The format version of ``model.json``, which increases if older versions of fedstrata cannot read new files."""
 
 CUSTOM = "custom"
 """The value of ``model.name`` in a spec if the model is the user's own module."""
 
 OF_ROWS = ("label", "columns", "missing", "delimiter")
-"""The keys of a table's schema that inference needs. All other keys only say how a run splits the rows."""
+"""The keys of a table's schema that inference needs. The other keys determine only how a run splits the rows."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
     """Return the content of ``model.json``: all information that inference needs, except the parameters.
 
-    Each float is written with the fewest digits that still represent the same float64.
+    Each float is written with the fewest digits that determine the float64.
 
     Args:
         prepared: The experiment.
@@ -139,18 +139,19 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and pickle is not used. If the run's spec names your own
-    function that creates the model, the Python module of this function is imported, except if you pass ``model``.
+    This function reads only ``model.json`` and ``model.safetensors``, and does not use pickle. If the run's spec names
+    your own function that creates the model, and you do not pass ``model``, the Python module of your function is
+    imported.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
-            you may also pass the module's Python class, or a function that creates the module. The module is not
-            changed, and its trainable parameters are ignored. The module's frozen parameters must equal the run's
-            frozen parameters, because the folder does not contain frozen parameters.
+            you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
+            the module, and ignores its trainable parameters. The module's frozen parameters must equal the run's frozen
+            parameters, because the folder does not contain frozen parameters.
 
     Raises:
-        SpecError: The folder has no finished run, or ``model`` is missing or does not fit the run.
+        SpecError: The folder does not contain a finished run, or ``model`` is missing or does not fit the run.
         DataError: A file is damaged.
 
     >>> import tempfile, fedstrata as fs
@@ -180,17 +181,18 @@ def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
 
 
 class Predictor:
-    """A trained model for inference, which prepares new samples in the same way as the training samples.
+    """A trained model for inference. New samples are prepared in the same way as the training samples.
 
     A model that was trained on a table takes rows with the columns of ``schema``, for example from a file or a data
     frame. As in training, the predictor imputes missing values and encodes categories. If a cell is invalid, the error
-    names the cell's row and column.
+    names the row and the column.
 
-    On the run's test set, the accuracy is exactly ``final_accuracy``. To predict on a GPU, move ``module`` to the GPU.
+    On the run's test set, the accuracy of the predictions is exactly ``final_accuracy``. To predict on a GPU, move
+    ``module`` to the GPU.
 
-    With ``training.batch_norm = "local"``, ``predict`` normalises with the statistics of each batch, as evaluations
-    during the run do. A prediction then depends on the other samples in the batch, so pass many samples of all classes
-    at once.
+    With ``training.batch_norm = "local"``, ``predict`` normalises each batch with the batch's own statistics, as
+    evaluations during the run do. A prediction then depends on the other samples in the batch, so pass many samples of
+    all classes at once.
 
     Args:
         module: The module with its final parameters.
@@ -220,15 +222,14 @@ class Predictor:
         self._shift, self._scale = _all_normalisation(about)
 
     def predict(self, x: Any) -> NDArray[Any]:
-        """Return the most likely class of each sample. For tasks without classes, return other predictions.
+        """Return the most likely class of each sample, or other predictions for other tasks.
 
         Args:
             x: The samples before normalisation. A model that was trained on a table takes rows: a pandas or polars data
                 frame, a mapping from column names to lists, or the path of a CSV or Parquet file. Other columns, such
-                as the label, are ignored. Such a model also takes an array (N, F) of the features that
-                ``schema.names()`` lists, with imputed values. A model that was trained on arrays takes an array of
-                shape (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), as ``from_arrays`` does. For a single sample, N
-                is 1.
+                as the label, are ignored. The model also takes an array (N, F) of the features that ``schema.names()``
+                lists, with imputed values. A model that was trained on arrays takes an array of shape (N, F), (N, H,
+                W), (N, H, W, C) or (N, C, H, W), as ``from_arrays`` does. For a single sample, N is 1.
 
         Returns:
             The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. For
@@ -239,9 +240,8 @@ class Predictor:
             label. Next-token prediction and segmentation return a class for each token or pixel.
 
         Raises:
-            DataError: A cell does not match the schema, or a column without a rule for missing values has a missing
-                value. The error is also raised if the samples are not finite, or differ in shape from the training
-                samples.
+            DataError: A cell does not match the schema, or a value is missing in a column without a rule for missing
+                values. Or the samples are not finite, or differ in shape from the training samples.
             SpecError: The rows lack a column.
         """
         if not self.task.has_classes:
@@ -257,7 +257,7 @@ class Predictor:
         return predicted
 
     def predict_proba(self, x: Any) -> NDArray[np.float32]:
-        """Return the probability of each class for each sample, which is the softmax of the logits.
+        """Return the probability of each class for each sample: the softmax of the logits.
 
         Args:
             x: See ``predict``.

@@ -49,7 +49,7 @@ Arrays = Dataset | Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """An experiment that was checked and is ready to run.
+    """An experiment that has been checked and is ready to run.
 
     Args:
         spec: The experiment.
@@ -67,7 +67,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The run's identity, which must be the same when the run is resumed; see ``fedstrata.runs.identity``."""
+        """The run's identity, which must not change before the run is resumed; see ``fedstrata.runs.identity``."""
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 
@@ -79,8 +79,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: OwnModel | N
         data: Your own data, which replace the data in the spec: a ``Dataset``, a tuple ``(x_train, y_train, x_test,
             y_test)``, or a mapping with these keys.
         model: Your own model, which replaces the model in the spec. Pass the module's class, or a function that creates
-            the module, so that the seed determines its initial values; see ``fedstrata.models.zoo.own_module``. If you
-            pass a module object, training starts from the object's parameters, and the seed does not change them.
+            the module, so that the seed determines the initial parameters; see ``fedstrata.models.zoo.own_module``. If
+            you pass a module object, training starts from the object's parameters, whatever the seed.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -133,10 +133,10 @@ def assemble(
         dataset: The data set.
         assignment: The indices of each client's samples in ``dataset``.
         model: See ``prepare``.
-        sizes_known: Whether ``assignment`` has the samples of all clients; False in a deployment, in which sites keep
-            their data.
+        sizes_known: Whether ``assignment`` contains the samples of all clients. False in a deployment, in which sites
+            keep their data.
         validation: The indices of training samples that were held out before the partition.
-        brought: Each client's own test samples, if the site or the data set already has such samples.
+        brought: Each client's own test samples, if the site or the data set already has test samples for each client.
         fitting: The samples from which normalisation and imputed values are computed, or the statistics of these
             samples; None if both are unknown.
 
@@ -245,7 +245,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
 
 
 def refuse_attack(spec: Experiment) -> None:
-    """Raise an error for attacks in a deployment, because the sites' replies must not be changed.
+    """Raise an error for attacks in a deployment, in which the sites' replies must not be changed.
 
     Raises:
         SpecError: The spec has a section ``attack``.
@@ -354,7 +354,7 @@ def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
 
 
 def _one(samples: Tensor) -> Tensor:
-    """Return one sample whose values are all 0, with the type and shape of the samples in ``samples``."""
+    """Return one sample of zeros, with the type and shape of the samples in ``samples``."""
     return samples.new_zeros(1, *samples.shape[1:])
 
 

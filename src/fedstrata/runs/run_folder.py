@@ -50,8 +50,8 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""The reasons for missing replies. The column ``clients_failed`` counts the replies that are missing for the reason of
-the key ``failed``, and so on."""
+"""The reasons for missing replies. For example, the column ``clients_failed`` counts the replies that are missing for
+the reason with the key ``failed``."""
 
 LONG = 100
 """The maximum number of sample indices of a ``given`` partition in ``spec.toml``. Longer lists are stored in a separate
@@ -59,7 +59,7 @@ file."""
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the number of rounds that a run has recorded. The run may be in progress in another process."""
+    """Return the number of rounds that a run has recorded. The run may still be in progress in another process."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -89,7 +89,7 @@ def is_over(path: Path, rounds: int) -> bool:
 
 
 class RunFolder:
-    """Writes the files of a run. If ``path`` is None, only the history is kept in memory.
+    """Writes the files of a run. If ``path`` is None, no files are written, and the history is kept in memory.
 
     Args:
         path: The folder; None to write no files.
@@ -141,9 +141,9 @@ class RunFolder:
             raise
 
     def finished(self) -> History | None:
-        """Return the history of the folder's run if the run is finished and has no checkpoint; otherwise None.
+        """Return the history of the folder's run if the run is finished and has no checkpoint, and otherwise None.
 
-        Without a checkpoint, a resumed run would start from round 1 and delete the results.
+        Resuming a run without a checkpoint would start from round 1 and delete the results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -242,9 +242,9 @@ class RunFolder:
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Write late events, which happened after the round's events were written, and save a checkpoint if one is due.
+        """Write events that happened after the round's other events were written, and save a checkpoint if it is due.
 
-        If ``force`` is True, a checkpoint is saved in every case, except if ``evaluation.checkpoint_every`` is 0.
+        If ``force`` is True, a checkpoint is always saved, except if ``evaluation.checkpoint_every`` is 0.
         """
         self._log(EVENTS, *simulation.take_late_events())
         every, round = self.prepared.spec.evaluation.checkpoint_every, simulation.round
@@ -298,7 +298,7 @@ class RunFolder:
         return f"the model never changed, because no reply could be used in {len(history)} rounds ({why})"
 
     def _broken_down(self) -> str:
-        """Return a warning if clients failed and no reply could be used in the last rounds; else an empty string.
+        """Return a warning if clients failed and no reply could be used in the last rounds; otherwise an empty string.
 
         The warning requires at least two rounds without usable replies, because a single round may be chance.
         """
@@ -347,7 +347,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder; None if the identity cannot be read.
 
     The identity is read from the newest checkpoint or, without a checkpoint, from ``run.json``. The file ``spec.toml``
-    is not used, because a user may have edited this file since the run began.
+    is not used, because a user may have edited it since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)
@@ -361,7 +361,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
 
 
 def about(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of ``History`` that follow from a run's spec, such as the method's name."""
+    """Return the arguments of ``History`` that a run's spec determines, such as the method's name."""
     evaluation, task = spec.evaluation, spec.task
     has_accuracy = task is None or task.has_classes or task.has_accuracy
     return {
@@ -402,7 +402,7 @@ def prepare_again(folder: Path, key: str) -> Prepared:
         key: The name of the option with the folder, for the error message.
 
     Raises:
-        SpecError: The folder is not a run folder, or its spec, data or code have changed since the run.
+        SpecError: The folder is not a run folder, or the spec, the data or the code has changed since the run.
         DataError: The data are missing or damaged, or the run used arrays that were passed to it in Python.
     """
     prepared = prepare(spec_of(folder, key))

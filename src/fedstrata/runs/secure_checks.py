@@ -103,7 +103,7 @@ def with_parties(method: Method, config: FederationConfig) -> FederationConfig:
 
 
 def check_replies(method: Method) -> None:
-    """Check that a method and its settings need only sums of replies.
+    """Check that the server needs only sums of replies for a method and its settings.
 
     Raises:
         SpecError: The server needs individual replies. The message gives the reason.
@@ -155,7 +155,7 @@ def check_secure_run(privacy: Privacy, engine: str | Engine, listener: Listener 
     Args:
         privacy: The spec's section ``privacy``.
         engine: The engine, or its name.
-        listener: The function that is called with the clients' replies, if there is one.
+        listener: An optional function that is called with the clients' replies.
 
     Raises:
         SpecError: The engine cannot simulate masks, or a listener needs individual replies.

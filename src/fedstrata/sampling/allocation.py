@@ -1,6 +1,6 @@
 """Allocate draws to strata (groups of clients), and draw systematic samples.
 
-A stratum is a group of clients. There are H strata, which together get m draws.
+A stratum is a group of clients. All H strata together get m draws.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 from fedstrata.base.arrays import Floats, Floats32, Ints
 
 Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proportional"]
-"""The rules by which draws are allocated to strata.
+"""The rules for allocating draws to strata.
 
 - ``neyman`` is Neyman's optimal allocation (see the function ``neyman``), in which a stratum may get no draw.
-- ``neyman-random`` raises Neyman's allocation to a minimum (see ``FLOOR``), and rounds it at random. Every stratum can
-  get a draw.
+- ``neyman-random`` is Neyman's allocation with a minimum for each stratum (see ``FLOOR``), rounded at random. Every
+  stratum can get a draw.
 - ``neyman-at-least-one`` is Neyman's allocation with at least one draw for every stratum.
 - ``proportional`` allocates draws in proportion to the number of clients, with at least one draw for every stratum.
 """
@@ -46,16 +46,16 @@ def spread(points: Floats32, strata: Ints, count: int) -> Floats:
 def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Divide ``budget`` draws among strata in proportion to ``weights``, and round the numbers of draws to integers.
 
-    The numbers are rounded by largest remainder: all numbers are rounded down, and the strata with the largest
+    The rounding uses the largest-remainder method: all numbers are rounded down, and the strata with the largest
     remainders get the remaining draws. No stratum gets more draws than it has clients. With ``least = 1``, every
-    non-empty stratum gets at least one draw. With fewer draws than strata, the strata with the largest weights get one
-    draw each.
+    non-empty stratum gets at least one draw. If there are fewer draws than strata, the strata with the largest weights
+    get one draw each.
 
     Args:
         budget: The number of draws to allocate, at most the sum of ``sizes``.
         sizes: The number of clients in each stratum, shape (H,).
         weights: The non-negative weight of each stratum, shape (H,).
-        least: The minimum number of draws for a stratum that is not empty, either 0 or 1.
+        least: The minimum number of draws for a non-empty stratum: 0 or 1.
 
     Returns:
         The number of draws from each stratum, shape (H,).
@@ -116,7 +116,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
 
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
-    """Round numbers down or up at random. The sum stays the same, and each result is unbiased.
+    """Round numbers down or up at random, so that the sum stays the same and each result is unbiased.
 
     The rounding is systematic: one random number in [0, 1) is added to all cumulative sums before they are rounded
     down.
@@ -162,7 +162,7 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 def allocated(
     rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
 ) -> tuple[Ints, Floats]:
-    """Allocate draws to strata. Return each stratum's number of draws, and its probability of at least one draw.
+    """Allocate draws to strata, and return each stratum's number of draws and probability of at least one draw.
 
     Args:
         rule: The rule; see ``Allocation``.
@@ -192,14 +192,13 @@ def allocated(
 def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
     """Allocate draws in proportion to stratum size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
 
-    If all spreads are zero, the allocation is in proportion to stratum size.
+    If all spreads are zero, draws are allocated in proportion to stratum size.
 
     Args:
         budget: The number of draws to allocate.
         sizes: The number of clients in each stratum, shape (H,).
         deviations: The spread of each stratum, shape (H,); see ``spread``.
-        least: The minimum number of draws for a stratum that is not empty, either 0 (as in the authors' published code)
-            or 1.
+        least: The minimum number of draws for a non-empty stratum: 0 (as in the authors' published code) or 1.
 
     Returns:
         The number of draws from each stratum, shape (H,). A stratum never gets more draws than it has clients, and the

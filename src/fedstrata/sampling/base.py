@@ -23,19 +23,19 @@ from fedstrata.federation.secure.fit import Forms
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round, and how they were drawn. Aggregators use this information to weight the clients.
+    """The clients of a round, and how they were drawn. Aggregators weight the clients with this information.
 
     A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
     Args:
         clients: The m distinct clients, ascending, shape (m,).
-        draws: The number of times that each client was drawn, shape (m,). The number is always 1 without replacement.
+        draws: The number of times that each client was drawn, shape (m,). Without replacement, the number is always 1.
         probability: The probability that a single draw from the client's stratum picks the client, shape (m,).
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples. All draws of a stratum then have the same weight in a mean that is weighted by
-            sample counts. The value is None if the draws did not depend on sample counts.
+            their numbers of samples. In a mean weighted by sample counts, all draws of a stratum then have equal
+            weights. The value is None if the draws did not depend on sample counts.
         stratum_chance: The probability that each stratum gets at least one draw, shape (H,). The value is None if the
             number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.
@@ -56,7 +56,7 @@ class Selection:
 
     @classmethod
     def plain(cls, clients: Ints, population: int) -> Selection:
-        """Return a selection of clients that were drawn uniformly and without replacement, from a single stratum.
+        """Return a selection of clients that were drawn uniformly and without replacement from a single stratum.
 
         Args:
             clients: The m clients that were drawn, in any order, shape (m,).
@@ -81,7 +81,7 @@ class Selection:
             draws: The number of times that each client was drawn, shape (N,).
             sizes: The weight of each client, shape (N,). A client's expected number of draws is proportional to its
                 weight. At least one weight must be positive.
-            by_size: Whether ``sizes`` are numbers of samples instead of other weights.
+            by_size: Whether ``sizes`` are numbers of samples. Otherwise, they are other weights.
         """
         drawn = draws > 0
         return cls(
@@ -96,7 +96,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Strata:
-    """The strata (groups of clients) of a sampler, and the features from which the sampler computed the strata.
+    """The strata (groups of clients) of a sampler, and the features from which the sampler computed them.
 
     Args:
         clients: Clients with known features, ascending, shape (n,).
@@ -112,8 +112,8 @@ class Strata:
 class ClientSampler(Setting):
     """Base class of the samplers that draw the clients of a round.
 
-    A sampler object does not change during a run. The methods of a sampler take its state as an argument and return a
-    new state.
+    A sampler object does not change during a run. The methods of a sampler take the sampler's state as an argument, and
+    return the new state.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
@@ -123,7 +123,7 @@ class ClientSampler(Setting):
     """Whether the sampler asks clients for their exact numbers of samples."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
+    """The reason why the server needs individual replies, as a verb phrase. See ``Aggregator.needs_replies``.
     """
 
     def most_invited(self, config: FederationConfig) -> int:
@@ -161,7 +161,7 @@ class ClientSampler(Setting):
         return config.training.invited(config.clients)
 
     def learns(self, config: FederationConfig) -> bool:
-        """Return True if ``observe`` reads the models that participants send back."""
+        """Return True if ``observe`` reads the models in the participants' replies."""
         return False
 
     def init(self, federation: Federation) -> Tree:
@@ -179,7 +179,7 @@ class ClientSampler(Setting):
         """
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Update the sampler's state with the replies of a round, and return the new state.
+        """Return the sampler's new state, which is updated with the replies of a round.
 
         Args:
             state: The sampler's state.
@@ -201,13 +201,13 @@ class ClientSampler(Setting):
 def with_replacement(
     clients: Ints, sizes: Ints, m: int, generator: np.random.Generator, *, by_size: bool = True
 ) -> Selection:
-    """Draw m clients independently, with probabilities in proportion to ``sizes``. See ``Selection.from_draws``."""
+    """Draw m clients independently with probabilities proportional to ``sizes``. See ``Selection.from_draws``."""
     draws = generator.multinomial(m, sizes / sizes.sum())
     return Selection.from_draws(clients, draws, sizes, by_size=by_size)
 
 
 class Uniform(ClientSampler):
-    """Draws clients at random, with equal probability.
+    """Draws clients at random with equal probability.
 
     Args:
         replacement: Whether a client may be drawn more than once per round.
@@ -244,13 +244,13 @@ KeepResult = tuple[float, Tree, Mapping[str, Any]]
 
 
 class DataSampler(Setting):
-    """Base class of the samplers that decide what fraction of its samples each client uses in a round."""
+    """Base class of the samplers that choose the fraction of samples that each client uses in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """The functions that handle the sampler's own requests on a client; see ``fedstrata.clients.handling``."""
 
     needs_replies: ClassVar[str] = ""
-    """The reason why the server needs individual replies, as a verb phrase; see ``Aggregator.needs_replies``.
+    """The reason why the server needs individual replies, as a verb phrase. See ``Aggregator.needs_replies``.
     """
 
     def check(self, config: FederationConfig) -> None:
@@ -280,7 +280,7 @@ class DataSampler(Setting):
 
     @abstractmethod
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Compute the probability that a participant uses a given sample in this round.
+        """Compute the probability with which participants use each of their samples in this round.
 
         Args:
             federation: The federation, which sends the sampler's requests.

@@ -1,10 +1,10 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
-A round makes m draws, each from its own distribution over the clients. The size n_k of client k is its number of
+A round makes m draws, each from a separate distribution over the clients. The size n_k of client k is its number of
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
 the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
-aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 adds clients to the distributions in the
-order of client size. Algorithm 2 adds groups of clients with similar updates.
+aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions with clients in
+the order of client size. Algorithm 2 fills them with groups of clients with similar updates.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LARGEST = 5000
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses, which add up to ``each``,
-    form the first distribution. The next masses that add up to ``each`` form the second distribution, and so on.
+    A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses that add up to ``each`` form
+    the first distribution, the next masses form the second distribution, and so on.
 
     Args:
-        places: The client of each of s masses, as an index into the array of clients, shape (s,).
+        places: The client to which each of s masses belongs, as an index into the array of clients, shape (s,).
         masses: The masses, shape (s,). The masses add up to ``draws`` · ``each``.
         draws: The number m of distributions.
-        each: The total mass of each distribution, which is the number of samples of all clients.
+        each: The total mass of each distribution: the number of samples of all clients.
     """
 
     places: Ints
@@ -54,7 +54,7 @@ class Distributions:
     each: int
 
     def draw(self, generator: np.random.Generator) -> Ints:
-        """Draw one client from each of m distributions. Return indices into the array of clients, shape (m,)."""
+        """Draw one client from each of m distributions, and return indices into the array of clients, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
         drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
         return drawn
@@ -106,7 +106,7 @@ class Clustered(ClientSampler):
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' numbers of samples. The sampler sends this request once per run."""
+        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -141,7 +141,7 @@ class Clustered(ClientSampler):
         return replace(state, sketches=sketches)
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the groups of Algorithm 2; None for Algorithm 1, or if no client has sent an update."""
+        """Return the groups of Algorithm 2. With Algorithm 1, or before a client has sent an update, return None."""
         if self.algorithm == 1 or len(state.sizes.known) == 0 or len(state.sketches.known) == 0:
             return None
         clients, sizes = state.sizes.known, state.sizes.samples
@@ -153,7 +153,7 @@ def by_size(sizes: Ints, m: int) -> Distributions:
     """Build m distributions of clients of similar size (Algorithm 1).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is the number of samples of
-    all clients. The distributions are filled one after another with the masses, in descending order of client size.
+    all clients. The masses fill the distributions one after another, in descending order of client size.
 
     Args:
         sizes: The positive number of samples of each client, shape (N,).
@@ -175,8 +175,8 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
     of all clients. A client with a mass of at least Σn first fills whole distributions by itself. Each of the r
-    distributions that are left then gets one of the r groups with the largest remaining masses. The clients of all
-    other groups fill these distributions up to their capacity.
+    distributions that remain then gets one of the r groups with the largest remaining masses. The clients of all other
+    groups fill these r distributions up to their capacity.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at
@@ -211,9 +211,8 @@ def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
 
     The masses of a group add up to at most Σn, the number of samples of all clients. In this function, the *mass* of a
     client is m times its number of samples, modulo Σn. The function ``by_group`` divides these masses among
-    distributions. Updates are scaled to length 1, so that the distance of two updates depends only on the angle between
-    them. Clients without an update have the zero vector. The distance between two clients without an update is
-    therefore 0.
+    distributions. Updates are scaled to length 1, so that the distance between two updates depends only on their angle.
+    A client without an update gets the zero vector, so the distance between two clients without updates is 0.
 
     Args:
         updates: The last update of each client, shape (N, d).

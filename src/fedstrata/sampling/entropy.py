@@ -25,7 +25,7 @@ class EntropyState:
 
     Args:
         labels: The clients' label counts.
-        recent: The buffer, which contains the most recently invited clients, oldest first, int64.
+        recent: The buffer: the most recently invited clients, oldest first, int64.
     """
 
     labels: LabelCounts
@@ -36,9 +36,9 @@ class Entropy(ClientSampler):
     """Chooses clients one by one to maximise the entropy of their combined labels.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
-    have the largest entropy. The buffer contains the clients that were invited most recently, and these clients are
-    left out. If too few other clients can be invited, the clients that have been in the buffer longest may be chosen,
-    too. Ties are broken at random.
+    have the largest entropy. Ties are broken at random. A buffer contains the most recently invited clients, which are
+    not chosen. If too few other clients can be invited, the clients that have been in the buffer longest may be chosen,
+    too.
 
     Each client sends its label counts once. The sampler is biased on purpose, because it prefers clients with rare
     labels.
@@ -61,7 +61,7 @@ class Entropy(ClientSampler):
             raise SpecError("method.client_sampler", problem, self.name)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts. The sampler sends this request once per run."""
+        """Return the request for the clients' label counts, which the sampler sends once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:
@@ -89,7 +89,7 @@ class Entropy(ClientSampler):
 
 
 def greedy(counts: Ints, m: int) -> Ints:
-    """Return the indices of m rows: row 0, and then, one by one, the row that makes the entropy as large as possible.
+    """Return the indices of m rows: row 0, and then, one by one, the row that makes the entropy largest.
 
     Args:
         counts: The label counts of each of n ≥ m clients, shape (n, C). If several rows are equally good, the first row

@@ -1,4 +1,4 @@
-"""Sample from the data of all clients instead of drawing clients, as in FedSampling (Qi et al. 2023)."""
+"""Draw samples from the data of all clients, instead of drawing clients, as in FedSampling (Qi et al. 2023)."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Everyone(ClientSampler):
 class FedSamplingData(DataSampler):
     """Each participant draws samples at random, so that a round uses ``samples`` samples on average.
 
-    The probability is the setting ``samples``, divided by the server's estimate of the participants' total number of
-    samples.
+    The probability of drawing a sample is ``samples`` divided by the server's estimate of the participants' total
+    number of samples.
 
     Args:
         samples: Mean number K of samples that a round uses.
@@ -87,7 +87,7 @@ class FedSamplingData(DataSampler):
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the participants' numbers of samples. The request is sent once or in every round."""
+        """Return the request for the participants' numbers of samples, which is sent once or in every round."""
         return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     @override
@@ -99,7 +99,7 @@ class FedSamplingData(DataSampler):
         return AnswersState.empty()
 
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Ask for unknown numbers of samples, estimate the total number ñ, and return the probability K/ñ."""
+        """Request unknown numbers of samples, estimate the total number ñ, and return the probability K/ñ."""
         if federation.config.privacy.sums == "secure":
             return self._keep_of_sum(federation, state, clients)
         known = state if self.reuse else None
@@ -109,7 +109,7 @@ class FedSamplingData(DataSampler):
         return self._result(answered.state, estimated_total(answered.responses, answered.bound, answered.alpha))
 
     def _keep_of_sum(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:
-        """Return the result of ``keep``, computed from only the sum of the participants' replies."""
+        """Return the result of ``keep``, computed only from the sum of the participants' replies."""
         from fedstrata.federation.secure.simulated import ask_sum
 
         request = size_report(federation, self.epsilon, self.bound)

@@ -44,9 +44,9 @@ class FedSSARState:
 class FedSSARSampler(ClientSampler):
     """Clusters clients by their model parameters, and draws from each cluster in proportion to its size.
 
-    In the first round, every client trains once, so that the server knows the parameters of all clients. Clients that
-    did not reply are asked again in the next round. Afterwards, the stored parameters of a client change only in rounds
-    in which the client takes part (FedSSAR, Algorithm 1).
+    In the first round, every client trains once, so that the server knows the parameters of all clients. If a client
+    does not reply, the server asks this client again in the next round. Afterwards, the stored parameters of a client
+    change only in rounds in which the client takes part (FedSSAR, Algorithm 1).
 
     Args:
         min_samples: Minimum number of clients in a core point's neighbourhood, including the point (``min_samples`` of
@@ -72,7 +72,7 @@ class FedSSARSampler(ClientSampler):
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for a sketch. The sampler sends this request to clients without a sketch."""
+        """Return the request for a sketch, which the sampler sends to clients without a sketch."""
         length = f"{self.coordinates} random combinations of " if self.coordinates else ""
         rule = replace(Sketch.rule, description=f"{length}{Sketch.rule.description}")
         return [Allowed(Sketch, where={"coordinates": self.coordinates}, limit=step_limit(agreed), rule=rule)]
@@ -122,7 +122,7 @@ class FedSSARSampler(ClientSampler):
         return replace(state, sketches=update_sketches(state.sketches, replies, self.coordinates, state.seed, updates))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Return the clusters of all clients with a sketch, which are computed as in ``select``."""
+        """Cluster all clients with a sketch, as ``select`` does, and return the clusters."""
         known, points = state.sketches.known, state.sketches.points
         if len(known) == 0:
             return None
@@ -146,11 +146,11 @@ class FedSSARSampler(ClientSampler):
 
 
 def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
-    """Return the number of clients to draw from each cluster, in proportion to its size, but at most ``available``.
+    """Return the number of clients to draw from each cluster: in proportion to its size, but at most ``available``.
 
-    The draws are allocated by largest remainder (see ``allocate``), with at least one draw for each cluster that has an
-    available client. If there are fewer draws than clusters with an available client, clusters are drawn at random, so
-    that every available client has the same probability.
+    The draws are allocated by the largest-remainder method (see ``allocate``), with at least one draw for each cluster
+    with available clients. If there are fewer draws than these clusters, clusters are drawn at random, so that every
+    available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.
@@ -182,7 +182,7 @@ def cluster(
 
     Returns:
         Two values: the cluster of each point in 0 … H − 1, shape (N,), and the number of points that OPTICS labelled as
-        noise. All clusters have points.
+        noise. No cluster is empty.
     """
     n = len(points)
     subset = np.arange(n) if n <= limit else np.sort(generator.choice(n, size=limit, replace=False))
@@ -229,16 +229,16 @@ def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
 def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
     """Compute the OPTICS ordering with an unlimited neighbourhood (``max_eps`` is infinite).
 
-    The result is the same as in ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function is a
-    hundred times as fast as scikit-learn's function.
+    The result equals the result of ``sklearn.cluster.compute_optics_graph``. For a matrix of distances, this function
+    is a hundred times as fast as scikit-learn's function.
 
     Args:
         distances: The distance between each pair of n points, shape (n, n), with zeros on the diagonal.
         min_samples: The number of points within the core distance of a point, including the point itself.
 
     Returns:
-        Three arrays of shape (n,): the points in their order, the reachability of each point, and the predecessor from
-        which each point was reached. The reachability of the first point is infinite, and its predecessor is −1.
+        Three arrays of shape (n,): the ordered points, the reachability of each point, and the predecessor from which
+        each point was reached. The first point has infinite reachability and the predecessor −1.
     """
     n, digits = len(distances), np.finfo(np.float64).precision
     distances = np.around(distances, digits)

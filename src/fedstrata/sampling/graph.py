@@ -23,8 +23,8 @@ from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.label_counts import LabelCounts, allowed_label_counts
 
 MOST_CLIENTS = 2000
-"""The maximum number of clients. On one core, the shortest paths between all clients take 1 s for 1,000 clients, and 12
-s for 2,000 clients."""
+"""The maximum number of clients. On one core, computing the shortest paths between all clients takes 1 s for 1,000
+clients, and 12 s for 2,000 clients."""
 
 
 @record("GraphState")
@@ -47,8 +47,8 @@ class Graph(ClientSampler):
 
     - The value d(S) is the mean distance between two clients of S, in the graph of ``distances``.
 
-    - The number v_k is how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients. The
-      variance Var(v + s) is over all N clients, with the divisor N − 1.
+    - The number v_k counts how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients.
+      The variance Var(v + s) over all N clients has the divisor N − 1.
 
     The paper finds the best set. This implementation adds clients one by one, and then swaps chosen clients with other
     clients until no swap improves the set. Ties are broken at random.
@@ -87,7 +87,7 @@ class Graph(ClientSampler):
             )
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' label counts. The sampler sends this request once per run."""
+        """Return the request for the clients' label counts, which the sampler sends once per run."""
         return [allowed_label_counts()]
 
     def init(self, federation: Federation) -> Tree:
@@ -96,7 +96,7 @@ class Graph(ClientSampler):
         return GraphState(labels, np.zeros(len(labels.known), dtype=np.int64))
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Choose the clients of the round. If invitations are counted, add 1 to the count of each of these clients."""
+        """Choose the clients of the round. If invitations are counted, increase these clients' counts by 1."""
         known, counts, times = state.labels.known, state.labels.counts, state.times
         places = np.flatnonzero(np.isin(known, federation.candidates()))
         m = min(federation.config.training.invited(federation.config.clients), len(places))
@@ -115,7 +115,7 @@ class Graph(ClientSampler):
         return selection, replace(state, times=times)
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """If replies are counted, add 1 to the count of each client that replied.
+        """If replies are counted, increase the count of each client that replied by 1.
 
         If invitations are counted, the state does not change.
         """
@@ -139,8 +139,8 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     smallest is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
     distance of two clients is the length of the shortest path between them. If two clients are not connected, their
     distance is the larger of two lengths: the longest of these paths, and an edge with similarity ε. All distances are
-    then divided by the largest distance. In the authors' code, the distance of unconnected clients is the longest of
-    these paths. The authors' code divides similarities by the largest similarity, and does not subtract the smallest.
+    then divided by the largest distance. The authors' code always uses the longest of these paths for unconnected
+    clients. It also divides similarities by the largest similarity without subtracting the smallest.
 
     Args:
         counts: The label counts of each client, shape (N, C).
@@ -176,8 +176,8 @@ def _distances(counts: bytes, classes: int, epsilon: float, sigma: float) -> Flo
 def farthest(apart: Floats, costs: Floats, m: int) -> Ints:
     """Choose m clients that maximise their mean distance minus the sum of their costs, and return their indices.
 
-    The best clients are added one by one. Chosen clients are then swapped with other clients until no swap improves the
-    set. If several clients are equally good, the first client is used.
+    This function adds the best clients one by one, and then swaps chosen clients with other clients until no swap
+    improves the set. If several clients are equally good, it uses the first.
 
     Args:
         apart: The distance between each pair of n clients, shape (n, n).

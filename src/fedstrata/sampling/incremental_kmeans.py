@@ -1,9 +1,9 @@
 """Compute k-means incrementally: continue Lloyd's iteration from round to round when a few rows of a matrix change.
 
 A cluster of k-means is called a *stratum*, and its centre is the mean of its rows. When rows change, the sums of their
-strata are updated. When centres move, some rows may become nearer to another centre. Only rows that may have a nearer
-centre, according to bounds on distances, are compared with the centres (Hamerly 2010, Making k-means even faster). The
-result is the same as if every row had been compared with every centre.
+strata are updated. When centres move, some rows may become nearer to another centre. Bounds on distances show which
+rows may have a nearer centre. Only these rows are compared with the centres (Hamerly 2010, Making k-means even faster).
+The result is the same as if every row were compared with every centre.
 
 If 100 of 10,000 clients change per round, incremental k-means is 25 times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
@@ -39,7 +39,7 @@ class Clusters:
         sizes: The number of rows of each stratum, shape (H,), int64.
         labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
         upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
-        lower: A lower bound on the distance of each row to the centre of any other stratum, shape (n,), float64.
+        lower: A lower bound on the distance of each row to the centres of all other strata, shape (n,), float64.
         renewed: The number of rows that were replaced or added since k-means last started from scratch.
     """
 
@@ -96,7 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, rows: RowStore) -> Clusters:
-        """Iterate until each row belongs to its nearest centre, but at most ``STEPS`` times. Return the new state."""
+        """Iterate at most ``STEPS`` times until each row belongs to its nearest centre, and return the new state."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
@@ -125,7 +125,7 @@ class Clusters:
         return replace(self, centres=centres, sums=sums, sizes=sizes, labels=labels, upper=upper, lower=lower)
 
     def spread(self, norms: Floats) -> tuple[Floats, float]:
-        """Return each stratum's spread, shape (H,), and the spread of all rows together. See ``allocation.spread``.
+        """Return each stratum's spread, shape (H,), and the spread of all rows. See ``allocation.spread``.
 
         Args:
             norms: The norm of every row, shape (n,).

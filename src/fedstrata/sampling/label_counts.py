@@ -35,7 +35,7 @@ class LabelReply(Reply):
 
 @record("LabelReport")
 class LabelReport(Request):
-    """A request for the labels of a client's samples, and for the number of samples of each label."""
+    """A request for the labels of a client's samples and for the number of samples of each label."""
 
     reply_type: ClassVar[type[Reply]] = LabelReply
     rule = RequestRule(
@@ -86,7 +86,7 @@ class LabelCounts:
         return cls(np.fromiter(replies, dtype=np.int64), counts)
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with known counts, shape (m,), and their counts, shape (m, C)."""
+        """Return the candidates with known counts, shape (m,), and the counts, shape (m, C)."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.counts[available]
 

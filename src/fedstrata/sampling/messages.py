@@ -31,7 +31,7 @@ def sketch_length(params: Params, coordinates: int) -> int:
 
 @record("SizeReply")
 class SizeReply(Reply):
-    """The client's number of samples, or a random number that hides the true number.
+    """A client's number of samples, or a random number in place of the true number.
 
     Args:
         samples: The number of samples, or the random number.
@@ -46,7 +46,7 @@ class SizeReport(Request):
 
     Args:
         round: The round, counted from 1.
-        bound: The public bound M on the number of samples. The value 0 asks for the exact number.
+        bound: The public bound M on the number of samples; 0 to request the exact number.
         alpha: The probability that the client reports its true number (at most M − 1) instead of a random number; see
             ``fedstrata.sampling.client_sizes``.
     """
@@ -69,10 +69,10 @@ class CompressReply(Reply):
     """The gradient of a client's loss, which may be quantized.
 
     Args:
-        centres: The d' values X that occur in the quantized gradient, shape (d',), float32. If the gradient is not
-            quantized, these are all its coordinates.
+        centres: The d' values X that occur in the quantized gradient, shape (d',), float32. Without quantization, X
+            contains all coordinates of the gradient.
         codes: The index λ into X for every coordinate, uint8. If d' ≤ 16, each byte contains two indices, with the
-            first index in the high four bits. Empty if the gradient is not quantized.
+            first index in the high four bits. Without quantization, the array is empty.
         length: The number of coordinates.
     """
 
@@ -114,7 +114,7 @@ class Compress(ModelRequest):
     coordinates: int
 
     def check(self, reply: CompressReply) -> None:
-        """Raise ``ReplyRefusedError`` if centres and codes do not give a gradient of the requested length."""
+        """Raise ``ReplyRefusedError`` if the centres and codes do not represent a gradient of the requested length."""
         require_shape(reply.centres, (-1,), torch.float32, "centres")
         require_shape(reply.codes, (-1,), torch.uint8, "codes")
         length = sketch_length(self.weights.params, self.coordinates)
@@ -145,8 +145,8 @@ class SketchReply(Reply):
 class Sketch(ModelRequest):
     """A request to train once from the global model, and to send a sketch of the trained parameters (FedSSAR).
 
-    The client trains with plain cross-entropy on all its samples. The method's objective is not used, because its state
-    must change only in rounds in which the client takes part.
+    The client trains with plain cross-entropy on all its samples. It does not use the method's objective, because the
+    objective's state must change only in rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.

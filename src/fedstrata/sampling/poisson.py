@@ -1,4 +1,4 @@
-"""Sample clients by Poisson sampling: each client is drawn independently of all other clients."""
+"""Draw clients by Poisson sampling: each client is drawn independently of all other clients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from fedstrata.sampling.base import ClientSampler, Selection
 class Poisson(ClientSampler):
     """Draws each of N clients independently with probability ``training.clients_per_round`` / N.
 
-    The number of drawn clients varies, and a round may have no client. With ``privacy.clients``, the random choice of
-    clients lowers ε.
+    The number of drawn clients varies, and may be 0. With ``privacy.clients``, the random choice of clients lowers ε.
     """
 
     needs_replies = ""

@@ -1,4 +1,4 @@
-"""Sample clients with a large loss: power-of-choice (Cho et al. 2020, Client Selection in Federated Learning)."""
+"""Prefer clients with a large loss: power-of-choice (Cho et al. 2020, Client Selection in Federated Learning)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedstrata.sampling.messages import LossReport
 class PowerOfChoice(ClientSampler):
     """Draws candidates in proportion to their numbers of samples, and invites the candidates with the largest losses.
 
-    The sampler is biased on purpose: clients with a large loss have more weight in the aggregate than in the mean over
-    all clients.
+    The sampler is biased on purpose: clients with a large loss have a larger weight in the aggregate than in the mean
+    over all clients.
 
     Args:
         candidates: Number of candidates per round. Default: twice the number of clients to invite.

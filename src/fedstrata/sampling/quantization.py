@@ -15,12 +15,12 @@ from fedstrata.base.rng import rng
 
 
 def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
-    """Project gradients to fewer coordinates with a random projection that is the same for every client.
+    """Project gradients to fewer coordinates with the same random projection for every client.
 
     The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
     bucket. Inner products stay the same in expectation, and the cost for d coordinates is O(d). Coordinate i is added
     to bucket i mod p, where p is the largest prime up to K. Because p does not divide the width of a layer, the weights
-    of one input or output spread evenly over the buckets. Buckets p … K − 1 stay 0.
+    of each input or output are spread evenly over the buckets. Buckets p … K − 1 stay 0.
 
     Args:
         gradients: One gradient, shape (d,), or n gradients, shape (n, d).
@@ -63,8 +63,8 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
         centres: The maximum number d' of clusters, at most 255.
 
     Returns:
-        Two arrays. The first array contains the means, ascending, shape (d',) or shorter if the vector has fewer
-        different values. The second array contains the index of the mean for every coordinate, shape (d,).
+        Two arrays. The first array contains the means, ascending, shape (d',). If the vector has fewer different
+        values, the array is shorter. The second array contains the index of the mean for every coordinate, shape (d,).
 
     >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
@@ -81,7 +81,7 @@ def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8
 
 
 def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
-    """Pack two codes into each byte if there are at most 16 centres. With more centres, return the codes unchanged.
+    """Pack two codes into each byte if there are at most 16 centres. Otherwise, return the codes unchanged.
 
     >>> pack(np.array([1, 2, 3], dtype=np.uint8), 9).tolist()
     [18, 48]
@@ -94,7 +94,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
 
 
 def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
-    """Replace each code by its centre, and return the quantized gradient, shape (length,).
+    """Return the quantized gradient, in which each code is replaced by its centre, shape (length,).
 
     The argument ``packed`` contains the codes (indices of centres) in the form that ``pack`` returns.
 

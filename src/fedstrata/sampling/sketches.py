@@ -1,4 +1,4 @@
-"""Compute sketches of the clients' models. The server stores the sketches instead of the models.
+"""Compute sketches of the clients' models, which the server stores instead of the models.
 
 A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
 linear, so the sketch of an update is the difference of two sketches. On average, the squared distance between two
@@ -53,7 +53,7 @@ class Sketches:
 
 
 def no_sketches() -> Sketches:
-    """Return an empty collection of sketches, which is the state before the first client sends a model."""
+    """Return an empty collection of sketches: the state before the first client sends a model."""
     return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
 
@@ -76,7 +76,7 @@ def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
 def update_sketches(
     state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool
 ) -> Sketches:
-    """Store sketches of the models that the participants of a round sent back.
+    """Store sketches of the models that the participants of a round sent.
 
     Args:
         state: The sketches before the round.
@@ -86,7 +86,7 @@ def update_sketches(
         updates: Whether to store sketches of updates (trained minus received model) instead of sketches of models.
 
     Returns:
-        The sketches before the round, with new sketches for the participants that trained.
+        The updated sketches, with new sketches for the participants that trained.
     """
     # A client that took no step sent back the model that it received, which says nothing about the client's data.
     models = {client: reply.weights.params for client, reply in replies.items() if reply.trained}

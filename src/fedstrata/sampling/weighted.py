@@ -1,4 +1,4 @@
-"""Sample clients in proportion to their numbers of samples (Li et al. 2020, On the Convergence of FedAvg)."""
+"""Draw clients in proportion to their numbers of samples (Li et al. 2020, On the Convergence of FedAvg)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
-    """Draws clients with probabilities proportional to their numbers of samples. Each client reports this number once.
+    """Draws clients in proportion to their numbers of samples. Each client reports its number of samples once.
 
-    The aggregators ``size`` and ``stratum`` give all draws the same weight. The aggregate is then an unbiased estimate
-    of the mean over all clients, weighted by size.
+    With the aggregators ``size`` and ``stratum``, all draws have the same weight. The aggregate is then an unbiased
+    estimate of the mean over all clients, weighted by size.
 
     Args:
         replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
@@ -31,7 +31,7 @@ class Weighted(ClientSampler):
     replacement: bool = True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
-        """Return the request for the clients' numbers of samples. The sampler sends this request once per run."""
+        """Return the request for the clients' numbers of samples, which the sampler sends once per run."""
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
@@ -49,7 +49,7 @@ class Weighted(ClientSampler):
 
 
 def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
-    """Draw m different clients. Each client's probability is proportional to its size, but at most 1.
+    """Draw m different clients, each with a probability that is proportional to its size, but at most 1.
 
     Each client with probability 1 forms its own stratum. All other clients form stratum 0.
 
@@ -80,10 +80,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return whether each client is certain to be drawn if m clients are drawn in proportion to size, shape (N,).
+    """Return for each client, shape (N,), whether it is certainly drawn if m clients are drawn in proportion to size.
 
-    A client is always drawn if its size times m is at least the sum of all sizes. The test is repeated for the
-    remaining clients and draws until it finds no further client.
+    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated for the
+    remaining clients and draws until no further client passes.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

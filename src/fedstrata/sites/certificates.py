@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate, CertificateSigningRequest
 
 ROOT_DAYS = 3650
-"""The number of days for which a root certificate is valid. The root certificate must be valid for longer than the
-certificates that it signs."""
+"""The number of days for which a root certificate is valid. A root certificate must outlast the certificates that it
+signs."""
 
 WARNED = timedelta(days=30)
-"""If a certificate expires in less than this time, its owner gets a warning."""
+"""The remaining validity of a certificate below which its owner gets a warning."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"
@@ -112,7 +112,7 @@ def read(path: Path, remedy: str = ASK) -> Certificate:
 
 
 def fingerprint(kit: Path) -> str:
-    """Return the SHA-256 hash of a party's certificate, which other sites enter as ``peers`` in their policies.
+    """Return the SHA-256 hash of a party's certificate. Other sites enter this hash as ``peers`` in their policies.
 
     Args:
         kit: The party's folder.
@@ -166,8 +166,8 @@ def requested_keys(folder: Path, names: Iterable[str]) -> dict[str, RSAPublicKey
         names: The names of the sites.
 
     Raises:
-        SpecError: A request is missing, damaged or from another site, or its key is not an RSA key with ``KEY_BITS``
-            bits or more.
+        SpecError: A request is missing, damaged or from another site, or its key is not an RSA key with at least
+            ``KEY_BITS`` bits.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey

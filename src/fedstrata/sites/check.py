@@ -27,7 +27,8 @@ SPEC = Path("local") / "spec.toml"
 """The file in a site's folder with the spec of the experiment."""
 
 CLOCKS = 60.0
-"""If the clocks of this machine and the server differ by more than this number of seconds, there is a warning."""
+"""The maximum difference in seconds between the clocks of this machine and the server. A larger difference causes a
+warning."""
 
 REFUSED = "Ask the administrator whether the certificate of this party is valid and not revoked."
 """The advice to a site or administrator if the server refuses the connection."""
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
     """The result of one check of a party (the server, a site or the administrator).
 
     Args:
-        state: The severity: ``ok``, ``warning``, or ``problem`` if the server or site cannot start.
+        state: The severity: ``ok``, ``warning`` or ``problem``. With a problem, the server or site cannot start.
         text: A description of the result.
     """
 
@@ -57,7 +58,7 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: The party's folder, which ``fedstrata deploy`` made.
         server: Whether to connect to the server.
-        data: Whether to check the site's data too. If the data are not checked, a job that the site refuses is only a
+        data: Whether to check the site's data too. Without this check, a job that the site refuses causes only a
             warning, because the site may start for another job.
 
     Raises:
@@ -109,7 +110,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """Check whether the site accepts the job for which its folder was made, and has the device that the job needs."""
+    """Check that the site accepts the job for which its folder was made, and has the device that the job needs."""
     from fedstrata.clients.training.devices import device_of
     from fedstrata.sites.guard import declared
     from fedstrata.spec.experiment import Experiment
@@ -129,7 +130,7 @@ def _job(kit: Path) -> str:
 
 
 def _data(kit: Path) -> str:
-    """Check that the site's data fit the spec, by computing the statistics that the server asks for before a run."""
+    """Check that the site's data fit the spec, by computing the statistics that the server requests before a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
     from fedstrata.sites.wire import Survey
 

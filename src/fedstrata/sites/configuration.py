@@ -38,8 +38,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     Args:
         folder: The folder of the job.
         plans: The experiments of the job. The server runs the experiments one after another.
-        specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review the
-            spec. If a spec were in the JSON file, NVFlare would treat the spec's braces as placeholders.
+        specs: The spec of each plan as TOML. Each spec is written to a separate file, so that a site can review it. In
+            the JSON file, NVFlare would treat the spec's braces as placeholders.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
     """Return the name of a job: a hash of specs and plans.
 
-    By this name, 'submit' recognises a job that already runs.
+    From this name, 'submit' recognises a job that already runs.
     """
     content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
@@ -84,7 +84,7 @@ def described(error: Exception) -> dict[str, Any]:
 
 
 def raised(path: Path) -> FedstrataError:
-    """Return the error that a server wrote to a file. Convert an error of another library to a ``FedstrataError``."""
+    """Return the error that a server wrote to a file. An error of another library becomes a ``FedstrataError``."""
     table = json.loads(path.read_text(encoding="utf-8"))
     kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):
@@ -105,7 +105,7 @@ class _Shown(str):
 
 
 def _unpacked(packed: str | Mapping[str, str]) -> object:
-    """Restore an argument of an error from JSON. An empty table stands for ``...``, which marks a missing value."""
+    """Restore an argument of an error from JSON. An empty table becomes ``...``, which marks a missing value."""
     if isinstance(packed, str):
         return packed
     return _Shown(packed["shown"]) if packed else ...

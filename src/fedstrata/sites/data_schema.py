@@ -66,14 +66,14 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 class UnusableDataError(DataError):
     """An error that a site raises if its data do not fit the spec.
 
-    The message discloses only this fact, so the site may send the message to the server.
+    The message discloses nothing else about the data, so the site may send it to the server.
     """
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
     """Return the context (data, model and settings) that the clients of one site share.
 
-    The data come from the site's own file. However, if the spec names a data set, the spec's partition divides this
+    By default, the data come from the site's own file. If the spec names a data set, the spec's partition divides this
     data set among all clients.
 
     Args:
@@ -113,7 +113,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
 
 
 def require_home(clients: list[int], total: int) -> None:
-    """Raise an error for invalid ids or numbers of clients, before memory is allocated for the clients.
+    """Raise an error if ids or the number of clients are invalid, before memory is allocated for the clients.
 
     Args:
         clients: The ids of the clients at this site.
@@ -137,8 +137,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     Args:
         survey: The server's request for statistics.
         data: The site's own data file.
-        least: The minimum number of samples that the site's policy requires for each value that leaves the site. The
-            spec may require more.
+        least: The policy's minimum number of samples for each value that leaves the site. The spec may require more.
 
     Raises:
         SpecError: The spec is wrong, or the data file is missing.
@@ -162,7 +161,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
 
 
 def description_of(spec: Experiment) -> str:
-    """Return a hash of a spec's description of the data, which determines whether a site's data fit the spec."""
+    """Return a hash of a spec's description of the data. A site's data must fit this description."""
     free = {"name", "normalize", "shift", "scale", "augment"}
     description = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
     return hashlib.sha256(description.encode()).hexdigest()
@@ -191,7 +190,7 @@ def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
 
 
 def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
-    """Return a site's data set, and the indices of each client's training samples and of each client's test samples.
+    """Return a site's data set, and the indices of each client's training samples and test samples.
 
     The indices of test samples are None if the file has no test samples, or if the spec holds out training samples for
     tests.
@@ -211,14 +210,14 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
 def _unfit(path: Path, public: str, private: str = "") -> DataError:
     """Return an error about a site's file.
 
-    The error's public text may leave the site. The error's private text is only for the site.
+    The error's public text may leave the site, but the private text must not.
     """
     return DataError(f"{path}: {private or public}").publicly(public)
 
 
 @contextmanager
 def _public_errors() -> Iterator[None]:
-    """Log any error of the ``with`` block, and raise an error with only the text that may leave the site."""
+    """Log any error of the ``with`` block, and raise an error that contains only the text that may leave the site."""
     try:
         yield
     except Exception as error:
@@ -274,7 +273,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with normalised data. The normalisation uses statistics of all sites' training samples.
+    """Return the experiment with data that are normalised with statistics of all sites' training samples.
 
     If the run is new, the server requests these statistics from the sites.
 
@@ -342,7 +341,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
 
 
 def task_of(spec: Experiment) -> Task:
-    """Return the task that the spec defines. Sites do not guess the task from their labels."""
+    """Return the spec's task. The default is classification, because sites do not guess the task from labels."""
     return spec.task or Classification()
 
 

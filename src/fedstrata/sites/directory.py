@@ -14,19 +14,19 @@ from fedstrata.sites.wire import SiteLostError, SiteRefusedError
 LOG = logging.getLogger(__name__)
 
 WAIT = 0.5
-"""The number of seconds between two checks whether enough sites can be reached."""
+"""The number of seconds between two checks of how many sites can be reached."""
 
 Fewer = Literal["wait", "abort", "go-on"]
 """The reaction if too few sites can be reached: wait for more sites, end the run, or continue with fewer sites."""
 
 
 class SiteDirectory:
-    """The sites of a run. For each site, the directory stores the clients, and whether the site takes part.
+    """A directory of the sites of a run: the clients of each site, and whether the site takes part.
 
     Args:
         site_of_client: The name of each client's site. The index in this list is the client's id.
-        is_reachable: A function that returns True if a site can probably be reached now. The function raises an error
-            if the job is over.
+        is_reachable: A function that returns True if a site can probably be reached now, and raises an error if the job
+            is over.
         least: The minimum number of sites that must reply, before the first round and in every round.
         fewer: The reaction if fewer than ``least`` sites reply.
     """
@@ -111,7 +111,7 @@ class SiteDirectory:
         self._refuse_fewer(count)
 
     def gather(self) -> None:
-        """Check before an exchange of requests and replies whether enough sites can be reached.
+        """Check whether enough sites can be reached, before the server sends requests to them.
 
         If too few sites can be reached, ``fewer`` decides whether to wait, continue or end the run.
 
@@ -123,19 +123,18 @@ class SiteDirectory:
         self._refuse_fewer(len(self.present()))
 
     def require_enough(self, outcomes: Iterable[object]) -> None:
-        """End the run after an exchange of requests and replies if too few sites replied.
+        """End the run if too few sites replied to the server's requests.
 
         Without this check, the run would finish its remaining rounds without clients. The ended run can be resumed when
         the sites can be reached again.
 
         Args:
-            outcomes: The replies and errors of the exchange. If all sites are unreachable, the raised error quotes
-                these errors.
+            outcomes: The sites' replies and errors. If all sites are unreachable, the raised error quotes their errors.
 
         Raises:
             SiteLostError: All sites are unreachable.
-            FedstrataError: Too few sites can be reached and ``fewer`` is ``abort``, or too many sites refuse all
-                requests.
+            FedstrataError: Too many sites refuse all requests, or too few sites can be reached and ``fewer`` is
+                ``abort``.
         """
         self.require_willing(self.excluded)
         out = self._lost | self.excluded.keys()
@@ -146,7 +145,7 @@ class SiteDirectory:
         self._refuse_fewer(len(self.sites) - len(out))
 
     def require_willing(self, excluded: Collection[str]) -> None:
-        """End the run if too many sites refuse all requests until the job ends, because waiting cannot help then.
+        """End the run if too many sites refuse all further requests of the job. Waiting cannot help in this case.
 
         Args:
             excluded: The sites that are excluded until the run ends.
@@ -175,7 +174,7 @@ class SiteDirectory:
         self.wait(lambda: any(map(self.is_reachable, sites)))
 
     def wait(self, ready: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until ``ready`` returns True, but at most ``seconds``. Log once which sites are missing."""
+        """Wait until ``ready`` returns True, but at most ``seconds`` seconds. Log once which sites are missing."""
         end, warned = time.monotonic() + seconds, False
         while not ready() and time.monotonic() < end:
             if not warned:

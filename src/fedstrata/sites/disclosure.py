@@ -1,4 +1,4 @@
-"""Describe everything that a job may request from clients. With this description, sites accept or refuse the job."""
+"""Describe everything that a job may request from clients, so that sites can accept or refuse the job."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Declaration:
         job: The hash of the job's spec, by which a site approves the job.
         method: The method's name.
         rounds: The number of rounds.
-        allowed: The requests that a client may get. The value is None if the method, or one of its settings, does not
-            declare its requests.
-        survey: A description of the statistics that a site with its own data sends before the first round; empty
-            without such statistics.
+        allowed: The requests that a client may get; None if the method, or one of its settings, does not declare its
+            requests.
+        survey: A description of the statistics that a site with its own data sends before the first round; empty if the
+            site does not send statistics.
         own_data: Whether sites bring their own data. In this case, each site also sends a fingerprint of its file.
         conceals: The facts about clients that the method hides from the server.
-        extremes: Whether the statistics contain the minimum and the maximum, which are values of individual samples.
-        privacy: The spec's privacy settings, such as the minimum number of samples from which a reply is computed.
+        extremes: Whether the statistics contain minima and maxima, which are values of individual samples.
+        privacy: The spec's privacy settings, such as the minimum number of samples per reply.
         targets: Whether the statistics also describe the labels, because the task needs statistics of the labels.
         outside: With ``privacy.dp``, the names of the values to which clients do not add noise; see
             ``outside_epsilon``.
@@ -191,7 +191,7 @@ def declaration_of(
 
 
 def _of_targets(spec: Experiment) -> list[str]:
-    """Return descriptions of the label statistics that a site must send; empty if the task needs none."""
+    """Return descriptions of the label statistics that a site must send; empty if the task needs no statistics."""
     if spec.task is None or not spec.task.fits:
         return []
     parts = ["the mean and the spread of the labels"]
@@ -200,7 +200,7 @@ def _of_targets(spec: Experiment) -> list[str]:
 
 
 def _of_features(spec: Experiment) -> list[str]:
-    """Return descriptions of the feature statistics that a site must send; empty if the spec needs none."""
+    """Return descriptions of the feature statistics that a site must send; empty if the spec needs no statistics."""
     data = spec.data
     columns = data.schema.inputs if data.schema is not None else {}
     rules = {column.impute for column in columns.values() if column.learnt}

@@ -49,7 +49,7 @@ BEGIN_AGAIN = 10.0
 class NVFlareEngine(Engine):
     """An engine for clients at sites. The sites store the clients' data and states.
 
-    In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
+    In a relay, clients train one model in turn. The training at one client is a hop.
 
     Args:
         config: The settings that server and clients share.
@@ -115,7 +115,7 @@ class NVFlareEngine(Engine):
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
         """Request statistics of the training samples from all sites, and return the statistics over all sites.
 
-        If a site's data do not fit the spec, the site does not take part in the run. An event gives the reason.
+        A site takes part in the run only if its data fit the spec. Otherwise, an event gives the reason.
 
         Args:
             unfitted: A data set without samples, which was made from the spec's description of the data.
@@ -152,7 +152,7 @@ class NVFlareEngine(Engine):
             A mapping from the name of each site that can take part to its reply.
 
         Raises:
-            FedstrataError: No site can take part. Or fewer than ``least`` sites can take part, and ``fewer`` is
+            FedstrataError: No site can take part, or fewer than ``least`` sites can take part and ``fewer`` is
                 ``abort``.
         """
         outcomes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Let only listed sites connect to the server. This check is needed because NVFlare cannot revoke certificates."""
+"""Let only listed sites connect to the server, because NVFlare cannot revoke certificates."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """A component that checks the names of parties at registration, at each heartbeat and when a job arrives.
 
     A connecting site states its name. NVFlare first asks whether the name is disabled, and then compares the name with
-    the site's certificate. Our list of sites that may connect therefore decides whether the name is disabled. Other
-    messages do not prove that the stated name is true.
+    the site's certificate. This component answers that a name is disabled if the name is not on our list of sites. In
+    other messages, NVFlare does not verify the stated name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.

@@ -25,8 +25,8 @@ from fedstrata.sites.settings import SiteSettings
 from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
-"""Data sets that come with scikit-learn. A spec may always name these data sets, because they are not files of the
-site."""
+"""Data sets that come with scikit-learn. A spec may always name these data sets, because they do not contain data of
+the site."""
 
 
 def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
@@ -84,9 +84,9 @@ def refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bo
 
 @contextmanager
 def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
-    """Let the ``with`` block read a site's data for a job, and limit how often jobs can test guesses about these data.
+    """Let the ``with`` block read a site's data for a job, and limit how often jobs can guess properties of these data.
 
-    A job learns whether the data fit the job's description, which reveals something about the data. Each different
+    A job learns whether its description fits the data, which reveals something about the data. Each different
     description therefore counts as a trial. A failed request also counts as a trial. If the same request later
     succeeds, for example after the site corrected its file, the failed trial no longer counts. A job that the site
     approved is never refused by this function, but its trials count. Only one job can be in the block at a time.
@@ -200,8 +200,8 @@ class Quota:
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """Record the clients that a job assigns to this site, and refuse later changes.
 
-        If the ids changed, the spec would hold out different samples for tests. The difference between two replies
-        could then reveal a sample.
+        With other ids, the spec would hold out other samples for tests. The difference between two replies could then
+        reveal a sample.
 
         Args:
             clients: The ids of the clients at this site.
@@ -240,7 +240,7 @@ class Quota:
 
 
 REPEATS = 3
-"""The maximum number of repetitions of a request to clients that add up tensors together, after a client failed. The
+"""The maximum number of times that a request to clients that add up tensors is repeated after a client failed. The
 number is limited, because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
@@ -259,7 +259,7 @@ class Match:
         position: The progress of the run after the reply to the request.
         digests: The hashes of all variants of the request that the server may send after other clients failed. The
             value is empty unless clients add up tensors together.
-        again: Whether the client got this request before, and gets it again because another client failed.
+        again: Whether the client gets this request again, because another client failed.
     """
 
     client: ClientId
@@ -308,7 +308,8 @@ class Guard:
             client: The client that gets the request.
             request: The request.
             relay: Whether the request comes with a model that goes from client to client.
-            together: Whether the client must answer together with other clients, because these clients add up tensors.
+            together: Whether the client adds up tensors with other clients, and must therefore answer together with
+                them.
 
         Returns:
             The match of the request with an entry of the declaration; None if the job has no declaration.
@@ -338,7 +339,7 @@ class Guard:
         return match
 
     def take(self, match: Match | None) -> None:
-        """Count a request, just before the client answers the request."""
+        """Count a request immediately before the client answers it."""
         if match is None:
             return
         if match.position > self.position:
@@ -355,7 +356,7 @@ class Guard:
             order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """Count a reply. Limits per run apply to replies instead of requests, because a client may fail to reply."""
+        """Count a reply. Limits per run apply to replies and not to requests, because a client may fail to reply."""
         if match is None:
             return
         rule = match.allowed.rule
@@ -366,10 +367,10 @@ class Guard:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """Count a message with requests to clients, or with a task to train a model that travels between clients.
+        """Count a message with requests to clients or with a hop of a relay.
 
         Raises:
-            RuleError: The job has already sent the maximum number of such messages that the policy allows.
+            RuleError: The job has already sent as many messages as the policy allows.
         """
         with self.quota.lock:
             if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
@@ -394,7 +395,7 @@ class Guard:
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Write the counts of starts, exchanges and bytes to the disk, when the clients' states are also written.
+        """Write the counts of starts, exchanges and bytes to the disk, together with the clients' states.
 
         Raises:
             RuleError: The round is later than the job's last round.
@@ -404,9 +405,9 @@ class Guard:
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Raise an error if a hop would show a model to the server, but the policy forbids this.
+        """Raise an error if a hop would show a model to the server although the policy forbids this.
 
-        In a hop, one client trains the model, which then goes to the next client. All hops together are a relay.
+        In a relay, clients train one model in turn. The training at one client is a hop.
 
         Args:
             relay_id: The id of the relay.
@@ -414,7 +415,7 @@ class Guard:
             brought: Whether the server's message contains a model that another site trained.
 
         Raises:
-            RuleError: The hop would show the model to the server, or the relay is over.
+            RuleError: The hop would show the model to the server, or the server has already fetched the relay's model.
         """
         if relay_id == self._relay_over:
             raise RuleError("relay", f"relay {relay_id} is over, because the server has already fetched its model")
@@ -425,7 +426,7 @@ class Guard:
     def fetched_by_server(self, relay_id: int) -> None:
         """Refuse further training in a relay after the server has fetched its model, if ``policy.relay`` is ``direct``.
 
-        In a relay, clients train one model, which travels from client to client.
+        In a relay, clients train one model in turn.
         """
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
@@ -481,8 +482,8 @@ class Guard:
     def _refuse_early(self, match: Match) -> None:
         """Raise an error if the client has not answered the earlier request that ``RequestRule.after`` names.
 
-        The earlier request replaces labels by other ids, which later requests use. If a site lost its checkpoint, its
-        clients must answer the earlier request again.
+        The earlier request gives labels other ids, which later requests use. If a site lost its checkpoint, its clients
+        must answer the earlier request again.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
@@ -511,8 +512,8 @@ class Guard:
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
         """Return pairs of an ``Order`` and a request: for the request, and for the inner request that it may contain.
 
-        An ``Order`` checks the sequence of requests. If the client already answered the inner request, only the outer
-        request is checked. If ``keep`` is true, new ``Order`` objects are stored.
+        An ``Order`` checks the sequence of requests. If the client has already answered the inner request, only the
+        outer request gets an ``Order``. If ``keep`` is true, new ``Order`` objects are stored.
         """
         orders: list[tuple[Order, Any]] = []
         allowed: Allowed | None = match.allowed

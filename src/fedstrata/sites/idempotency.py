@@ -1,4 +1,4 @@
-"""Compute each reply of a site only once, even if the request is repeated. Send the site's heartbeats."""
+"""Compute a site's reply to a repeated request only once, and send the site's heartbeats."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HEARTBEAT = 1.0
 """The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The value that a heartbeat contains instead of the size of a reply while the site still computes the reply."""
+"""The value of a heartbeat's reply size while the site still computes the reply."""
 
 
 class LateError(WireError):
-    """An error for a request that arrives after a later request. The server no longer needs the reply."""
+    """An error for a request that arrives after a later request, so that the server no longer needs the reply."""
 
 
 class RequestCache:
@@ -66,7 +66,7 @@ def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: typ
 
     Args:
         cache: The cache that provides ``pulse``, the content of a heartbeat.
-        send: A function that sends a heartbeat with the two numbers of ``pulse``, and does not wait for a reply.
+        send: A function that sends a heartbeat with the two numbers of ``pulse`` without waiting for a reply.
         over: The exception that ``send`` raises when the job is over.
     """
     ended = threading.Event()

@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 FETCH = 10.0
-"""The number of seconds within which another site must begin to send its model. After this time, the request is sent
-again."""
+"""The number of seconds within which another site must begin to send its model. If the site does not, the request is
+sent again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The component at the server, which runs the experiments of a job one after another.
 
     Args:
-        plans: The experiments. Each experiment is a dict with the fields of a ``JobSpec``, because a job's
-            configuration is JSON.
+        plans: The experiments. Each experiment is a dict with the fields of a ``JobSpec``, because a job is configured
+            in JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -189,12 +189,12 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """Return the run folder. In a deployment, its name is a hash of the spec, so each job has its own folder."""
+    """Return the run folder. In a deployment, the name is a hash of the spec, so each job has its own folder."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
 def _trust(spec: Experiment, settings: SiteSettings) -> Trust | None:
-    """Return the certificates that the server accepts in secure sums; None if there are none, as in a simulation."""
+    """Return the certificates that the server accepts in secure sums; None without certificates, as in a simulation."""
     if spec.privacy.sums == "plain" or settings.simulated:
         return None
     from fedstrata.sites.secure_site import trust_of
@@ -216,8 +216,8 @@ def _caller(site: Any, end: JobEnd) -> Call:
 def _settings(root: Path) -> SiteSettings:
     """Read the settings of the server or a site from its folder, and adapt ``sys.path``.
 
-    In a deployment, the folder in which NVFlare unpacks jobs is removed from the path, so that code in jobs is
-    not imported.
+    In a deployment, the function removes the folder in which NVFlare unpacks jobs from ``sys.path``, so that code in
+    jobs is not imported.
     """
     settings = SiteSettings.read(root)
     if not settings.simulated:

@@ -1,4 +1,4 @@
-"""Adapt NVFlare's start-up kits: let only the owner read a kit, allow kits to be moved, and shorten their logs.
+"""Adapt NVFlare's start-up kits: let only the owner read a kit, make kits movable, and shorten their logs.
 
 A kit is the folder of one party (the server, a site or the administrator) with its certificate, settings and scripts.
 """
@@ -21,8 +21,8 @@ RECORDS = "records"
 """The folder with NVFlare's records of jobs, in the server's folder."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""Files in NVFlare's kits that fedstrata removes. The first file is for NVFlare's privacy filters, which cannot read
-fedstrata's messages."""
+"""Files that fedstrata removes from NVFlare's kits. The first file configures NVFlare's privacy filters, which cannot
+read fedstrata's messages."""
 
 
 def finish(kit: Path) -> None:
@@ -46,7 +46,7 @@ def close(folder: Path) -> None:
 
 
 def set_paths(kit: Path) -> None:
-    """Write the absolute path of the folder ``kit`` to its configuration, because NVFlare needs absolute paths."""
+    """Write the absolute path of the folder ``kit`` to its resources file, because NVFlare needs absolute paths."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
@@ -56,7 +56,7 @@ def set_paths(kit: Path) -> None:
 
 
 def _set_paths(node: Any, kit: Path) -> None:
-    """In nested dicts and lists, replace each path to NVFlare's records by the path inside the folder ``kit``."""
+    """Replace, in nested dicts and lists, each path of NVFlare's records by the path in the folder ``kit``."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:
@@ -66,7 +66,7 @@ def _set_paths(node: Any, kit: Path) -> None:
 
 
 class Printable(logging.Filter):
-    """A log filter that makes records printable, because records can contain texts from other parties."""
+    """A log filter that replaces unprintable characters, because records can contain texts from other parties."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Make a log record printable, and indent its traceback to distinguish it from other records. Return True."""
@@ -78,7 +78,7 @@ class Printable(logging.Filter):
 
 
 def configure_logging(kit: Path, *, verbose: bool) -> None:
-    """Write the logging configuration: log everything of fedstrata, and only errors of NVFlare unless ``verbose``."""
+    """Configure logging: log all messages of fedstrata, but only errors of NVFlare unless ``verbose``."""
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
     handlers = ["consoleHandler", "logFileHandler"]
     config["filters"] = {"printable": {"()": f"{__name__}.{Printable.__name__}"}}

@@ -4,7 +4,7 @@ An entry records the kind of the request, the size of the reply and the number o
 ``jsonl.Log``. Each line has a checksum that also depends on the previous line. A check therefore
 detects lines that were changed, removed or moved. The *head* of a ledger consists of its number of entries and its last
 checksum. The head is stored in a second file, and is sent to the server with every reply. The server writes the heads
-to the run folder. A check can therefore also detect missing lines at the end of the ledger. The ledger never contains
+to the run folder. With a head, a check also detects missing lines at the end of the ledger. The ledger never contains
 values, labels or error messages.
 """
 
@@ -78,12 +78,12 @@ class Entry:
         samples: The number of samples from which the reply was computed.
         bytes: The size of the reply in bytes.
         epsilon: The privacy budget ε that the reply spent; None without local differential privacy.
-        refused: The name of the limit because of which the site refused the request; empty if the site replied.
+        refused: The name of the limit that made the site refuse the request; empty if the site replied.
         failed: The class name of the error that was raised instead of a reply; empty if the site replied.
         to: The site that received the reply; empty for the server.
-        exchange: The index of the secure sum within its roster (group of sites); None for other replies.
+        exchange: The index of the secure sum among the sums of its roster (group of sites); None for other replies.
         roster: The hash of the roster of a secure sum, in hexadecimal digits.
-        members: The sites of a roster, or the sites that contributed to a secure sum.
+        members: The sites in a roster, or the sites that contributed to a secure sum.
         noise: The standard deviation of the noise that the site added to each number of its update, as a multiple of
             ``privacy.clients.clip``; None without such noise.
     """
@@ -179,7 +179,7 @@ class Checked:
     Args:
         entries: The unchanged entries at the beginning of the ledger.
         problems: Descriptions of missing or changed entries.
-        notes: Descriptions of lines that are incomplete because of a crash. An incomplete last line is not a problem.
+        notes: Descriptions of lines that a crash left incomplete. These lines are not problems.
     """
 
     entries: list[dict[str, Any]]
@@ -188,7 +188,7 @@ class Checked:
 
 
 def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
-    """Read a ledger, and compare it with its head and with the heads that a server received.
+    """Read a ledger, and compare the ledger with its head and with the heads that a server received.
 
     Args:
         folder: The folder of the ledger.
@@ -268,7 +268,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the totals of a site's replies (counts, bytes, ε), with a row for each run and kind of request."""
+    """Return a table of a site's total replies, bytes and ε, with a row for each run and kind of request."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

@@ -1,4 +1,4 @@
-"""Show the progress of a run on a web page. Only browsers on this machine can open the page."""
+"""Show the progress of a run on a web page that only browsers on this machine can open."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
         folder: The folder of the administrator, the server or a site, or a run folder; see
             ``fedstrata.sites.status.source_of``.
         port: The port; 0 for a free port.
-        report: A function that is called once, with a text that contains the address of the page.
+        report: A function that is called once with a text that contains the page's address.
 
     Raises:
         SpecError: ``folder`` is not one of these folders, or the port cannot be used.
@@ -49,10 +49,10 @@ def serve(folder: Path, port: int, report: Report = print_lines) -> None:
 
 @contextmanager
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve the web page during the ``with`` block. Yield the page's address, and a function that updates the page.
+    """Serve the web page during the ``with`` block, and yield the page's address and a function that updates the page.
 
-    All users of this machine, and all web pages in their browsers, can connect to the port. The page is therefore sent
-    only if the address contains a random key and the host name is a name of this machine.
+    All users of this machine, and all web pages in their browsers, can connect to the port. The server therefore sends
+    the page only if the address contains a random key and the host name is a name of this machine.
 
     Args:
         source: The source from which the progress of the run is read.

@@ -1,4 +1,4 @@
-"""Try out a deployment on one machine, where server and sites are processes with their own certificates."""
+"""Try out a deployment on one machine, on which the server and each site are processes with their own certificates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print_lines) -> Path:
-    """Make the folders of server and sites, start both, run the job, fetch its result, and stop server and sites.
+    """Create the parties' folders, start the server and the sites, run the job, fetch its result, and stop all parties.
 
     Args:
         spec: The experiment.
         sites: The federation; the server's host must be ``localhost``.
-        out: The folder that will contain the parties' folders and the result. The folder ``out`` must be empty, or not
-            exist.
+        out: The folder for the parties' folders and the result. This folder must be empty, or not exist.
         base_dir: The folder to which relative paths of data files refer.
         report: A function that is called with a line of text about each event, such as the start of the job.
 

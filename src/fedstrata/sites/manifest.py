@@ -26,12 +26,12 @@ FINGERPRINTS = "fingerprints.json"
 """The file in the server's run folder that maps each site to the fingerprint of its data."""
 
 SECRET = "fingerprint.key"
-"""The file with the secret key of a site's fingerprints. Without this key, nobody can test guesses about the data by
-comparing them with a fingerprint."""
+"""The file with the secret key of a site's fingerprints. Without this key, nobody can compare guesses about the data
+with a fingerprint."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
-    """Return a keyed hash (HMAC) of a site's data file; an empty string if ``data`` is None.
+    """Return a keyed hash (HMAC) of a site's data file. If ``data`` is None, return an empty string.
 
     Args:
         data: The site's data file.
@@ -75,13 +75,12 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Check the signature of a run folder's manifest and the hashes of all files, and return the manifest.
 
-    A signature by a site is refused, although sites also have certificates of the federation. A file that is not in the
-    manifest, such as a report, causes only a log message.
+    Only the administrator's signature is accepted, although sites also have certificates of the federation. If a file
+    is not in the manifest, such as a report, a message is logged.
 
     Args:
         run: The run folder.
-        kit: The folder of the server, a site or the administrator. Each of these contains the federation's root
-            certificate.
+        kit: The folder of the server, a site or the administrator, which contains the federation's root certificate.
 
     Raises:
         DataError: The administrator did not sign the manifest, or a file is missing or was changed.

@@ -53,7 +53,7 @@ def _read(kit: Path) -> _Lists:
 
 
 class Members:
-    """A running server's list of sites that may connect. The file is read at each use, because users may edit the file.
+    """A running server's list of sites that may connect. The file is read at each use, because users may edit it.
 
     If the file cannot be read, the last valid list is used. If there was never a valid list, no site may connect.
 
@@ -78,7 +78,7 @@ class Members:
         return self._last
 
     def struck(self, name: str) -> bool:
-        """Return True if a site may not connect, because the list exists and does not contain the site."""
+        """Return True if the list exists and does not contain a site, so that the site may not connect."""
         names = self.names()
         return names is not None and name not in names
 
@@ -89,8 +89,7 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
     Args:
         kit: The server's folder.
         names: The sites that may connect.
-        others: Other sites of the federation, which are not on the list, but may be added with ``revoke(…,
-            undo=True)``.
+        others: Other sites of the federation, which are not on the list. ``revoke(…, undo=True)`` may add them later.
     """
     sites = set(names)
     write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})
@@ -100,9 +99,9 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     """Remove a site from the list of sites that may connect (or put it back), and return the sites on the list.
 
-    The server and the run continue. New connections of the site are refused at once, and an existing connection ends at
-    NVFlare's next heartbeat. The server no longer sends requests to the site, and ignores a reply that arrives later.
-    The site's certificate stays valid, but the certificate alone is not enough to connect.
+    The server and the run continue. The server refuses new connections of the site at once, and ends an existing
+    connection at NVFlare's next heartbeat. The server no longer sends requests to the site, and ignores a reply that
+    arrives later. The site's certificate stays valid, but the certificate alone is not enough to connect.
 
     Args:
         kit: The server's folder.
@@ -110,8 +109,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: ``kit`` is not a server's folder, or the site is not on the list. If ``undo`` is true, the error
-            means that the site was never on the list.
+        SpecError: ``kit`` is not a server's folder. Or the site is not on the list (with ``undo``: was never on the
+            list).
         DataError: The list cannot be read.
     """
     lists = _read(kit)

@@ -1,4 +1,4 @@
-"""Send the server's messages to all sites at the same time. Messages have numbers, and acknowledge earlier replies."""
+"""Send the server's numbered messages to all sites at the same time. Messages also acknowledge earlier replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
-"""The minimum number of seconds that a site has to load its data and set up its clients, even if ``patience`` is
+"""The minimum time limit in seconds for a site to load its data and set up its clients, even if ``patience`` is
 shorter."""
 
 MOST_AT_ONCE = 64
@@ -25,7 +25,7 @@ MOST_AT_ONCE = 64
 
 
 class Transport(Protocol):
-    """The connection that carries bytes to a site and back."""
+    """A connection that carries bytes to sites and back."""
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """Send a message to a site, and return the site's reply.
@@ -81,7 +81,7 @@ class Messenger:
         self._pool = ThreadPoolExecutor(min(len(directory.sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
     def close(self) -> None:
-        """Stop the threads, without waiting for sites that have not answered."""
+        """Stop the threads. Do not wait for sites that have not answered."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def next_exchange(self) -> int:
@@ -108,8 +108,8 @@ class Messenger:
             bodies: A mapping from each site to its message.
             kind: The expected class of the replies.
             ended: A function that is called with a site and its reply or error, as soon as the reply arrives. Give this
-                function only if the clients at these sites add up tensors together. The message to a site that fails is
-                then not sent again, because the other sites do not wait for this site.
+                function only if the clients at these sites add up tensors together. A message to a failed site is then
+                not sent again, because the other sites do not wait for the failed site.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

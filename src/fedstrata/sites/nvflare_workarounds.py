@@ -31,8 +31,8 @@ SWEEP = 30
 """The number of seconds between two runs of the garbage collector."""
 
 AT_ONCE = 24
-"""The number of threads with which each of NVFlare's thread pools starts. Three sites keep at most half of these
-threads busy. The pools allow up to 128 threads."""
+"""The initial number of threads in each of NVFlare's thread pools. Three sites keep at most half of these threads busy.
+The pools allow up to 128 threads."""
 
 
 @cache
@@ -51,10 +51,10 @@ def bound_growth() -> None:
 
 
 def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
-    """Let one thread delete the records of received messages. NVFlare would start a ``threading.Timer`` per record.
+    """Let one thread delete the records of received messages, because NVFlare would start a timer thread per record.
 
     A receiver keeps a record of each message for 65 seconds, in case the message is sent again. With three sites and
-    twenty exchanges per second, there would be 4,000 such threads. The timers cannot be turned off. A shorter time
+    twenty exchanges per second, NVFlare would have 4,000 timer threads. The timers cannot be turned off. A shorter time
     (``streaming_retry_timeout``) would also shorten the time in which a lost message is sent again.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_receiver.py``, ``RxTask._schedule_remove_task``; since pull request
@@ -78,8 +78,9 @@ def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[],
 def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
     """Every second, delete old records of received messages; every ``SWEEP`` seconds, free the memory of sent messages.
 
-    For each sent message, however small, a buffer of one MiB stays in a cycle of references. Python's garbage collector
-    examines old objects only when a quarter of all objects are new. Until then, these buffers would fill gigabytes.
+    For each sent message, even a small message, a buffer of 1 MiB stays in a cycle of references. Python's garbage
+    collector examines old objects only when a quarter of all objects are new. Until then, these buffers would fill
+    gigabytes.
 
     Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
     """
@@ -102,7 +103,7 @@ def release_memory() -> None:
 def _fill_thread_pools() -> None:
     """Let NVFlare's thread pools start ``AT_ONCE`` threads immediately, instead of adding threads during the run.
 
-    A pool starts another thread whenever more messages arrive at the same time than ever before. The number of threads
+    A pool starts another thread whenever more messages than ever before arrive at the same time. The number of threads
     would therefore grow for hours.
 
     Seen in NVFlare 2.9.0, in the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
@@ -169,15 +170,15 @@ class JobEnd:
         return bool(self.reached or self._signal.triggered)
 
     def ends_calls_to(self, site: Any) -> None:
-        """Let calls to a site end as soon as this signal is triggered."""
+        """End calls to a site as soon as this signal is triggered."""
         site.backend.abort_signal = self
 
 
 def survive_kill(run: Path) -> None:
     """Let a job continue at the other sites if the job's process at this site is killed.
 
-    NVFlare would end the whole job, unless the return code of the process is 0. NVFlare reads the return code from a
-    file in the job's folder. This function therefore writes 0 to the file in advance. A process that is not killed
+    NVFlare would end the whole job if the return code of the process is not 0. NVFlare reads the return code from a
+    file in the job's folder. This function therefore writes 0 to this file in advance. A process that is not killed
     overwrites the file when it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
@@ -204,7 +205,7 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
         fl_ctx: The context of an event at the server.
         refuses: A function that returns True if a name is refused. NVFlare calls this function for each name.
         refused_now: A function that returns True if a connected client is refused now. Only ``refuse_clients`` calls
-            this function.
+            ``refused_now``.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
@@ -245,7 +246,7 @@ def open_session(user: str, admin: Path) -> Any:
 
 
 def quiet_call(work: Callable[[], Any]) -> Any:
-    """Call the FLARE API, suppress what it prints, and return the result (NVFlare 2.9.0, ``fuel/flare_api``)."""
+    """Call the FLARE API, suppress its output, and return the result (NVFlare 2.9.0, ``fuel/flare_api``)."""
     with redirect_stdout(io.StringIO()):
         return work()
 
@@ -277,7 +278,7 @@ def is_temporary(error: Exception, known: bool) -> bool:
 
 SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
 """Settings of the server's job scheduler. The scheduler runs one job at a time, because two jobs may write into the
-same folder. A job that waits for sites is tried every 10 to 30 seconds, for weeks.
+same folder. If a job waits for sites, the scheduler tries to start it every 10 to 30 seconds, for weeks.
 
 NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float, this product overflows after a
 thousand attempts, and the job is never tried again. The interval is therefore an integer. Seen in NVFlare 2.9.0,

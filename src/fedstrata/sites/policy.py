@@ -32,7 +32,7 @@ class RuleError(FedstrataError):
 
     Args:
         rule: The name of the limit, such as a key of ``Policy``.
-        reason: A sentence that says what the site refuses, and what the site would accept.
+        reason: A sentence that says what the site refuses and what the site accepts.
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -240,12 +240,12 @@ class Policy(Setting):
         return f"{values} would be sent without noise, but this site allows only: {allowed}"
 
     def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
-        """Raise an error if other jobs already got ``surveys`` different replies about the site's data.
+        """Raise an error if the site has already sent ``surveys`` different replies about its data to other jobs.
 
         Args:
             job: The hash of the job.
             answer: The reply, or a key that identifies the reply.
-            before: The earlier replies to all jobs. The site may send the same replies again.
+            before: The earlier replies to all jobs, which the site may send again.
             topic: A description of the replies, for the error message.
 
         Raises:
@@ -340,7 +340,7 @@ def approve(kit: Path, job: str) -> bool:
 
 
 def _with_approved(lines: list[str], approved: list[str]) -> str:
-    """Return the text of the policy file with a new list of approved jobs; all other lines stay unchanged."""
+    """Return the text of the policy file, in which only the list of approved jobs is replaced."""
     text = "\n".join(lines)
     begin = line_of(text, "approved")
     new = tomli_w.dumps({"approved": approved}).strip()

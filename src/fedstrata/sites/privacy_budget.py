@@ -1,9 +1,9 @@
 """Limit a site's privacy loss: the ε of DP-SGD (``privacy.dp``) over all rounds and jobs.
 
-The site adds up Rényi divergences of one order. The order is chosen at the first step after the site has set a budget,
-and never changes. The total therefore bounds ε even if jobs depend on earlier replies (Feldman and Zrnic 2021, Theorem
-4.1). Each round is written to the disk before its first step. A job that is interrupted has spent the budget of all
-rounds that it began.
+The site adds up Rényi divergences of one order. The site chooses the order at the first step after it has set a budget,
+and never changes the order. The total therefore bounds ε even if jobs depend on earlier replies (Feldman and Zrnic
+2021, Theorem 4.1). The site writes each round to the disk before the round's first step. An interrupted job has
+therefore spent the budget of all rounds that it began.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ class Spending:
     steps: dict[Steps, int] = field(default_factory=dict)
 
     def by_job(self) -> dict[str, NDArray[np.float64]]:
-        """Return each job's Rényi divergences: for each of ``ORDERS``, the maximum over the job's clients.
-
-        The clients of a job have different samples, so only the maximum over the clients counts.
-        """
+        """Return each job's Rényi divergences: for each of ``ORDERS``, the maximum over the job's clients."""
         clients: dict[tuple[str, ClientId], NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(ORDERS)))
         for (job, client, noise, rate), count in self.steps.items():
             clients[job, client] += count * divergences(noise, rate)
@@ -83,7 +80,7 @@ class PrivacyBudget:
             client: The client.
             noise: The standard deviation of the noise, as a multiple of the maximum norm of a gradient
                 (``privacy.dp.clip``).
-            rate: The sampling probability: the probability that a sample is used in a step.
+            rate: The probability that a sample is used in a step.
             steps: The number of steps.
 
         Raises:
@@ -101,7 +98,7 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def report(self) -> dict[str, Any]:
-        """Return the total ε of all jobs, and the ε of each job, computed with privacy loss distributions (PLD).
+        """Compute the total ε of all jobs, and the ε of each job, with privacy loss distributions (PLD).
 
         The result is empty if no job with ``privacy.dp`` has trained.
 
@@ -129,7 +126,7 @@ class PrivacyBudget:
 
     @contextmanager
     def _changing(self) -> Iterator[Spending]:
-        """Read the file before the ``with`` block, and replace the file after the block unless the block fails."""
+        """Read the file before the ``with`` block and, if the block succeeds, replace the file afterwards."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._path.with_suffix(LOCK)):
             spending = self._read()
@@ -148,7 +145,7 @@ class PrivacyBudget:
         """Return the order of the Rényi divergence with which the budget allows the most steps.
 
         Args:
-            spending: The steps that clients have taken before the site had a budget.
+            spending: The steps that clients took before the site had a budget.
             step: The divergence of one step for each of ``ORDERS``.
             most: The maximum ε.
         """

@@ -1,4 +1,4 @@
-"""Start and end processes and their child processes, and send signals to all of these processes.
+"""Start processes, end them and their child processes, and send signals to all of these processes.
 
 All started processes end when the process that started them ends.
 
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command in a new session that ends when this process ends, even if SIGKILL kills this process.
+    """Start a command in a new session that ends when this process ends, even if this process is killed with SIGKILL.
 
     A second process, the guard, starts the command. The guard reads a pipe from this process. When this process ends,
     the operating system closes the pipe, and the guard kills the session.
@@ -35,7 +35,7 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 def groups_of(leader: int) -> set[int]:
     """Return the ids of the process groups of a session's leader and its descendants.
 
-    There are several groups, because NVFlare starts each job and each simulated site in a new group.
+    A session has several groups, because NVFlare starts each job and each simulated site in a new group.
     """
     import psutil
 

@@ -20,7 +20,7 @@ from fedstrata.reporting.setting import setting_line
 LOG = logging.getLogger(__name__)
 
 STATUS = Path("fedstrata") / "status.json"
-"""The file, in the folder of the server or of a site, to which this party writes the progress of a run."""
+"""The file to which the server or a site writes the progress of a run, in the party's own folder."""
 
 FEDSTRATA = "fedstrata"
 """The key of fedstrata's progress in the reply to NVFlare's command ``show_stats``."""
@@ -29,7 +29,7 @@ STEP = 2.0
 """The number of seconds between two writes of the progress."""
 
 DISK_FULL = 1e6
-"""A disk with fewer free bytes than this number counts as full."""
+"""The number of free bytes below which a disk counts as full."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
 """A mapping from fields of a round's record to the names of the curves that show these fields."""
@@ -48,7 +48,7 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
     A curve has approximately ``POINTS`` points or fewer. The curve of the ``primary`` metric comes first.
 
-    If a run repeats a round after a crash, its new record replaces the old records of this round and of later rounds.
+    If a run repeats a round after a crash, the new record replaces the old records of this round and of later rounds.
 
     >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
     {'loss': [[1, 2], [1.0, 0.5]]}
@@ -69,10 +69,10 @@ def curves_of(records: Iterable[Mapping[str, Any]], primary: str = "accuracy") -
 
 
 def about_run(history: History, folder: Path, spec: str) -> dict[str, str]:
-    """Return the description of a run for its progress: the name of the run folder, the title, and the setting.
+    """Return a description of a run for its progress: the name of the run folder, the title, and the setting.
 
     Args:
-        history: The history of the run. Only its method and its seed are used.
+        history: The history of the run, of which only the method and the seed are used.
         folder: The run folder.
         spec: The text of the spec.
     """
@@ -250,11 +250,11 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """Return lines of text about a run, with one line for each site, or about one site's work in a run.
+    """Return lines of text about one site's work in a run, or about a whole run, with one line for each site.
 
     Args:
         table: The progress that the server or the site wrote.
-        now: The current time in seconds since 1970. Default: the time of the clock.
+        now: The current time in seconds since 1970. Default: the clock's time.
     """
     now = time.time() if now is None else now
     age = now - table.get("at", now)
@@ -278,7 +278,7 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
 
 
 def _disk_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the disk of the server or site is full, because the shown progress may then be old."""
+    """Return a warning if the disk of the server or site is full, so that the shown progress may be outdated."""
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []

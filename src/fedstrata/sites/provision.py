@@ -1,4 +1,4 @@
-"""Create the job of a federation, and one folder each for the server, the sites and the administrator.
+"""Create a federation's job, and a folder for the server, for each site and for the administrator.
 
 Each folder contains a certificate, settings and start scripts. NVFlare calls such a folder a start-up kit.
 """
@@ -37,7 +37,7 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""The names of three folders: the server's, the administrator's, and the job's folder inside the administrator's."""
+"""The names of the server's folder, the administrator's folder, and the job's folder in the administrator's folder."""
 
 GATE = "fedstrata.sites.gate.Gate"
 
@@ -60,8 +60,8 @@ def provision(
         sites: The federation.
         out: A folder that is empty or does not exist.
         base_dir: The folder to which relative paths of data files refer in a trial on this machine; otherwise None.
-        requests: The folder with the certificate requests of all sites. The sites then keep the private keys that they
-            created, and their folders do not contain private keys. Default: create the private keys of all sites.
+        requests: The folder with the certificate requests of all sites. The sites have then created their own private
+            keys, so the folders do not contain private keys. Default: create the private keys of all sites.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.

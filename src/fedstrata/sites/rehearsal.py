@@ -52,12 +52,12 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run the experiment of a deployment in this process, on the same data files and with the same result.
+    """Run the experiment of a deployment in this process, with the deployment's data files and the same result.
 
     Args:
         spec: The experiment.
-        file: The description of the federation (``sites.toml``). The description contains the paths of the data and
-            keys of the server and the sites. Relative paths refer to the folder of this file.
+        file: The description of the federation (``sites.toml``), with the paths of the server's and the sites' data and
+            keys. Relative paths refer to the folder of this file.
         out: The run folder.
         resume: Whether to resume the run in the folder.
         callbacks: Callbacks of the run.

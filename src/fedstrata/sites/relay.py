@@ -19,7 +19,7 @@ class ClientRaisedError(FedstrataError):
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
-    """Return a client's reply to a request, or a ``Failure`` if the client failed or its reply has the wrong type."""
+    """Return a client's reply, or a ``Failure`` if the client failed or its reply does not fit the request."""
     if isinstance(outcome, Failed):
         error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
@@ -50,8 +50,8 @@ class _Hop:
 class SiteRelay:
     """A ``RelaySession`` in which the model goes directly from site to site.
 
-    The server sends the tasks, each with the name of the site that has the model. A site keeps its last model until the
-    relay is over. If a site fails, the run can therefore continue with the model that the previous site still stores.
+    Each task from the server contains the name of the site that has the model. A site keeps its last model until the
+    relay is over. If a site fails, the run can therefore continue with the previous site's model.
 
     Args:
         messenger: The messenger that sends messages to the sites.
@@ -70,7 +70,7 @@ class SiteRelay:
         self._last: _Hop | None = None
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Send a task to a client's site, which fetches the model from another site, and return the reply."""
+        """Send a task to a client's site, which fetches the model from another site. Return the reply."""
         self._last = None
         site = self._site_of_client[client]
         self._sites.add(site)

@@ -1,4 +1,4 @@
-"""Take part in secure sums as a site, with a certificate, a list of answered requests, and ledger entries."""
+"""Take part in secure sums as a site, which has a certificate, a list of answered requests, and a ledger."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
 from fedstrata.sites.policy import Policy
 
 ANSWERED = ".answered"
-"""The folder in a site's folder with the hashes of the requests that the site has answered. There is one file per
-job."""
+"""The folder, in a site's folder, with one file per job that contains the hashes of the answered requests."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Answered:
         self._lock = FileLock(path.with_name(LOCK))
 
     def read(self) -> set[bytes]:
-        """Return all hashes in the file. An incomplete hash at the end, which a crash left, is ignored."""
+        """Return all hashes in the file. Ignore an incomplete hash that a crash left at the end."""
         data = self._path.read_bytes() if self._path.exists() else b""
         return {data[end - KEY_BYTES : end] for end in range(KEY_BYTES, len(data) + 1, KEY_BYTES)}
 
@@ -115,8 +114,8 @@ class Answered:
         """Write a request's hash to the disk, before the reply leaves the site.
 
         Raises:
-            RefusedError: The site has answered this request before, perhaps in another process. Or it has already
-                answered the maximum number of requests.
+            RefusedError: The site has already answered this request, perhaps in another process, or has answered the
+                maximum number of requests.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
@@ -163,7 +162,7 @@ class KeptSite(Site):
 def member_of(
     begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, config: FederationConfig
 ) -> Member:
-    """Return the object that takes part in the secure sums of a run for a site, with new keys.
+    """Create new keys, and return the object that takes part in the secure sums of a run for a site.
 
     Args:
         begin: The server's first message.
@@ -210,7 +209,7 @@ def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
         client: The site's client.
 
     Returns:
-        True if the site received this message for the first time.
+        True if the site received this message for the first time; otherwise False.
 
     Raises:
         WireError: The acknowledgement has an unexpected class.

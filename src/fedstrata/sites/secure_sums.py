@@ -1,4 +1,4 @@
-"""Compute secure sums over sites, at the server of a deployment. A group of sites (roster) computes several sums."""
+"""Compute secure sums over sites at a deployment's server. A group of sites (roster) computes several sums."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class SecureSums:
     """The server's part in the secure sums of a run. Each site has one client.
 
-    A roster ends when its keys are used up, when one of its sites is lost, or when the next sum needs different sites.
+    A roster ends when its keys are used up, when a site in the roster is lost, or when the next sum needs other sites.
     If a sum fails, the states of the clients do not change, and an event gives the reason.
 
     Args:
@@ -142,7 +142,7 @@ class SecureSums:
         exchange.receive({self._site_of[client]: _vector(reply) for client, reply in answers.items()})
 
     def _step(self, federation: Federation, messages: Mapping[str, Message | None]) -> dict[str, Any]:
-        """Send a message of the protocol to each site; return the messages of the sites that replied."""
+        """Send a message of the protocol to each site, and return the messages of the sites that replied."""
         log = federation.log
         steps = {self._client_of[site]: SiteStep(message, federation.round) for site, message in messages.items()}
         log.exchanges += 1

@@ -16,10 +16,10 @@ from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import read_toml, with_location
 
 LOCAL = Path("local") / "fedstrata.toml"
-"""The file with the settings of the server or a site, in the folder of this party. The file is never part of a job."""
+"""The file with the settings of the server or a site, in the party's own folder. The file is never part of a job."""
 
 USER = "admin@fedstrata.local"
-"""The user name of the administrator, who may only submit jobs, watch them and fetch their results."""
+"""The user name of the administrator, whose only rights are to submit jobs, watch them and fetch their results."""
 
 PATIENCE = 600.0
 """The default number of seconds within which a site must reply."""

@@ -37,7 +37,7 @@ SITES = "sites.json"
 
 _LOOK = 0.1
 GRACE = 5.0
-"""The number of seconds between SIGTERM and SIGKILL, in which processes can end by themselves."""
+"""The number of seconds between SIGTERM and SIGKILL, during which processes can end by themselves."""
 
 
 def require_nvflare() -> None:
@@ -60,8 +60,8 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            but at most max(3, number of processors). A resumed run keeps its sites, because these sites store the
-            clients' states.
+            but at most one site per processor (or three sites, with fewer processors). A resumed run keeps its sites,
+            because the sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 256 << 20
-"""The maximum total size in bytes of the replies in one message. A single larger reply is sent in its own message."""
+"""The maximum total size in bytes of the replies in one message. A larger reply is sent in a message of its own."""
 
 SERVER = "server"
 """The name of the server as a sender. The server may send all kinds of messages, but other sites may only fetch a
@@ -64,12 +64,12 @@ HARMLESS = (
     *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
     *(UnusableDataError, RuleError, LateError),
 )
-"""Errors whose text the server and other sites may read. The text is about the reader's own messages or the spec. Or it
-names only a column and the requirement that the column's values violate."""
+"""Errors whose text the server and other sites may read. The text describes the reader's own messages or the spec, or
+names only a column and the requirement that the column violates."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
-"""Messages before the first round. If such a message fails, the failure is also written to the ledger, because the
-failure reveals that the data do not fit the spec."""
+"""Messages before the first round. The ledger also records failures of these messages, because a failure reveals that
+the data do not fit the spec."""
 
 
 class SiteServer:
@@ -78,13 +78,13 @@ class SiteServer:
     Args:
         name: The name of the site.
         folder: The folder of the clients' states.
-        send: A function that sends bytes to another site, or to the server (for a term of a sum), and returns the
-            reply.
+        send: A function that sends bytes to another site or to the server, and returns the reply. The server gets only
+            terms of sums.
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
         keys: The keys that all clients share to mask labels. Default: the keys that environment variables name.
-        policy: The site's limits on jobs. With None, the site allows everything that a job declares.
+        policy: The site's limits on jobs. If None, the site allows everything that a job declares.
         ledger: The site's ledger of replies and refusals; optional.
         credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses
             jobs with secure sums.
@@ -183,8 +183,8 @@ class SiteServer:
     def _mark(self, **outcome: Any) -> None:
         """Mark this thread's new ledger entries as refused or failed, because the replies will not leave the site.
 
-        If one of the entries is about the terms of a sum, the entries are not marked. These terms have already left the
-        site, and depend on the data of all its clients.
+        If one of the entries describes the terms of a sum, the entries are not marked. These terms have already left
+        the site, and depend on the data of all clients of the site.
         """
         me = threading.get_ident()
         with self._noting:
@@ -333,7 +333,7 @@ class SiteServer:
         return fingerprint(self.settings.data, self.folder)
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
-        """Return the model of a relay after one client's training (a hop), if the caller has the hop's ticket."""
+        """Return the model of a relay after a hop (one client's training), if the caller has the hop's ticket."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
@@ -426,11 +426,11 @@ class SiteRun:
 
     @classmethod
     def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
-        """Begin a run with the stored states of the clients after round ``begin.round``, or after an earlier round.
+        """Begin a run with the clients' states that were stored after round ``begin.round`` or an earlier round.
 
         Returns:
-            The run, the round of the restored states, and the clients without stored states. These clients were at
-            other sites before.
+            The run, the round of the restored states, and the clients without stored states, which were at other sites
+            before.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} is not the name of a run")
@@ -464,7 +464,7 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site. Without this list, a client without a state would look like
+        The checkpoint also lists all clients at this site. With this list, a client that never had a state differs from
         a client whose state was lost.
         """
         self.guard.save(save.round)
@@ -612,7 +612,7 @@ class SiteRun:
         return fields
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Return the next replies of the last exchange, which did not fit into earlier messages."""
+        """Return further replies of the last exchange, which did not fit into the previous messages."""
         if more.exchange != self._exchange:
             raise WireError(f"the replies of exchange {more.exchange} are no longer stored")
         return self._next_answers()
@@ -704,7 +704,7 @@ class SiteRun:
 
 @dataclass(frozen=True)
 class HopResult:
-    """The result of a hop, in which one client trains the model that travels from client to client.
+    """The result of a hop: one client's training of the model of a relay.
 
     Args:
         hop: The index of the hop.
@@ -724,7 +724,7 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's work in a relay, in which clients train one model that travels from client to client.
+    """A site's work in a relay, in which clients train one model in turn.
 
     The new states of the site's clients are stored only when the relay ends.
     """

@@ -32,11 +32,11 @@ def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
 
     Args:
         kit: The folder.
-        verbose: Whether NVFlare logs everything instead of only errors.
-        checked: Whether the folder has just been checked, so that the check is skipped.
+        verbose: Whether to log all messages of NVFlare, and not only errors.
+        checked: Whether to skip the check, because the folder has just been checked.
 
     Returns:
-        The exit code, which is 0 if the server or site may start.
+        The exit code: 0 if the server or site may start.
     """
     if not checked and checked_kit(kit):
         return 1

@@ -35,10 +35,11 @@ class Source:
     """A source of the progress of a run.
 
     Args:
-        table: A function that returns the progress of the run, or of a site's work in the run, as a dict; None without
-            a run. If the server does not reply, the dict has only the key ``away`` with the reason. If a submitted job
-            has not reported yet, the dict has only the key ``waiting`` with the job's status.
-        result: A function that returns the run folder after the run is over, and otherwise None.
+        table: A function that returns the progress of the run, or of a site's work in the run, as a dict. If there is
+            no run, the function returns None. If the server does not reply, the dict has only the key ``away`` with the
+            reason. If a submitted job has not reported yet, the dict has only the key ``waiting`` with the job's
+            status.
+        result: A function that returns the run folder if the run is over, and otherwise None.
         close: A function that closes the connections.
     """
 
@@ -48,12 +49,12 @@ class Source:
 
 
 def source_of(folder: Path, report: Report = print_lines) -> Source:
-    """Return the source that reads the progress from a folder.
+    """Return a source that reads the progress of a run from a folder.
 
     Args:
         folder: The administrator's folder, the folder of the server or of a site, or a run folder. With the
-            administrator's folder, the progress is requested from the server. The processes of the server and of a site
-            write their progress to their own folders.
+            administrator's folder, the source requests the progress from the server. With another folder, the source
+            reads the files to which the server or the site writes its progress.
         report: A function that is called with a line about each event.
 
     Raises:
@@ -89,10 +90,10 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
         as_json: Whether to print the progress as JSON.
 
     Raises:
-        SpecError: The argument ``folder`` is another kind of folder.
+        SpecError: ``folder`` is not one of these folders.
         DataError: A file of the run is damaged.
-        FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true and the server cannot
-            be reached, the request is repeated instead.
+        FedstrataError: The server refuses the request, or cannot be reached. If ``watch`` is true, an unreachable
+            server is asked again instead.
     """
     from rich.console import Console
     from rich.live import Live
@@ -123,7 +124,7 @@ def lines(table: dict[str, Any] | None) -> list[str]:
 
 
 def picture(table: dict[str, Any] | None) -> Any:
-    """Return the progress for display with ``rich``. The state of each site has a colour."""
+    """Return the progress for display with ``rich``, with a colour for the state of each site."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -142,7 +143,7 @@ def picture(table: dict[str, Any] | None) -> Any:
 def _rounds(path: Path) -> int:
     """Read a run's number of rounds from its spec.
 
-    The function does not read other settings, because these settings can name Python code that would then be loaded.
+    The function does not read other settings, because other settings can name Python code, which would be loaded.
     """
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]

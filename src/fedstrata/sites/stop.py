@@ -14,11 +14,11 @@ GRACE = 10.0
 """The number of seconds between SIGTERM and SIGKILL, in which processes can end by themselves."""
 
 ROUNDED = 60.0
-"""The maximum error, in seconds, of the start time of a process that the operating system reports."""
+"""The maximum error, in seconds, of a process's start time as the operating system reports it."""
 
 
 def stop(kit: Path) -> int:
-    """Stop the process of the server or a site and all its child processes, and wait until they have ended.
+    """Stop the process of the server or a site and its child processes, and wait until all of them have ended.
 
     Args:
         kit: The folder of the server or the site.
@@ -68,7 +68,7 @@ def _running(path: Path) -> Any:
 def _began_after(process: Any, path: Path) -> bool:
     """Return True if a process began after its id was written to the file.
 
-    If so, the process that wrote the id has ended, and the system has given the same id to a new process.
+    In this case, the process that wrote the id has ended, and the system has given the id to a new process.
     """
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 

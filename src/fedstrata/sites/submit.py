@@ -28,22 +28,22 @@ from fedstrata.sites.settings import USER
 from fedstrata.sites.simulator import require_nvflare
 
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
-"""NVFlare's statuses of jobs that are not submitted again. Jobs with any other FINISHED status may be submitted
+"""NVFlare's statuses of jobs that are never submitted again. Jobs with another FINISHED status may be submitted
 again."""
 POLL = 2.0
 TELL = 10.0
 """The minimum number of seconds between two reports about rounds."""
 QUIET = 10.0
-"""The number of seconds after which the administrator's request is repeated to a site that did not reply."""
+"""The number of seconds after which a site that did not reply gets the administrator's request again."""
 REJOIN = 20.0
 """The maximum number of seconds to wait for all sites before a failed job is submitted again."""
 ENDS = 180.0
-"""The number of seconds that a job may need to end after its last round, because NVFlare waits for sites."""
+"""The number of seconds that a job may take to end after its last round, because NVFlare waits for sites."""
 MISSED = 5
-"""If a connected site does not work on the job for this number of polls, the job is submitted again."""
+"""The number of polls after which the job is submitted again if a connected site does not work on the job."""
 AGAIN = 3
-"""The maximum number of times in a row that a job is submitted again because of the same site. The limit also applies
-to failures without new rounds."""
+"""The maximum number of times in a row that a job is submitted again because of one site, or because it failed without
+a new round."""
 
 Report = Callable[[str], None]
 
@@ -53,8 +53,8 @@ def submit(
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The job is submitted again if the server was restarted. The job is also submitted again if a connected site joined
-    late or was restarted, and therefore does not take part. The server then resumes the run from its last checkpoint.
+    The job is submitted again if the server was restarted, or if a connected site does not take part because it joined
+    late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, which ``provision`` wrote.
@@ -106,7 +106,7 @@ def refuse_expired(admin: Path, report: Report) -> None:
 class Watch:
     """The administrator's connection to the server, which submits and watches a job, and fetches its result.
 
-    While the server is unreachable, each request waits for ``POLL`` seconds, and has no result.
+    If the server is unreachable, each request waits for ``POLL`` seconds, and then has no result.
 
     Args:
         admin: The administrator's folder.
@@ -159,7 +159,7 @@ class Watch:
         return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Submit the job if it is not submitted yet. Return True if the job has ended with a result."""
+        """Submit the job if it is not yet submitted, and return True if the job has ended with a result."""
         if self._job is None:
             if self._given_up:
                 # Wait for the sites before the job is submitted again, because they connect one after another if the
@@ -194,7 +194,7 @@ class Watch:
         return False
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the progress that the server reports for the running job; None before the first report."""
+        """Return the server's report on the progress of the running job; None before the first report."""
         jobs = [] if self._job is None else [self._job]
         if not jobs:
             listed = self._call(lambda session: session.list_jobs()) or []
@@ -225,8 +225,8 @@ class Watch:
     def _report_progress(self) -> dict[str, str] | None:
         """Report new rounds and new states of sites, and return a mapping from each site to its state.
 
-        The mapping is empty if the states of the sites are not known. The result is None if the run is over. Its job
-        may still wait for a missing site.
+        The mapping is empty if the states of the sites are not known. If the run is over, the result is None. The job
+        may then still wait for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
@@ -314,7 +314,7 @@ class Watch:
                 return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
-        """Fetch a job's run folder (default: the current job). Return False if the server is unreachable."""
+        """Fetch the run folder of a job (by default, the current job). Return False if the server is unreachable."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             fetched = self._call(lambda session: [session.download_job_result(job or self._job, place)])

@@ -1,4 +1,4 @@
-"""Add up tensors over a group of clients at several sites, for example for the BatchNorm of a batch over all clients.
+"""Add up tensors over a group of clients at several sites, for example for BatchNorm over a batch from all clients.
 
 For each sum, a site sends the terms of all its clients in one call, and receives the total.
 """
@@ -18,7 +18,7 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The time that clients may wait for each other at each sum, as a fraction of the time for a whole reply."""
+"""The time that clients may wait for each other in each sum, as a fraction of the time for a whole reply."""
 
 
 class Sums:
@@ -27,8 +27,8 @@ class Sums:
     Terms are added in the order of the clients, not in the order of arrival. Totals are therefore the same as if all
     clients were in one process (``LocalGroup``).
 
-    The server waits less time for the terms of a sum than for a site's whole reply. A site that hangs therefore does
-    not delay the replies of all other sites.
+    The server waits for the terms of a sum for less time than for a site's whole reply. A site that hangs therefore
+    does not delay the replies of all other sites.
 
     Args:
         patience: The number of seconds that a site has for its whole reply.

@@ -1,4 +1,4 @@
-"""Send messages from the server to the sites. Heartbeats show whether a site works, and lost messages are repeated."""
+"""Send messages from the server to the sites, monitor the sites' heartbeats, and repeat lost messages."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""A site counts as dead if it does not send a heartbeat for this number of seconds, until its next heartbeat."""
+"""The number of seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
 
 STALL = 5.0
-"""If the site sends heartbeats, a request or a reply counts as lost after this number of seconds."""
+"""The number of seconds after which a request or a reply counts as lost although the site sends heartbeats."""
 
 RATE = 1e6
-"""The assumed speed of the slowest connection in bytes per second. This speed gives large messages more time before
-they count as lost."""
+"""The assumed speed of the slowest connection in bytes per second. Large messages therefore get more time before they
+count as lost."""
 
 LOOK = 0.25
-"""The number of seconds between two checks whether a call has ended, and between a failed call and the next call."""
+"""The number of seconds between two checks of whether a call has ended, and between a failed call and the next call."""
 
 FAILURES = 3
-"""After this number of failed calls, the error of the last call is raised."""
+"""The number of failed calls after which the error of the last call is raised."""
 
 STRUCK = "it was removed from the server's list of sites that may connect"
 
@@ -41,8 +41,8 @@ Call = Callable[[bytes, float], object]
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     """Begin a call in a daemon thread, and return a future that will contain the reply.
 
-    A call to a dead site lasts for its whole timeout. We do not use an executor, because the process would then wait
-    for such calls before it ends.
+    A call to a dead site lasts for its whole timeout. With an executor instead of a daemon thread, the process could
+    not end before all of these calls end.
     """
     future = Future[object]()
 
@@ -65,8 +65,8 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
         call: A function that sends the request.
         data: The encoded request.
         patience: The number of seconds within which a reply must arrive.
-        beside: True to repeat the request while an earlier call still waits; False to repeat the request only after a
-            call has failed.
+        beside: Whether to repeat the request while an earlier call still waits. If False, the request is repeated only
+            after a call has failed.
 
     Raises:
         SiteLostError: A reply did not arrive in time.
@@ -166,7 +166,7 @@ class CollabTransport:
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """Send a message and return the site's reply. Repeat the message if the message or the reply seems to be lost.
 
-        If a site is dead, this method raises an error within seconds. A busy site may work for ``patience`` seconds.
+        If the site is dead, this method raises an error within seconds. A busy site has ``patience`` seconds to reply.
 
         Raises:
             SiteLostError: The site is dead or late, or was removed from the list of sites. A reply that arrives later

@@ -21,7 +21,7 @@ class SiteRefusedError(FedstrataError):
     """An error for a message that a site refused.
 
     Args:
-        reason: Why the site refused the message, in words.
+        reason: The reason for the refusal, in words.
         for_good: Whether the site refuses everything until the job ends; see ``Refused``.
     """
 
@@ -53,7 +53,7 @@ class Surveyed(Message):
 
     Args:
         statistics: The statistics of the site's training samples.
-        fingerprint: A keyed hash of the site's data file, which does not reveal the content.
+        fingerprint: A keyed hash of the site's data file, which does not reveal the file's content.
     """
 
     statistics: Statistics
@@ -70,8 +70,8 @@ class Begin(Message):
         statistics: The statistics of all sites' own training samples; None if the spec names the data.
         clients: The ids of the clients at this site.
         total: The total number of clients.
-        round: The last round that is not repeated. The site restores its clients' states from the end of this round.
-            The value is 0 for a new run.
+        round: The round from whose end the site restores its clients' states; 0 for a new run. The run continues with
+            the next round.
     """
 
     run: str
@@ -100,8 +100,8 @@ class Begun(Message):
     """The reply of a site that is ready for the run.
 
     Args:
-        round: The round after which the clients' states were stored. This round is the requested round or an earlier
-            round, or 0 if no states are stored.
+        round: The round after which the clients' states were stored: the requested round, an earlier round, or 0 if the
+            site has not stored states.
         lost: The ids of clients that were not at this site in that round. The site does not have their states.
         fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
@@ -124,7 +124,7 @@ class BegunWithKeys(Begun):
 
 @record("Commit")
 class Commit(Message):
-    """An acknowledgement of the accepted replies of an exchange. The new states of other clients are discarded.
+    """An acknowledgement of the accepted replies of an exchange. Sites discard the new states of all other clients.
 
     Args:
         exchange: The sequence number of the exchange (requests to clients and their replies).
@@ -139,7 +139,7 @@ class Commit(Message):
 class HopCommit(Message):
     """An acknowledgement that the server uses the result of a hop, unless the hop's model is lost later.
 
-    In a relay, clients train one model, which travels from client to client. The training at one client is a hop.
+    In a relay, clients train one model in turn. The training at one client is a hop.
 
     Args:
         relay_id: The id of the relay.
@@ -152,7 +152,7 @@ class HopCommit(Message):
 
 @record("RelayEnd")
 class RelayEnd(Message):
-    """An acknowledgement that ends a relay, in which a model travelled from client to client.
+    """An acknowledgement that ends a relay, in which clients trained one model in turn.
 
     Args:
         relay_id: The id of the relay.
@@ -170,7 +170,7 @@ class Ask(Message):
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
         clients: The ids of the clients.
-        requests: The requests without duplicates. Many clients often get the same request.
+        requests: The distinct requests. Many clients often get the same request.
         which: The index of each client's request in ``requests``.
         group: The name of the group of clients that add up tensors together; empty if each client answers separately.
         places: The indices of these clients within the group.
@@ -189,8 +189,9 @@ class Failed(Message):
     """The outcome for a client that did not send a usable reply.
 
     Args:
-        reason: Why the reply is missing or cannot be used, in words.
-        bystander: Whether the client failed only because another client, with which it adds up tensors, failed.
+        reason: The reason why the reply is missing or cannot be used, in words.
+        bystander: Whether the client failed only because another client of its group failed. The clients of a group add
+            up tensors together.
         refused: Whether the site or the client refused the request.
     """
 
@@ -201,10 +202,11 @@ class Failed(Message):
 
 @record("Answers")
 class Answers(Message):
-    """The replies of a site's clients to ``Ask``, in the order of the clients in the ``Ask`` message.
+    """The replies of a site's clients to ``Ask``, in the order of the clients in ``Ask``.
 
     Args:
-        outcomes: A reply or ``Failed`` for each client, in this order. Missing outcomes are in the next message.
+        outcomes: A reply or ``Failed`` for each client. If clients are missing at the end, their outcomes follow in the
+            next message.
         left: The number of replies that did not fit into this message. The message ``More`` requests these replies.
         ledger: The head of the site's ledger after these replies; empty if the site does not have a ledger.
     """
@@ -227,7 +229,7 @@ class More(Message):
 
 @record("Hop")
 class Hop(Message):
-    """A task for one client of a relay: to train the model that travels from client to client (a hop).
+    """A task for one client of a relay: to train the relay's model, and to pass the model on (a hop).
 
     Args:
         exchange: The sequence number of the exchange, which is larger than the number of every earlier exchange.
@@ -238,7 +240,7 @@ class Hop(Message):
         holder: The site that has the model; empty if the model is in this message.
         base: The index of the hop after which the site ``holder`` has the model.
         weights: The model, if it is in this message.
-        back: Whether the model returns to the server with the reply, instead of staying at the site.
+        back: Whether the model returns to the server with the reply. Otherwise, the model stays at the site.
         ticket: A secret that is needed to fetch the model after this hop. The server later gives this secret only to
             the next site.
         key: The ticket of the hop ``base``, with which this site fetches the model from the holder.
@@ -277,7 +279,7 @@ class Unmoved(Message):
     """The site's reply to ``Hop`` if the site could not fetch the model.
 
     Args:
-        reason: Why the site could not fetch the model, in words.
+        reason: The reason why the site could not fetch the model, in words.
     """
 
     reason: str
@@ -319,7 +321,7 @@ class Refused(Message):
     """The reply to a message that a site refuses.
 
     Args:
-        reason: Why the site refused the message, in words.
+        reason: The reason for the refusal, in words.
         for_good: Whether the site refuses everything until this job ends, because of its policy.
     """
 
@@ -335,8 +337,8 @@ class Part(Message):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         tensors: The term of each client.
-        step: The sequence number of the sum, so that a repeated message gets the same total; 0 if the message is never
-            repeated.
+        step: The sequence number of the sum, with which a repeated message gets the same total; 0 if the message is
+            never repeated.
     """
 
     group: str
@@ -357,8 +359,8 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). Each acknowledgement is
-            sent again until the site has replied to a message that contains the acknowledgement.
+        acks: Acknowledgements of earlier replies (``Commit``, ``HopCommit``, ``RelayEnd``). The server sends each
+            acknowledgement again until the site has replied to a message that contains it.
         body: The message, such as ``Ask``.
         number: The sequence number of the message. Later messages have larger numbers. A site that receives the same
             number again repeats its reply. The number is 0 for a message that is never repeated.

@@ -35,11 +35,11 @@ def allowed_in_batches(
 
     Args:
         size: The number of samples in a batch, over all clients.
-        window: The accepted values of ``Reserve.window``, the range (from, to) of a client's samples that may be used.
-        lr: The accepted learning rate of the clients' steps. Not used if ``local_steps`` is 1.
+        window: The accepted values of ``Reserve.window``: the range (from, to) of a client's samples that may be used.
+        lr: The accepted learning rate of the clients' steps, which is not used if ``local_steps`` is 1.
         local_steps: The number of steps that a client takes on its samples of a batch.
         rounds: The rounds that train in batches; None for all rounds.
-        label_weights: Whether the loss of a sample is multiplied by a weight that depends on its label.
+        label_weights: Whether a sample's loss is multiplied by a weight that depends on the sample's label.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds, single=True)
     limit = SampleLimit(size, f"uses a part of a batch of {size} sample{'s' * (size > 1)}")
@@ -61,7 +61,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
     """Return the request that the server sends in single-sample mode.
 
     Args:
-        window: The accepted values of ``Steps.window``, the range (from, to) of a client's samples that may be used.
+        window: The accepted values of ``Steps.window``: the range (from, to) of a client's samples that may be used.
         longest: The maximum number of samples per request.
         rounds: The rounds that train sample by sample; None for all rounds.
     """
@@ -71,7 +71,7 @@ def allowed_sample_by_sample(window: Bound, longest: int, rounds: range | None) 
 
 
 def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -> list[Allowed]:
-    """Return the requests of the enrolment, in which the server learns which clients have samples of the same label.
+    """Return the requests of the enrolment, by which the server learns which clients have samples of the same label.
 
     Args:
         masking: How labels are hidden from the server; see ``Stratify``.

@@ -1,7 +1,7 @@
-"""Run Stratify's single-sample mode on a client: one SGD step on one sample for each label in a task.
+"""Run Stratify's single-sample mode on a client, which takes one SGD step on one sample for each label in a task.
 
 A *task* is one ``Steps`` request, which lists *placeholders* (numbers that stand for labels). In a *relay*, the model
-travels from client to client, with one task at each client.
+travels from client to client, and each client executes one task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 TRIAL = 3
-"""The number of trial steps. A ``TracedStepper`` is used only if these steps give the same model as autograd."""
+"""The number of trial steps. ``TracedStepper`` is used only if its model after these steps equals autograd's model."""
 
 BLOCK_BYTES = 16 << 20
 """The size of a block of inputs in bytes. ``FusedSteps`` checks after each block that the model is finite."""
@@ -56,7 +56,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
 
     Returns:
         Three values: the indices of the samples in the data set, the number of steps that the client took earlier in
-        this epoch, and the reply. The reply has a loss of 0, because the client has not trained on the samples yet.
+        this epoch, and the reply. The loss in the reply is 0, because the client has not trained on the samples yet.
     """
     client.authorize_release(1)  # the model that leaves the client may depend on a single sample
     before = client.state.get(STATE)
@@ -95,12 +95,11 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """Trains a model that travels from client to client (a *relay*), if all clients share one process.
+    """Trains the model of a *relay*, which travels from client to client, if all clients share one process.
 
-    At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken later,
-    all at once. The result is bit for bit the same as with separate steps at each client. If the model contains NaN or
-    infinity after a block, the block is repeated task by task. The steps of a task that leads to NaN or infinity are
-    then undone.
+    At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken together
+    later. The result is bit-identical to separate steps at each client. If the model contains NaN or infinity after a
+    block, the block is repeated task by task, and the steps of each task that leads to NaN or infinity are undone.
 
     Args:
         context: The context that the clients share.
@@ -121,7 +120,7 @@ class FusedSteps:
         self._block = max(1, BLOCK_BYTES // context.data.sample_bytes)
 
     def hop(self, client: Client, task: Steps) -> StepsReply:
-        """Let a client draw the samples of its task in the relay. The steps on these samples are taken later."""
+        """Let a client draw the samples of its task in the relay, for SGD steps that are taken later."""
         indices, steps, reply = draw_samples(client, task)
         self._last = (client.number, steps, indices), reply, task.round
         return reply
@@ -138,7 +137,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Take the remaining steps. Return the model and, for each task, a reply with the loss, or a failure."""
+        """Take the remaining steps, and return the model and, for each task, a reply with the loss or a failure."""
         self._flush()
         # If all tasks failed, the original model is returned.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
@@ -165,7 +164,7 @@ class FusedSteps:
                 self._done.append(replace(reply, loss=outcome.sum()))
 
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
-        """Take the steps of several tasks. Return the samples' losses, or a failure if the model is not finite."""
+        """Take the steps of several tasks, and return the samples' losses, or a failure if the model is not finite."""
         try:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
@@ -176,7 +175,7 @@ class FusedSteps:
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """Return the fastest object that can take SGD steps on a model. The object is cached for later calls."""
+    """Return the fastest object that can take SGD steps on a model, and cache the object for later calls."""
     last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -208,7 +207,7 @@ def _make_stepper(context: ClientContext, model: Model) -> Stepper:
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
     """Return True if two steppers give the same losses and the same model on a few samples.
 
-    A traced stepper repeats the operations of the first step in every step. For some models, the result is wrong.
+    A traced stepper repeats the operations of its first step in every step, which gives wrong results for some models.
     """
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()

@@ -1,4 +1,4 @@
-"""Run Stratify's hybrid mode: rounds in batch mode, then rounds in single-sample mode on data that arrive later."""
+"""Run Stratify's hybrid mode: batch mode in early rounds, and then single-sample mode on data that arrive later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedstrata.stratify.single import SingleMode
 
 @dataclass(frozen=True)
 class HybridMode:
-    """Hybrid mode: rounds in batch mode, then rounds in single-sample mode. ``Stratify`` describes the fields."""
+    """Hybrid mode: batch mode in early rounds, then single-sample mode. ``Stratify`` describes the fields."""
 
     batches: BatchMode
     singles: SingleMode
@@ -34,7 +34,7 @@ class HybridMode:
         return self.pretraining or max(1, agreed.training.rounds // 2)
 
     def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
-        """Return the mode that trains in a round, and the range of each client's samples that may be used in the round.
+        """Return the mode of a round, and the range of each client's samples that may be used in the round.
 
         The range is a pair of fractions (from, to) in [0, 1]. For each label, the client's samples are sorted by their
         time of arrival.

@@ -1,8 +1,8 @@
 """Requests of Stratify to reserve samples, compute gradients and take SGD steps, and the replies to these requests.
 
-The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule, at which
-a client trains on one sample of the label. A *placeholder* is a number that stands for a label, so that the server does
-not need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
+The server fixes the sequence of labels of an epoch (the schedule). A *position* is one entry of the schedule: a label
+of which a client trains on one sample. A *placeholder* is a number that stands for a label, so that the server does not
+need to know the label. The *pool* of a placeholder contains the client's unused samples of this label.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Epoch(Order):
     def refusal(self, request: Any) -> str:
         """Return the reason why a request is refused; an empty string if the request is accepted.
 
-        The client refuses malformed requests, batches without reserved samples, and batches that were already used or
-        come in the wrong order.
+        The client refuses malformed requests, and batches that have no reserved samples, were already used or come in
+        the wrong order.
         """
         if isinstance(request, Gradient):
             if request.batch <= self._last:
@@ -91,7 +91,7 @@ def _numbers(tensor: Tensor) -> bool:
 
 @record("ReserveReply")
 class ReserveReply(Reply):
-    """The reply to ``Reserve``. It says for which entries of the request the client could not reserve a sample.
+    """The reply to ``Reserve``: the entries of the request for which the client could not reserve a sample.
 
     Args:
         missing: True for each entry for which the client could not reserve a sample, because it has already used all
@@ -108,11 +108,11 @@ class ReserveReply(Reply):
 class GatheredReply(ReserveReply):
     """The reply to ``Reserve`` from a client that may move its samples to other batches.
 
-    Samples are moved because the client never computes a gradient over fewer than ``privacy.min_samples`` samples.
+    The client moves samples because it never computes a gradient over fewer than ``privacy.min_samples`` samples.
 
     Args:
-        batches: For each entry of the request's list of labels, the batch in which the client now trains on the sample,
-            int64. Ignore the value if ``missing`` is True.
+        batches: The batch in which the client now trains on the sample, for each entry of the request, int64. If
+            ``missing`` is True for an entry, ignore the batch.
         held: True for each entry for which the client holds its sample back, because the client has too few samples for
             any batch. In this case, ``missing`` is also True, and the sample stays unused.
     """
@@ -127,11 +127,9 @@ class Reserve(Request):
 
     Args:
         round: The epoch, counted from 1.
-        batches: For each sample to reserve, the index of its batch, int64, ascending.
-        labels: For each sample to reserve, the placeholder of its label, int64. A placeholder is a number that stands
-            for a label.
-        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
-            int64.
+        batches: The index of the batch for each sample to reserve, int64, ascending.
+        labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
+        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
@@ -195,7 +193,7 @@ class GradientReply(Reply):
 
     @property
     def size(self) -> float:
-        """The number by which the server divides the summed gradient before its step."""
+        """The number by which the server divides the summed gradient before the server's step."""
         return self.samples
 
 
@@ -243,7 +241,7 @@ class Gradient(ModelRequest):
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """Raise ``ReplyRefusedError`` if a shape differs from the model's, or if the reply is about zero samples."""
+        """Raise ``ReplyRefusedError`` if a shape differs from the model's, or if the number of samples is 0."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
@@ -270,7 +268,7 @@ class LabelWeightedGradient(Gradient):
     """A request for the gradient of a weighted sum of losses, in which a sample's weight depends on its label.
 
     Args:
-        factors: For each placeholder 0 … C − 1, the weight of the label for which it stands, shape (C,), float32.
+        factors: The weight of the label of each placeholder 0 … C − 1, shape (C,), float32.
     """
 
     factors: Tensor = field(default_factory=lambda: torch.ones(0))
@@ -278,11 +276,11 @@ class LabelWeightedGradient(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """The labels for which a client had no unused sample, and the summed loss over the samples used in training.
+    """The labels of which a client had no unused sample, and the summed loss over the samples used in training.
 
     Args:
-        missing: True for each label of the request on which the client did not train, because it had already used all
-            its samples of the label.
+        missing: True for each label of the request on which the client did not train, because it had no unused sample
+            of the label.
         exhausted: The placeholders (numbers that stand for labels) for which the client has no unused samples left
             after this request, int64.
         loss: The sum of the samples' losses as a scalar (float32). Each loss is computed before the step on the sample.
@@ -295,15 +293,14 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """A request for one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
+    """A request to take one SGD step on one sample for each label in a list (Stratify, Algorithm 3).
 
-    The steps change the model that travels from client to client.
+    The client takes the steps on the model that travels from client to client.
 
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
-            int64.
+        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
             interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.

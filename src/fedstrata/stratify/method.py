@@ -1,4 +1,4 @@
-"""Stratify, a method that trains on a random sequence of labels, in batches over all clients or sample by sample."""
+"""Stratify, which trains on a random sequence of labels, in batches over all clients or sample by sample."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StratifyState:
 
 
 class Stratify(Method):
-    """Trains one epoch per round on a random schedule of labels, which mixes the classes in every batch.
+    """Trains one epoch per round on a random schedule of labels, so that every batch contains a mixture of classes.
 
     The schedule is a random sequence of labels. At each position of the schedule, a client trains on one of its samples
     with this label. In mode ``batch``, a batch consists of samples of many clients. For each batch, the server takes
@@ -49,12 +49,12 @@ class Stratify(Method):
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
     client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
-    equal portions, one portion for each round of single-sample mode. All other samples are available from the start.
-    Each client rounds its portions down, and a sample may be used twice to fill the schedule.
+    equal portions, one portion per round of single-sample mode. All other samples are available from the start. Each
+    client rounds its portions down, and may use a sample twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
     have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
-    optimisers other than SGD are refused.
+    optimisers other than SGD cause an error.
 
     Args:
         mode: How clients train. ``batch``: many clients compute the gradient of a batch together. ``single``: the model
@@ -197,7 +197,7 @@ class Stratify(Method):
 
     @property
     def _weighted(self) -> bool:
-        """Whether clients multiply samples' losses by weights. With the schedule ``uncapped``, all weights are 1."""
+        """Whether clients multiply losses by weights. With the schedule ``uncapped``, all weights would be 1."""
         return self.label_weights and self.schedule != "uncapped"
 
     @cached_property
@@ -209,7 +209,7 @@ class Stratify(Method):
         return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn which clients have which labels. With masking, the server sees numbers instead of labels."""
+        """Learn the labels of each client. With masking, the server sees numbers instead of labels."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 

@@ -1,4 +1,4 @@
-"""Train batches of Stratify in which the server learns only the sum of the clients' gradients (``privacy.sums``)."""
+"""Train batches of Stratify so that the server learns only the sum of the clients' gradients (``privacy.sums``)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class GradientForm(ModelForm):
     Args:
         config: The settings that server and clients share.
         batch_size: Number of samples in a batch.
-        steps: Number of local steps whose gradients are added up. The range of a gradient is ``privacy.range`` per
-            step.
+        steps: Number of local steps whose gradients are added up. Each step's gradient has the range ``privacy.range``.
     """
 
     def __init__(self, config: FederationConfig, batch_size: int, steps: int) -> None:
@@ -68,7 +67,7 @@ class GradientForm(ModelForm):
 def ask_gradients(
     federation: Federation, clients: Iterable[int], request: Gradient, form: GradientForm, work: Work
 ) -> Summed | None:
-    """Ask the clients of a batch for the sum of their gradients. Return None if too few clients reply."""
+    """Return the sum of the gradients of a batch's clients, or None if too few clients reply."""
     from fedstrata.federation.secure.simulated import ask_sums
 
     summed = ask_sums(federation, clients, request, form, work=work)

@@ -23,13 +23,13 @@ MOST_CELLS = 2**31
 """The maximum of ``chunk_size`` times the number of clients, which limits the memory for the plan of a chunk."""
 
 QUEUE = 2
-"""The number of tasks that are planned in advance, so that a client knows where to send the model.
+"""The number of tasks that the server plans in advance, so that a client knows where to send the model.
 
 See Algorithm 3, line 5.
 """
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""The minimum and the maximum number of chunks of the schedule for which clients are chosen at once."""
+"""The minimum and the maximum number of chunks of the schedule for which the server chooses clients at once."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SingleMode:
     retain: float
 
     def check(self, config: FederationConfig, mode: str = "single") -> None:
-        """Raise ``SpecError`` if a setting does not allow steps on single samples."""
+        """Raise ``SpecError`` if a setting is incompatible with steps on single samples."""
         if config.privacy.min_samples > 1:
             problem = (
                 f"with method.mode = {mode!r}, each update is computed from a single sample. Use min_samples = 1, or "
@@ -84,7 +84,7 @@ class SingleMode:
 
 @dataclass(frozen=True)
 class Task:
-    """A client, and the consecutive entries of the schedule on which the client trains.
+    """A client and the consecutive entries of the schedule on which the client trains.
 
     Labels are indices into ``Roster.holders.placeholders``.
 
@@ -100,11 +100,11 @@ class Task:
 
 
 class Route:
-    """Plans the path of the model from client to client. It stores the remaining schedule and a queue of tasks.
+    """Plans the path of the model from client to client, with the remaining schedule and a queue of tasks.
 
-    The schedule is cut into chunks of consecutive positions. The clients of several chunks are chosen in advance,
-    because the choice depends only on the available clients. The choice is repeated when a client becomes unavailable,
-    or when positions that were not trained return to the schedule.
+    The schedule is cut into chunks of consecutive positions. The server chooses the clients of several chunks in
+    advance, because the choice depends only on the available clients. The server repeats the choice when a client
+    becomes unavailable, or when untrained positions return to the schedule.
 
     Args:
         roster: The clients that the server can ask.
@@ -138,7 +138,7 @@ class Route:
         """Yield the client and the request of each task.
 
         Each task is chosen before the previous task is yielded, so that the previous client knows where to send the
-        model next.
+        model.
         """
         while True:
             while len(self._queue) < QUEUE and len(self._left):
@@ -154,8 +154,8 @@ class Route:
 
         Args:
             position: The index of the task among the tasks that were sent.
-            reply: The client's reply; None if the task failed. If a failure is noticed later, the method is called a
-                second time with None.
+            reply: The client's reply; None if the task failed. If the server notices a failure later, this method is
+                called again with None.
         """
         task, roster = self._sent[position], self.roster
         if reply is None:
@@ -180,7 +180,7 @@ class Route:
         self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Insert labels that were not trained into the remaining schedule again, each at a random position.
+        """Insert untrained labels into the remaining schedule again, each at a random position.
 
         See line 17 of Algorithm 3. ``places`` are the labels, as in ``Task.places``.
         """

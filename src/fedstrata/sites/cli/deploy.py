@@ -56,7 +56,7 @@ def _deploy(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
-    """Print a result and return the exit code 0. The result is JSON with ``--json``, and otherwise lines of text."""
+    """Print a result (as JSON with ``--json``, and otherwise as lines of text), and return the exit code 0."""
     if options.json:
         common.print_json(table)
     else:
@@ -114,7 +114,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints events: to standard error if the result is JSON, else to standard output."""
+    """Return a function that prints events to standard output or, if the result is JSON, to standard error."""
 
     def report(text: str) -> None:
         with suppress(BrokenPipeError):  # The command continues even if the program that reads its output has ended.
@@ -288,7 +288,7 @@ def _asks(options: argparse.Namespace) -> int:
 def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
     """Return a context manager in which a spec may name code only from the packages that a site allows.
 
-    The settings in the site's folder ``kit`` list these packages. If ``kit`` is None, or with ``--trust``, a spec may
+    The settings in the site's folder ``kit`` list these packages. With ``--trust``, or if ``kit`` is None, a spec may
     name any code.
     """
     from fedstrata.base.loading import only_from

@@ -1,10 +1,9 @@
 """Encrypt vectors with the homomorphic encryption scheme CKKS, which TenSEAL (extra ``he``) implements.
 
-CKKS can add and multiply encrypted numbers. There are two sets of parameters, each with 128 bits of security.
+CKKS can add and multiply encrypted numbers. This module has two sets of parameters, each with 128 bits of security.
 Ciphertexts with the parameters ``COUNTING`` can only be added. Ciphertexts with the parameters ``COMPARING`` can also
 be multiplied once by plain numbers. Numbers are multiplied by a scale before encryption, so products have the square of
-this scale. Products are not *rescaled*, because CKKS would then divide them by a prime that differs slightly from the
-scale.
+this scale. Products are not *rescaled*, because rescaling divides them by a prime that differs slightly from the scale.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """Generate keys from the operating system's randomness. Return the secret and the public context as bytes."""
+    """Generate keys from the operating system's randomness, and return the secret and the public context as bytes."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -81,14 +80,14 @@ def _exact(context: Any) -> None:
 
 
 class Sealer:
-    """Encrypts numbers, and adds and multiplies ciphertexts, with a public key. It cannot decrypt ciphertexts.
+    """Encrypts numbers, and adds and multiplies ciphertexts, with a public key. Public keys cannot decrypt.
 
     Args:
         public: A serialised context without the secret key.
         parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters or contains a secret key.
+        ReplyRefusedError: The bytes are not a context, or the context has wrong parameters, or contains a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:
@@ -118,8 +117,7 @@ class Sealer:
 
         Args:
             values: At most ``Parameters.slots`` numbers.
-            product: Whether to use the squared scale, which products have. The ciphertext can then be added to a
-                product.
+            product: Whether to use the squared scale of products. The ciphertext can then be added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
@@ -180,14 +178,14 @@ class Opener(Sealer):
 
         Args:
             cipher: The ciphertext.
-            tolerance: The maximum accepted distance of a decrypted number from an integer, at most 0.25.
+            tolerance: The maximum accepted distance between a decrypted number and the nearest integer, at most 0.25.
 
         Returns:
             The integers, one per slot, with the dtype int64.
 
         Raises:
-            FedstrataError: A decrypted number differs from every integer by more than ``tolerance``, so rounding could
-                give a wrong integer.
+            FedstrataError: A decrypted number differs from the nearest integer by more than ``tolerance``, so rounding
+                could give a wrong integer.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)

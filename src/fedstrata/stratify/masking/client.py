@@ -42,7 +42,7 @@ from fedstrata.stratify.masking.prf import TAG_SIZE, tag
 from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 
 _WHOLE = 0.1
-"""The maximum accepted distance of a decrypted sum over clients from an integer.
+"""The maximum accepted distance between a decrypted sum over clients and the nearest integer.
 
 The error of the encryption is below 0.001 for 1,000 clients.
 """
@@ -51,8 +51,8 @@ The error of the encryption is below 0.001 for 1,000 clients.
 def presented(client: Client) -> tuple[Ints, Ints]:
     """Return a client's labels in random order, and the number of samples of each label, both of shape (L,).
 
-    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are left
-    out, and are never trained.
+    The order is the same in every request of a run. Labels with fewer than ``privacy.min_samples`` samples are omitted,
+    and are never trained.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
@@ -90,7 +90,7 @@ def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
 
 @handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
-    """Send the public keys that all clients share. Create the keys if there are no keys yet."""
+    """Send the public keys that all clients share. If the keys do not exist yet, create them."""
     keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
@@ -150,7 +150,7 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
 
 @handles(OpenTotals)
 def open_totals(client: Client, request: OpenTotals) -> Totals:
-    """Decrypt sums over clients and round them, because the rounding errors of CKKS could reveal the secret key."""
+    """Decrypt sums over clients, and round the sums, because the errors of CKKS could reveal the secret key."""
     keys = ring_of(client.context).open()
     opener = keys.counting
     pages = [opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages]
@@ -160,6 +160,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """Report, for each label of the client, which fraction of all clients' samples with this label it has."""
+    """Report, for each label of the client, the client's fraction of all clients' samples with this label."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -1,7 +1,7 @@
 """Count samples under encryption: the server adds up encrypted counts, and a client decrypts the totals.
 
-A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. For clients, each
-placeholder has a different, random number, which is called its *name*.
+A *placeholder* is a number that stands for a label. The server numbers the placeholders 0 … P − 1. Clients know each
+placeholder by another, random number, which is called its *name*.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
         names: The random number that each placeholder has for clients, shape (P,).
 
     Returns:
-        Two values: the entries of ``held`` for the clients that replied, and the encrypted number of samples of each
-        placeholder's label, summed over exactly these clients. The encrypted numbers are sorted by name, and each
-        ciphertext contains many numbers.
+        Two values: the entries of ``held`` for the clients that replied, and the encrypted number of these clients'
+        samples of each placeholder's label. The encrypted numbers are sorted by name, and each ciphertext contains many
+        numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -65,8 +65,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         The totals, shape (P,).
 
     Raises:
-        QuorumError: No client could decrypt the totals. Clients refuse to report totals that are not close to
-            integers.
+        QuorumError: No client could decrypt the totals. Clients do not report totals that are not close to integers.
     """
     size = len(names)
     if size == 0 or not held:
@@ -80,7 +79,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """Ask clients for their fractions of the totals. Compute each client's sample counts per label.
+    """Ask clients for their fractions of the totals, and compute each client's sample counts per label.
 
     Args:
         federation: The federation, through which the server sends requests to clients.

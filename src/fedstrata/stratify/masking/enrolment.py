@@ -1,8 +1,8 @@
 """Enrol clients: the server learns sample counts and which clients have labels in common, but not the labels.
 
-The server asks clients before the first round, and again when clients join. A *placeholder* is a number that stands for
-a label. The server numbers placeholders in the order in which it discovers their labels. The order is the same in
-every mode of masking, so that masking does not change the training. Clients know the placeholders only by random
+The server enrols clients before the first round, and whenever further clients join. A *placeholder* is a number that
+stands for a label. The server numbers placeholders in the order in which it discovers their labels. The order does not
+depend on the mode of masking, so masking does not change the training. Clients know the placeholders only by random
 numbers (*names*), because the server's own numbers would reveal which client added a label. Neither this module nor its
 imports can access a secret key.
 
@@ -42,15 +42,15 @@ class Roll:
 
     Args:
         masking: The mode of masking; see ``enrol``.
-        names: The random numbers that the P placeholders have for clients: a permutation of 0 … P − 1. All other fields
-            use the server's own numbers 0 … P − 1 of the placeholders.
+        names: The random numbers by which clients know the P placeholders: a permutation of 0 … P − 1. All other fields
+            use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its sample counts, in the order of the client's placeholders in ``held``.
-            The mapping contains only clients that reported counts. Clients report counts if labels are not masked, or
-            if selection is weighted.
+            The mapping contains only clients that reported counts, which clients do if labels are not masked or if
+            selection is weighted.
         totals: The number of samples of each placeholder over all clients, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
-            ``PackedRegister``. With this knowledge, the server recognises the labels of clients that join later.
+            ``PackedRegister``. With the register, the server recognises the labels of clients that join later.
     """
 
     masking: str
@@ -87,7 +87,7 @@ class Roll:
 
 @record("OpenRegister")
 class OpenRegister:
-    """The list of labels, which the server knows if labels are not masked.
+    """The labels, which the server knows because they are not masked.
 
     Args:
         labels: The label for which each placeholder 0 … P − 1 stands, shape (P,).
@@ -138,16 +138,16 @@ def enrol(
 
     Args:
         federation: The federation, through which the server sends requests to clients.
-        masking: Form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
-            (``ckks``). With ``ckks``, the server compares labels under encryption.
-        weighted: Whether clients also report which fraction of all samples of a label they have.
-        before: The result of an earlier enrolment. The server then asks only clients that are not enrolled yet, and
-            placeholders keep their labels.
+        masking: The form in which clients send labels: unchanged (``none``), as keyed hashes (``prf``), or encrypted
+            (``ckks``). With ``ckks``, the server compares encrypted labels.
+        weighted: Whether clients also report their fraction of all samples of each label.
+        before: The result of an earlier enrolment; None for the first enrolment. The server asks only clients that are
+            not enrolled yet, and placeholders keep their labels.
         watch: A function that is called with a phase's name when the phase begins. The phases are "unique list" (find
             all labels), "mapping" (find each client's labels) and "counts".
 
     Returns:
-        The enrolled clients, which replied to every request. Events record why other clients are missing.
+        The enrolled clients, which replied to every request. Events record why all other clients are missing.
 
     Raises:
         QuorumError: No client replied, or no client could decrypt the totals.

@@ -1,8 +1,8 @@
 """Store the secret keys that all clients share. One client makes the keys, and the server never sees them.
 
-A client gets the keys from ``ClientContext.keys`` in its context, which the server cannot access. Keys can be neither
-encoded into a message nor written into a checkpoint. A pickled key ring contains only the path of its folder. Only the
-public keys are sent, in a ``PublicKeys`` reply.
+A client gets the keys from ``ClientContext.keys``, which the server cannot access. Keys cannot be encoded in messages
+or checkpoints. A pickled key ring contains only the path of its folder. Clients send only the public keys, in a
+``PublicKeys`` reply.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Keys:
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write the keys to a file in ``folder`` that only the file's owner may read. Return the file's path.
+        """Write the keys to a file in ``folder`` that only its owner may read, and return the file's path.
 
         Raises:
             DataError: The folder already contains a key file.
@@ -142,7 +142,7 @@ class KeyRing:
 
     Args:
         folder: The folder of the key file; None to keep the keys in memory.
-        create: Whether a client may make the key file when the server asks for keys.
+        create: Whether a client may create the key file when the server requests the public keys.
     """
 
     def __init__(self, folder: Path | None = None, create: bool = False) -> None:
@@ -168,7 +168,7 @@ class KeyRing:
         """Return the keys.
 
         Raises:
-            FedstrataError: There are no keys yet.
+            FedstrataError: The keys do not exist yet.
             DataError: The key file is missing or damaged.
         """
         if self._keys is None:
@@ -181,7 +181,7 @@ class KeyRing:
         return self._keys
 
     def make(self) -> Keys:
-        """Return the keys. If there are no keys yet and this key ring may make keys, make new keys."""
+        """Return the keys. If the keys do not exist yet and this key ring may make keys, make new keys."""
         if self._keys is None and (self.folder is None or (self.create and not (self.folder / FILE).exists())):
             self._keys = Keys.make()
             if self.folder is not None:
@@ -191,9 +191,9 @@ class KeyRing:
     def order_seed(self, seed: int) -> int:
         """Return the seed of the random order in which clients report their labels.
 
-        A server that guesses this order can tell which label each placeholder (a number) stands for. In a deployment,
-        the seed is therefore derived from a secret in the key file. In a simulation, the function returns the
-        experiment's seed, so that a spec always gives the same result.
+        A server that guesses this order knows the label of each placeholder (a number that stands for a label). In a
+        deployment, the seed is therefore derived from a secret in the key file. In a simulation, the function returns
+        the experiment's seed, so that a spec always gives the same result.
 
         Args:
             seed: The experiment's seed.

@@ -1,8 +1,8 @@
-"""Requests and replies of an enrolment, in which the server learns which clients have labels in common.
+"""Requests and replies of an enrolment, by which the server learns which clients have labels in common.
 
 A *placeholder* is a number that stands for a label. The *unique list* is the server's encrypted list of all labels.
 Each client puts its labels in a random order (see ``presented`` in ``fedstrata.stratify.masking.client``). All arrays
-over a client's labels have this order. C is the number of classes, L is the number of a client's labels, and P is the
+with one entry per label have this order. C is the number of classes, L is the number of a client's labels, and P is the
 number of placeholders. Ciphertexts are bytes in TenSEAL's format. The field ``key`` is the fingerprint of the keys with
 which the ciphertexts were encrypted.
 """
@@ -30,7 +30,7 @@ class PublicKeys(Reply):
     Args:
         key: The keys' fingerprint.
         counting: The public key for counts.
-        comparing: The public key for comparisons; empty if the request does not ask for this key.
+        comparing: The public key for comparisons; empty if the server does not request this key.
     """
 
     key: str
@@ -40,7 +40,7 @@ class PublicKeys(Reply):
 
 @record("OpenKeys")
 class OpenKeys(Request):
-    """A request for the public keys that all clients share. The client makes the keys if there are no keys yet.
+    """A request for the public keys that all clients share. If the keys do not exist yet, the client makes them.
 
     Args:
         comparing: Whether the server also needs the key for comparisons, in addition to the key for counts.
@@ -71,7 +71,7 @@ class Assigned(Reply):
 
 @record("Assign")
 class Assign(Request):
-    """A request that tells a client its placeholders, which stand for its labels in later requests.
+    """A request that gives a client its placeholders: the numbers that stand for its labels in later requests.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
@@ -96,7 +96,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Raise ``ReplyRefusedError`` if the tags have another key, or if there are more tags than classes."""
+        """Raise ``ReplyRefusedError`` if the tags belong to another key, or if there are more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"the reply has {len(self.tags)} tags, but there are only {classes} classes")
@@ -144,7 +144,7 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Raise ``ReplyRefusedError`` if there are zero ciphertexts, or more ciphertexts than all classes need."""
+        """Raise ``ReplyRefusedError`` if the reply has no ciphertext, or more ciphertexts than all classes need."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
             problem = f"the reply has {len(reply.sheets)} ciphertexts, which is impossible with {self.classes} classes"
             raise ReplyRefusedError(problem)
@@ -152,10 +152,10 @@ class SealLabels(Request):
 
 @record("CompareReply")
 class CompareReply(Reply):
-    """The positions at which the server's encrypted list of labels (the unique list) contains the client's labels.
+    """The positions of the client's labels in the server's encrypted list of labels (the unique list).
 
     Args:
-        places: For each label of the client, the position of a zero difference, int64, shape (L,). Column c of the
+        places: The position of a zero difference for each label of the client, int64, shape (L,). Column c of the
             request's ciphertext i has the position i · width + c. A label with a zero difference is on the server's
             list. All other labels have the position −1. ``SlotLayout`` defines columns and width.
     """
@@ -182,7 +182,7 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """Raise ``ReplyRefusedError`` if the reply is about more labels than there are classes."""
+        """Raise ``ReplyRefusedError`` if the reply contains more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(
@@ -235,7 +235,7 @@ class Enlist(Request):
 
 @record("CountReply")
 class CountReply(Reply):
-    """A client's encrypted number of samples of each label.
+    """A client's encrypted sample counts.
 
     Args:
         key: The keys' fingerprint.
@@ -249,11 +249,11 @@ class CountReply(Reply):
 
 @record("CountReport")
 class CountReport(Request):
-    """A request for encrypted sample counts. The request also tells a client the placeholders of its labels.
+    """A request for encrypted sample counts, which also gives a client the placeholders of its labels.
 
     Args:
         placeholders: One placeholder (number) for each of the client's labels, int64.
-        size: The number P of placeholders, which is the number of different labels of all clients.
+        size: The number P of placeholders: the number of different labels of all clients.
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
@@ -314,7 +314,7 @@ class OpenTotals(Request):
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """For each label of a client, the client's fraction of all clients' samples of this label.
+    """A client's fraction of all clients' samples, for each label of the client.
 
     Args:
         shares: The client's number of samples of each label, divided by the number of samples over all clients,
@@ -326,7 +326,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """A request for the fraction of all clients' samples that a client has, for each of its labels.
+    """A request for a client's fraction of all clients' samples, for each of its labels.
 
     The fraction is the client's number of samples divided by the number over all clients. Only weighted selection needs
     this fraction.
@@ -345,7 +345,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """Raise ``ReplyRefusedError`` if a fraction means less than one sample, or more than all samples."""
+        """Raise ``ReplyRefusedError`` if a fraction represents less than one sample, or more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
             raise ReplyRefusedError("a fraction of samples is above 1, or is less than one sample")

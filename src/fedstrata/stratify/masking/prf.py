@@ -10,7 +10,7 @@ KEY_SIZE, TAG_SIZE = 32, 16
 
 
 def label_bytes(name: str) -> bytes:
-    r"""Return the bytes of a class name. All Unicode forms of the same characters give the same bytes.
+    r"""Return the bytes of a class name, which are equal for all Unicode forms of the name's characters.
 
     >>> label_bytes("caf\u00e9") == label_bytes("cafe\u0301")
     True
@@ -21,8 +21,8 @@ def label_bytes(name: str) -> bytes:
 def tag(key: bytes, name: str) -> bytes:
     """Return the tag of a class name: the first 16 bytes of its HMAC-SHA256.
 
-    To someone without the key, tags reveal only which labels are equal. The probability that any two of 10,000 labels
-    have the same tag is 1e-31.
+    Without the key, tags reveal only which labels are equal. The probability that any two of 10,000 labels have the
+    same tag is 1e-31.
 
     >>> tag(bytes(32), "cat") == tag(bytes(32), "cat"), len(tag(bytes(32), "cat"))
     (True, 16)
@@ -31,6 +31,6 @@ def tag(key: bytes, name: str) -> bytes:
 
 
 def order_seed(key: bytes, seed: int) -> int:
-    """Derive a seed from the experiment's seed and the key. Nobody can guess the result without the key."""
+    """Derive a seed from the experiment's seed and the key, without which nobody can guess the result."""
     digest = hmac.digest(key, b"fedstrata/order/" + str(seed).encode(), hashlib.sha256)
     return int.from_bytes(digest[:8], "big")

@@ -15,7 +15,7 @@ from fedstrata.stratify.masking.messages import CountReply, Enlisted, PublicKeys
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """Send a request to one client. Return its reply, or None if the client fails. An event then records the reason."""
+    """Send a request to one client, and return its reply. If the client fails, record an event, and return None."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
@@ -33,10 +33,10 @@ def ask_until(
     *,
     check: Check | None = None,
 ) -> tuple[ClientId, Any]:
-    """Send a request to one client after another until a client replies. Return this client and its reply.
+    """Send a request to one client after another until a client replies, and return this client and its reply.
 
     Raises:
-        QuorumError: No client replies. The error message says why the last client failed.
+        QuorumError: No client replied. The error message says why the last client failed.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)

@@ -1,12 +1,12 @@
 """Arrange labels in the slots of a ciphertext, and scramble the differences between labels.
 
 A ciphertext encrypts a vector of numbers, one per slot. The *unique list* contains all clients' labels, each label
-exactly once. One subtraction of ciphertexts compares several labels of a client with the whole list. For this
+exactly once. One subtraction of ciphertexts compares several labels of a client with a ciphertext of the list. For this
 comparison, the slots are laid out as a table. There are C classes, and class y = 0 … C − 1 has the code y + 1. In a
 ciphertext of the list, each *column* contains the code of one entry, which is the same in all *rows*. In a ciphertext
 of a client, each row contains the code of one of its labels, which is the same in all columns. A client with more
 labels than rows sends several ciphertexts, called *sheets*. If C exceeds the number of slots, the list has several
-ciphertexts, called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. No label has one of these
+ciphertexts, called *pages*. Code 0 means an empty column, and code C + 1 means an unused row. Labels never have these
 two codes.
 
 A client must learn only whether a difference d is zero. Multiplying d by a random number r is not enough, because the
@@ -18,8 +18,8 @@ with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S
 r·d, which is zero for d = 0, and uniform over 1 … p − 1 for every other d. The integer quotient of z and p is the sum
 of s and a number below p that depends on d. The distribution of this quotient depends on d, but changes by at most p /
 S, which is 2⁻¹⁹ for up to 5,000 classes. The noise u hides CKKS's own error, which is proportional to r. Together,
-noise and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison. This
-hides how the ciphertext was computed.
+noise and error stay below 1/4, so that rounding is exact. The term p·s + u is encrypted again for each comparison,
+which hides how the ciphertext was computed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SlotLayout:
 
     @property
     def prime(self) -> int:
-        """The smallest prime above ``classes`` + 1, which is called p in the module's docstring."""
+        """The smallest prime above ``classes`` + 1: the prime p in the module's docstring."""
         candidate = self.classes + 2
         while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
             candidate += 1
@@ -123,8 +123,8 @@ class SlotLayout:
     def blind(self) -> tuple[Floats, Floats]:
         """Draw the random numbers r and p·s + u (see the module's docstring), which hide differences, shape (slots,).
 
-        The numbers come from the operating system's randomness. If the numbers depended on the experiment's seed,
-        clients could repeat the draws, because clients know the seed.
+        The numbers come from the operating system's randomness, and not from the experiment's seed, because clients
+        know the seed and could repeat the draws.
         """
         p = self.prime
         spread = min(p << 20, _SPAN // p)
@@ -163,7 +163,7 @@ class SlotLayout:
 
 
 def below(bound: int, size: int) -> Ints:
-    """Draw ``size`` numbers in 0 … bound − 1 from the operating system's randomness, with a bias below bound / 2⁶³."""
+    """Draw ``size`` integers in 0 … bound − 1 from the operating system's randomness, with a bias below bound / 2⁶³."""
     drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(1)
     return (drawn % np.uint64(bound)).astype(np.int64)
 

@@ -2,9 +2,9 @@
 
 The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
 the list has all classes, the server compares the labels of all other clients at once. For a comparison, the server
-subtracts ciphertexts and scrambles the differences. The client decrypts the differences and reports which are zero. A
-zero means that two labels are equal. All other differences look random (``fedstrata.stratify.masking.slot_layout``).
-The server has only public keys, so the server cannot decrypt labels.
+subtracts ciphertexts and scrambles the differences. The client decrypts the differences, and reports which of them are
+zero. A zero means that two labels are equal. All other differences look random
+(``fedstrata.stratify.masking.slot_layout``). The server has only public keys, and cannot decrypt labels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOGETHER = 8
 class PackedRegister:
     """The encrypted list of all labels, which the server stores for clients that join later (masking ``ckks``).
 
-    The list is divided into *pages*. A page is one ciphertext with a fixed number of entries, its *width*.
+    The list is divided into *pages*. A page is one ciphertext with a fixed number of entries: the *width* of the page.
 
     Args:
         keys: The clients' public keys.
@@ -48,10 +48,10 @@ class PackedRegister:
 
 
 class UniqueList:
-    """The server's encrypted list of all different labels, with which it compares the clients' labels.
+    """The encrypted list of all different labels, with which the server compares the clients' labels.
 
-    The *placeholder* of a label is a number that stands for the label. The first label that was added has the
-    placeholder 0, the second label has the placeholder 1, and so on.
+    The *placeholder* of a label is a number that stands for the label. The first label on the list has the placeholder
+    0, the second label has the placeholder 1, and so on.
 
     Args:
         federation: The federation, through which the server sends requests. The list is complete when it has as many
@@ -76,12 +76,12 @@ class UniqueList:
         return len(self.places)
 
     def register(self) -> PackedRegister:
-        """Return the list as a record, which is needed when clients join later."""
+        """Return the list as a record, which the server needs when clients join later."""
         pages = {page: cipher.serialize() for page, cipher in self.pages.items()}
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
-        """Ask clients for their encrypted labels. Return a mapping from each client to its reply."""
+        """Ask clients for their encrypted labels, and return a mapping from each client to its reply."""
         return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
@@ -93,7 +93,7 @@ class UniqueList:
         Returns:
             A mapping from each client to the placeholders of its labels (the numbers that stand for the labels). The
             value −1 means that a label is not on the list. Clients that did not reply, or sent an impossible reply, are
-            left out.
+            missing.
         """
         requests, order = {}, {}
         for client, sealed in clients.items():
@@ -161,7 +161,7 @@ class UniqueList:
         return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """Return the numbers that stand for each client's labels. Refuse clients with labels that are not on the list.
+        """Return each client's placeholders. Refuse clients with labels that are not on the list.
 
         The list must be complete.
         """
@@ -205,7 +205,7 @@ class UniqueList:
     ) -> dict[ClientId, Any]:
         """Send requests to clients, and return all replies.
 
-        If only one client is asked and raises an exception, this client counts as a client that did not reply.
+        If only one client is asked and raises an exception, the exception counts as a missing reply.
         """
         if len(clients) == 1:
             ((client, single),) = Requests.of(clients, request).items()
@@ -225,8 +225,8 @@ class UniqueList:
         """Find the entries of the list that equal a client's labels, from the client's reply to ``Compare``.
 
         Args:
-            places: For each label of the client, the position of a zero difference, or −1; see ``CompareReply``.
-            order: For each ciphertext of the request, the indices of the two compared ciphertexts: the client's (sheet)
+            places: The position of a zero difference for each label of the client, or −1; see ``CompareReply``.
+            order: The indices of the two compared ciphertexts, for each ciphertext of the request: the client's (sheet)
                 and the list's (page).
 
         Returns:
