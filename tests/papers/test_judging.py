@@ -165,7 +165,7 @@ def test_a_row_that_gains_more_in_one_column_than_in_another(table, more, verdic
     claim = Claim("rebafl", "", "", "gains", {**about, "columns": ["x", "y"]})
     found = judged(claim, results(table, figures))
     assert found.verdict == verdict
-    assert found.measure == "The gain of `b` over `a` with `x`, minus the gain with `y`, is"
+    assert found.measure == "From `y` to `x`, the gain of `b` over `a` changes by"
     opposite = judged(Claim("rebafl", "", "", "gains", {**about, "columns": ["y", "x"]}), results(table, figures))
     assert opposite.verdict == ("contradicted" if verdict == "confirmed" else "inconclusive")
 
@@ -196,7 +196,7 @@ def test_a_verdict_that_depends_on_the_metric_says_so(table):
             found[cell.hash]["last10"] = BASE[cell.seed] - CLEAR[cell.seed]
     evidence = judged(claim, found).evidence
     assert evidence.endswith(
-        "This verdict uses the accuracy after the last round. Based on the mean accuracy of the last 10 rounds, the "
+        "This verdict uses the accuracy after the last round. With the mean accuracy of the last 10 rounds, the "
         "verdict would be *contradicted*: −1.2 [−1.9, −0.4] points"
     )
 
@@ -274,7 +274,7 @@ def test_a_row_in_one_column_no_worse_than_in_another(table, x, verdict):
     about = {"table": "mine", "row": "b", "reference": "y", "within": 1.0}
     found = judged(Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): x, ("b", "y"): BASE}))
     assert found.verdict == verdict
-    support = "A comparison supports the claim if its interval is above −1 points. "
+    support = "A comparison supports the claim if its whole interval is above −1 points. "
     support += "Compared with `y`, the accuracy of `b` changes by"
     assert found.measure == (support if verdict != "not tested" else "The claim is")
 
@@ -286,7 +286,7 @@ def test_a_mean_within_the_tolerance_is_not_enough(table):
         Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): raised(-3, 0, 3), ("b", "y"): BASE})
     )
     assert (found.verdict, found.evidence) == ("inconclusive", "0.0 [−7.5, +7.5] points")
-    assert "if its interval is above −1 points" in found.measure
+    assert "if its whole interval is above −1 points" in found.measure
 
 
 def test_one_missing_comparison_is_in_the_singular(table):

@@ -215,7 +215,7 @@ class _Case:
             changes = [difference_text(each) for _, each in decisive]
             evidence = " and ".join(f"{a} {unit}{label}" for a, label in zip(changes, labels, strict=True))
         if tested and within:
-            measure = f"A comparison supports the claim if its interval is above −{within:g} points. {measure}"
+            measure = f"A comparison supports the claim if its whole interval is above −{within:g} points. {measure}"
         if tested and (untested := len(comparisons) - len(tested)):
             evidence += (
                 f". Of {len(comparisons)} comparisons, {untested} {'is' if untested == 1 else 'are'} not tested yet"
@@ -233,7 +233,7 @@ class _Case:
         judgement, other = judge(metric), judge(other_metric)
         if other.verdict in (judgement.verdict, "not tested"):
             return judgement
-        more = f"This verdict uses the {METRICS[metric]}. Based on the {METRICS[other_metric]}, the verdict would be "
+        more = f"This verdict uses the {METRICS[metric]}. With the {METRICS[other_metric]}, the verdict would be "
         return replace(judgement, evidence=f"{judgement.evidence}. {more}*{other.verdict}*: {other.evidence}")
 
 
@@ -310,25 +310,26 @@ def _margin(case: _Case) -> Judgement:
     def judge(metric: str) -> Judgement:
         difference = compared(*(over_seeds(case.cells, *place, metric) for place in (mine, theirs)))
         if (interval := predicted_margin(difference)) is None:
-            return Judgement(case.claim, "not tested", margins, command)
+            return Judgement(case.claim, "not tested", "", command)
         low, high = interval
         inside = [low <= margin <= high for margin in published]
         verdict: Verdict = "inconclusive" if any(inside) else "contradicted"
         if all(inside) and difference.order() in ("above", "below"):
             verdict = "confirmed"
-        one_more = f"the 95 % prediction interval for one more seed, [{signed(low)}, {signed(high)}], "
-        one_more += "contains the paper's margin" if any(inside) else "does not contain the paper's margin"
-        text = f"{margins}. Our mean margin is {difference_text(difference, 'points')}, and {one_more}"
+        one_more = f"The 95 % prediction interval for one more seed is [{signed(low)}, {signed(high)}], "
+        one_more += f"which {'contains' if any(inside) else 'does not contain'} the paper's margin"
+        text = f"Our mean margin is {difference_text(difference)} points. {one_more}"
         decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
         return Judgement(case.claim, verdict, text, command, decisive=decisive)
 
-    return case.by_metrics(judge)
+    judgement = case.by_metrics(judge)
+    return replace(judgement, evidence=". ".join(filter(None, (margins, judgement.evidence))))
 
 
 def _gains(case: _Case) -> Judgement:
     """Judge whether a row's gain in accuracy over another row is larger in the first column than in the second."""
     more, less = case.columns
-    text = f"The gain of `{case.row}` over {case.other} with `{more}`, minus the gain with `{less}`, is"
+    text = f"From `{less}` to `{more}`, the gain of `{case.row}` over {case.other} changes by"
 
     def judge(metric: str) -> Judgement:
         gains = []
@@ -357,8 +358,8 @@ def _change(case: _Case) -> Judgement:
     return case.judged(texts, case.places(), metric, percent, wanted, "%")
 
 
-COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
-"""Counts that are compared without a statistical test, as a mapping from metrics to descriptions."""
+COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
+"""Numbers of bytes that are compared without a statistical test, as a mapping from metrics to verbs."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -374,12 +375,12 @@ def _ratio(case: _Case) -> Judgement:
     if ratios and all(by_place):
         most, least = case.about.get("most", max(ratios)), case.about.get("least", min(ratios))
         verdict = "confirmed" if least <= min(ratios) and max(ratios) <= most else "contradicted"
-    text = "unknown, because no runs are finished"
+    text = "an unknown number of bytes, because no runs are finished"
     if ratios:
         mean = statistics.fmean(ratios)
         text = f"{mean:,.0f}" if mean >= 10 else f"{mean:.3f}"
-        text += f" times the number with {case.other}"
-    measure = f"The number of {COUNTED[metric]} with `{case.row}` is"
+        text += f" times as many bytes as with {case.other}"
+    measure = f"With `{case.row}`, clients {COUNTED[metric]}"
     return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
 
 
@@ -395,7 +396,7 @@ def _sooner(case: _Case) -> Judgement:
         mine, theirs = (1 + next(i for i, value in enumerate(each) if value >= goal) for each in (curve, other))
         return mine, theirs
 
-    goal = "the lower of their two best accuracies"
+    goal = "the same accuracy (the lower of their two best accuracies)"
     texts = (
         f"{case.instead}, the number of rounds to reach {goal} changes by",
         f"We compare how many rounds {case.both} need to reach {goal}.",

@@ -40,8 +40,8 @@ ABOUT_FOREST = f"""\
 ![Differences in accuracy with their intervals, one panel per paper]({FOREST})
 
 Blue differences in accuracy support the claim, orange differences show the opposite, and grey differences are
-not significant. A thick line is the 95 % interval of one comparison. With 95 % confidence, all thin intervals of a
-claim hold simultaneously. *#C=1* means one class per client."""
+not significant. A thick line is the 95 % interval of one comparison. The thin lines are Bonferroni-corrected: with
+95 % confidence, all thin intervals of a claim hold simultaneously. *#C=1* means one class per client."""
 DOWNLOADS = (
     f"See also [all claims]({CLAIMS}) and [how we judge]({CLAIMS}#how-we-judge). "
     f"Download [all claims]({CLAIMS_CSV}) and [all tables]({TABLES_CSV}) as CSV."
@@ -129,7 +129,7 @@ def first_page(judgements: Sequence[Judgement], results: Results, *, quick: bool
         if title := each.claim.about.get("headline"):
             seeds = sorted({f"{comparison.alone.n} seeds" for comparison, _ in each.decisive})
             data = ", ".join([each.claim.about["data"], *seeds])
-            claims.append([title, chip(each.verdict), each.evidence, data])
+            claims.append([title, chip(each.verdict), each.evidence[:1].upper() + each.evidence[1:], data])
     lines += [*markdown(rows), "", "## Headline claims", "", *markdown(claims), "", ABOUT_FOREST, ""]
     left = f"{cells - done:,} of {cells:,} runs are missing. The missing runs need about {hours:.0f} core hours"
     return "\n".join([*lines, f"{left} (`fedstrata reproduce --list`). {DOWNLOADS}"])

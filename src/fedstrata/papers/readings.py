@@ -38,7 +38,7 @@ from fedstrata.stratify.schedule import frequencies, schedule
 Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 FEW_MORE = 1.05
-"""Maximum ratio to the baseline's number of bytes or operations that still counts as "few more"."""
+"""Maximum ratio to the baseline's number of bytes or operations that still counts as "slightly more"."""
 EXACT, DRAWN = 0.01, 0.05
 """Maximum relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
@@ -94,14 +94,14 @@ def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Call
 
 @_reading(
     "stratify-weights",
-    "With uniform selection and a cap of 500 samples per label, the mean number of uses per sample in an epoch is",
+    "With uniform selection and a cap of 500 samples per label, a sample is used on average",
 )
 def _uses() -> Made:
     uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
     even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{uses[0]:.2f} for a client with 900 samples of the label, and {uses[1]:.2f} for a client with 100 samples. "
-        f"With two clients that have 500 samples each, the means are {even[0]:.2f} and {even[1]:.2f}"
+        f"{uses[0]:.2f} times per epoch at a client with 900 samples of the label, and {uses[1]:.2f} times at a client "
+        f"with 100 samples. At two clients with 500 samples each, a sample is used {even[0]:.2f} or {even[1]:.2f} times"
     )
     values = {"large": float(uses[0]), "small": float(uses[1])}
     return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
@@ -136,7 +136,7 @@ def _neyman() -> Made:
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     text = (
         f"{allocation.count(0)} strata do not get a draw, and the error of the mean update is {100 * bias:.0f} % of "
-        "its correct length"
+        "the correct update's length"
     )
     return text, {"bias": 100 * bias}, [bias <= EXACT]
 
@@ -149,16 +149,16 @@ def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = (
-        f"the average length of a drawn update is {drawn:.1f}. This is {100 * (drawn / mean - 1):.0f} % too long, "
-        f"because the mean update has the length {mean:.1f}"
+        f"the average length of a drawn update is {drawn:.1f}. The mean update has the length {mean:.1f}, so drawn "
+        f"updates are {100 * (drawn / mean - 1):.0f} % too long on average"
     )
     return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
 
 @_reading(
     "fedsts-variance",
-    "We simulate ten draws from 100 clients in ten groups, whose members have similar gradients. With the published "
-    "sampling, the variance of the mean update, relative to uniform sampling, is",
+    "We simulate ten draws from 100 clients in ten groups of clients with similar gradients. Relative to uniform "
+    "sampling, the published sampling changes the variance of the mean update to",
 )
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}
@@ -166,8 +166,8 @@ def _variance() -> Made:
     parts = [f"{100 * each['ratio']:.0f} % with {name}ly separated groups" for name, each in simulated.items()]
     biases = [f"{100 * each['bias']:.0f} %" for each in simulated.values()]
     text = (
-        f"{' and '.join(parts)}. However, the mean update is biased: the bias is {' and '.join(biases)} of the mean "
-        "update's length, respectively. The page [Samplers](samplers.md) shows results for MNIST"
+        f"{' and '.join(parts)}. However, the mean update is biased by {' and '.join(biases)} of its length, "
+        "respectively. The page [Samplers](samplers.md) shows results for MNIST"
     )
     values = {f"{name}, {key}": value for name, each in simulated.items() for key, value in each.items()}
     return text, values, [each["ratio"] <= 1 - DRAWN for each in simulated.values()]
@@ -227,7 +227,7 @@ def _limit() -> Made:
 
 @_reading(
     "fedssar-bias",
-    "We assume ten draws and orthogonal updates. The bias of the mean update, relative to its correct length, is",
+    "We assume ten draws and orthogonal updates. As a fraction of the correct length, the bias of the mean update is",
 )
 def _clusters() -> Made:
     biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
@@ -272,7 +272,7 @@ def _less_variance() -> Made:
 
 @_reading(
     "fedssar-condition",
-    "The theorems require ρ > 0. Without noise and with L̄ = 0, the smoothness constant L of the loss must then be",
+    "The theorems require ρ > 0. Even without noise and with L̄ = 0, the smoothness constant L of the loss must then be",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10

@@ -141,13 +141,13 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    line = f"† An earlier version of fedstrata computed {len(results)} runs from the same specs ({sources})."
+    line = f"† {len(results)} runs with the same specs are from an earlier version of fedstrata ({sources})."
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
-        line += f" With the current version, we repeated the first {rounds} rounds of {len(repeated)} of these runs."
         line += (
-            f" The accuracies changed by at most {points} points. We left out runs whose accuracies changed by more "
-            "than one point."
+            f" We repeated the first {rounds} rounds of {len(repeated)} of these runs with the current version, which "
+            f"changed the accuracies by at most {points} points. The table leaves out runs whose accuracies changed by "
+            "more than one point."
         )
     return ["", line]
 

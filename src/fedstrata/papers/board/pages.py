@@ -24,7 +24,7 @@ PAGE, SUMMARY = "board.md", "board.json"
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
     "A difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
-    "not corrected, so an interval can exclude 0 although p is at least 0.05."
+    "not corrected, so an interval can exclude 0 even if the difference is not significant."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -118,7 +118,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
         return "This page will rank the methods when at least one method has finished all seeds."
     return (
         f"This page ranks {complete} tuned methods for training with dropouts, in {len(shown)} "
-        f"column{'s' * (len(shown) != 1)} (setting{'s' * (len(shown) != 1)}). All methods use the same "
+        f"setting{'s' * (len(shown) != 1)} (column{'s' * (len(shown) != 1)}). All methods use the same "
         f"{len(protocol.seeds)} seeds.\n\n{INTERVALS}"
     )
 
@@ -129,7 +129,7 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     sentences = (
         f"The picture ranks {len(ranking.ranks)} methods by their mean accuracy in {len(complete)} columns.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
-        f"Ranks that differ by less than {ranking.critical:.1f} cannot be distinguished.",
+        f"Two methods differ significantly only if their average ranks differ by {ranking.critical:.1f} or more.",
         "All columns use the same data set, so the ranking may differ for other data.",
     )
     return " ".join(sentences)
@@ -146,7 +146,7 @@ def _column(verdicts: Verdicts) -> list[str]:
     if verdicts.missing:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
-        lines += [f"{has}. All verdicts on this column are provisional.", ""]
+        lines += [f"All verdicts in this column are provisional, because {has}.", ""]
     return lines + _folded(f"{len(verdicts.outcomes)} methods: accuracies in %, and costs", _table(verdicts))
 
 
@@ -161,8 +161,8 @@ def _sentences(verdicts: Verdicts) -> list[str]:
     else:
         lines.append(f"None of the {others} other methods differs significantly from FedAvg.")
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
-        rule = f"ranks that differ by less than {ranking.critical:.1f} cannot be distinguished"
-        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {rule}.")
+        rule = f"differ significantly only if their average ranks differ by {ranking.critical:.1f} or more"
+        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so two methods {rule}.")
     lines += [_best(verdicts, measure) for measure in BUDGETS]
     return [f"- {line}" for line in lines]
 
@@ -183,8 +183,8 @@ def _best(verdicts: Verdicts, measure: str) -> str:
         return f"At equal {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its accuracy at equal {cost} "
-        f"differs from FedAvg's by {difference}."
+        f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its difference from FedAvg at "
+        f"equal {cost} is {difference} points."
     )
 
 
