@@ -318,7 +318,7 @@ def _margin(case: _Case) -> Judgement:
             verdict = "confirmed"
         one_more = f"The 95 % prediction interval for one more seed is [{signed(low)}, {signed(high)}], "
         one_more += f"which {'contains' if any(inside) else 'does not contain'} the paper's margin"
-        text = f"Our mean margin is {difference_text(difference)} points. {one_more}"
+        text = f"Our mean margin is {difference_text(difference, 'points')}. {one_more}"
         decisive = [(Comparison(mine[1], theirs[0], difference, difference), difference)]
         return Judgement(case.claim, verdict, text, command, decisive=decisive)
 

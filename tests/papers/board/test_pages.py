@@ -174,3 +174,8 @@ def test_lines_overlap_if_ranks_cannot_be_distinguished():
     assert text == critical_difference_picture(ranking, "seeds")
     for words in ("critical difference 1.5", "average rank over 4 seeds (1 is best)"):
         assert text.count(f">{words}</text>") == 1
+
+
+def test_a_method_in_two_columns_is_one_method(protocol, out):
+    verdicts = judge(protocol, out)
+    assert f"This page ranks {len(ACCURACY)} tuned methods" in pages.page(protocol, [verdicts, verdicts])

@@ -114,10 +114,7 @@ class Site:
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server.
-
-    It determines the smallest threshold that the site accepts.
-    """
+    """Number of other sites that may collude with the server, which determines the smallest accepted threshold."""
 
     def __init__(
         self,

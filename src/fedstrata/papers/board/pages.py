@@ -113,7 +113,7 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
 
 
 def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
-    complete = sum(len(each.complete) for each in shown)
+    complete = len(set[str]().union(*(each.complete for each in shown)))
     if not complete:
         return "This page will rank the methods when at least one method has finished all seeds."
     return (
@@ -184,7 +184,7 @@ def _best(verdicts: Verdicts, measure: str) -> str:
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
         f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its difference from FedAvg at "
-        f"equal {cost} is {difference} points."
+        f"equal {cost} is {difference}."
     )
 
 
