@@ -47,7 +47,7 @@ class UpdateRound:
 
 
 class UpdateTap(LocalEngine):
-    """A local engine that passes the updates of each round to a function, also in runs with secure sums.
+    """A local engine that passes the updates of each round to a function, even in runs with secure sums.
 
     Args:
         context: See ``LocalEngine``.
