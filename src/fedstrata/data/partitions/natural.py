@@ -69,7 +69,7 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """A single client trains on samples of another partition, as a baseline for federated training.
+    """One client trains on samples of another partition, as a baseline for federated training.
 
     For centralised training, it has the samples of all clients in the other partition. For local training, it has the
     samples of one of these clients.
