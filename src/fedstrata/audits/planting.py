@@ -86,7 +86,9 @@ class Canaries:
 
 
 class CanaryLoss(CrossEntropy):
-    """The cross-entropy loss for samples. For each canary in the data, the loss is a multiple of one parameter.
+    """The loss of a client with canaries.
+
+    It is the cross-entropy for samples, and a multiple of one parameter for each canary in the data.
 
     Args:
         strength: The norm of a canary's gradient.
@@ -110,7 +112,7 @@ class CanaryTap(UpdateTap):
     """A local engine in which one client trains on its samples and on canaries; see ``UpdateTap``."""
 
     def plant(self, canaries: Canaries, client: ClientId, divide_noise: float) -> None:
-        """Give canaries to a client. This method must be called before the client trains.
+        """Give canaries to a client. Call this method before the client trains.
 
         Args:
             canaries: The canaries.

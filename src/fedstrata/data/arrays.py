@@ -95,7 +95,9 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
 
 
 def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
-    """Convert inputs to the form in which a ``Dataset`` stores them. The result may share memory with ``values``.
+    """Check inputs, and convert them to the form in which a ``Dataset`` stores them.
+
+    The result may share memory with ``values``.
 
     Args:
         values: See ``from_arrays``.
@@ -244,7 +246,7 @@ def too_many_values(values: Array) -> int | None:
 
 
 def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]:
-    """Return numeric targets (one or several per sample) as float64 of shape (N, K).
+    """Convert numeric targets (one or several per sample) to float64, shape (N, K).
 
     Args:
         values: The targets, shape (N,) or (N, K).
@@ -270,7 +272,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
 
 
 def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
-    """Return targets with one class for each token or pixel, as int64 of shape (N, …).
+    """Convert targets with one class per token or pixel to int64, shape (N, …).
 
     Args:
         values: The targets, shape (N, T) or (N, H, W).
@@ -311,7 +313,7 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     Args:
         pair: The labels of both splits, from ``checked_labels``.
         names: The name of each class. If ``names`` is given, each label must be an index into ``names``, or an element
-            of ``names``. By default, the distinct labels are sorted and numbered.
+            of ``names``. By default, the sorted distinct labels are numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:

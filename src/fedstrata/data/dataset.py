@@ -252,10 +252,10 @@ def from_arrays(
 
     Args:
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
-            Four axes are read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a
-            model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
-            Integers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their last
-            axis.
+            An array with four axes is read as (N, C, H, W) if the length of the second axis is 1, 3 or 4, but the
+            length of the last axis is not. For a model with several inputs, give a mapping from the names of its
+            arguments to arrays (N, …) of any shape. Integers and booleans, such as token ids and masks, stay unchanged.
+            Floats are normalised along their last axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
             give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
@@ -265,7 +265,7 @@ def from_arrays(
         name: The name of the data set in reports.
         domain_train: The domain of each training sample, as an integer or a string.
         domain_test: The domain of each test sample.
-        class_names: The name of each class. Labels must then be indices into this list, or elements of this list.
+        class_names: The name of each class. Each label must then be an index into this list, or an element of it.
             Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
         clients: The client of each training sample, as an integer or a string, for the partition ``natural``.

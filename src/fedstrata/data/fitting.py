@@ -202,9 +202,9 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return a mapping from ``name`` to the number of times that each target value occurs.
+        """Return the frequencies of the target values, under the key ``name``.
 
-        The mapping is empty if the task does not need these numbers.
+        The mapping is empty if the task does not need frequencies.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -224,8 +224,8 @@ class Unfitted:
         test: Test samples, in the same form as ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
-        targets: The training targets, if sites also send statistics of the targets. The targets are then the last
-            columns of the statistics.
+        targets: The training targets, if sites also send statistics of the targets. The last columns of the statistics
+            then describe the targets.
     """
 
     normalize: Normalize

@@ -124,7 +124,7 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether the statistics of the column contain the number of times that each value occurs."""
+        """Whether the column's statistics count how often each value occurs."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
@@ -327,7 +327,7 @@ class Schema(Setting):
             classes: True if labels are classes; False if labels are numbers.
 
         Raises:
-            SpecError: The classes, a feature or the categories of a feature are not given.
+            SpecError: The spec does not list the classes, a feature, or the categories of a feature.
         """
         if classes:
             self.refuse_target()
@@ -431,7 +431,7 @@ class Table:
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in cells]
 
     def _decoded(self, row: int, column: str) -> Any:
-        """Return a cell. A cell that contains bytes is decoded to a string."""
+        """Return a cell, decoded to a string if it contains bytes."""
         cell = self.columns[column][row]
         try:
             return cell.decode() if isinstance(cell, bytes) else cell

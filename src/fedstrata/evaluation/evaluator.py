@@ -199,7 +199,7 @@ class Evaluator:
     def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
         """Compute the values of all metrics from sums.
 
-        If ``both`` is true, also compute the accuracy and the loss. If the value of a metric is approximate,
+        If ``both`` is true, compute the accuracy and the loss, too. If the value of a metric is approximate,
         ``LABEL_error`` is an upper bound on its error.
         """
         if isinstance(sums, TaskSums):
@@ -255,8 +255,7 @@ class Evaluator:
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
         """Summarise the metrics over all clients.
 
-        The key ``unheard`` of the result contains a summary over clients whose replies the server has not used
-        recently.
+        The key ``unheard`` contains a summary over the clients from which the server has not used a reply recently.
         """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)

@@ -101,7 +101,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return settings of ``training`` with which one client does as much work per round as all invited clients.
+    """Return settings of ``training`` that give one client as much work per round as all invited clients together.
 
     Args:
         spec: The federated experiment.

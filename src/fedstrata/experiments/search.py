@@ -220,7 +220,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must not change when a search continues, as a mapping from options to strings."""
+        """The arguments that must stay equal when a search continues, as a mapping from options to strings."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}

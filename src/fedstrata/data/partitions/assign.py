@@ -99,8 +99,8 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose the classes of each client at random.
 
-    A client's classes are all different, and each class goes to equally many clients (±1). A client can have any
-    combination of classes.
+    The classes of a client are distinct, and each class goes to equally many clients (±1). All combinations of classes
+    are possible.
 
     Args:
         each: The number of classes of each client, at most ``classes``, shape (N,).

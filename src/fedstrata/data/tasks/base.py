@@ -49,7 +49,7 @@ class Task(Setting):
     """
 
     default_metrics: ClassVar[tuple[str, ...]] = ()
-    """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
+    """The default metrics of an evaluation. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
     """The entries in the result of ``rows`` that an evaluation adds up over samples to compute metrics."""
@@ -110,8 +110,8 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        To compute metrics, an evaluation adds up the entries that ``tables`` lists over all samples. The entries
-        ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
+        An evaluation adds up the entries listed in ``tables`` over all samples, and computes metrics from the sums. The
+        entries ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
