@@ -1,8 +1,8 @@
 """Reconstruct an image from a feature vector, as an honest but curious server could (ReBaFL §5.6).
 
 The attacker knows the client's model, the feature vector and the class. The feature vector is, for example, a
-prototype, which is the mean feature vector of a class. The attacker also has similar images that no client has
-("held-out images"), but does not have any client's images.
+prototype, which is the mean feature vector of a class. The attacker does not have any client's images, but has similar
+images that no client has ("held-out images").
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from fedstrata.federation.messages import Params
 from fedstrata.models.model import Model
 
 TUNING = 16
-"""The number of held-out images with which feature matching chooses a weight from ``PRIORS``. Decoders do not train on
-these images."""
+"""The number of held-out images that feature matching uses to choose a weight from ``PRIORS``.
+
+Decoders do not train on them.
+"""
 PRIORS = (0.003, 0.01, 0.03)
-"""The weights of the total variation in the loss that feature matching tries."""
+"""The weights that feature matching tries for the total variation in the loss."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class View:
         return cls(model, params, pixels, images, labels, features, class_means)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Return the client model's features (B, d) of images (B, C, H, W). Autograd can differentiate the features."""
+        """Return the client model's features (B, d) of images (B, C, H, W), differentiable by autograd."""
         features, _ = self.model.with_features(self.params, self.pixels.inputs(images))
         return features.flatten(1)
 
@@ -81,7 +83,7 @@ Invert = Callable[[Tensor, Tensor], Tensor]
 
 
 def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, seed: int, client: int) -> Invert:
-    """Train a decoder to reconstruct held-out images from their features. Return a function that applies the decoder.
+    """Train a decoder to reconstruct held-out images from their features, and return a function that applies it.
 
     Args:
         kind: The class of the decoder.
@@ -110,11 +112,11 @@ def decode(kind: type[UpConvolutional | Variational], view: View, steps: int, se
 
 
 def feature_matching(view: View, steps: int, seed: int, client: int) -> Invert:
-    """Return a function that optimises an image x, so that the feature f(x) is near a given feature h.
+    """Return a function that optimises an image x so that its feature f(x) is near a given feature h.
 
-    The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015). The
-    optimiser is Adam, over the logits of the pixels. The optimisation starts from the mean held-out image of the class.
-    The weight α is the value in ``PRIORS`` that reconstructs the held-out images best.
+    The function minimises ‖f(x) − h‖² / ‖h‖² + α TV(x), where TV is the total variation (Mahendran & Vedaldi 2015).
+    Adam optimises the logits of the pixels, starting from the mean held-out image of the class. The weight α is the
+    value in ``PRIORS`` that reconstructs the held-out images best.
 
     Args:
         view: The attacker's knowledge.
@@ -162,8 +164,8 @@ def match(view: View, features: Tensor, start: Tensor, *, steps: int, alpha: flo
 def total_variation(images: Tensor) -> Tensor:
     """Return the total variation of each image, shape (B,).
 
-    The total variation is the mean absolute difference of vertical neighbours plus the mean absolute difference of
-    horizontal neighbours.
+    The total variation is the mean absolute difference between vertical neighbours, plus the mean absolute difference
+    between horizontal neighbours.
 
     >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
     tensor([1.])
@@ -178,5 +180,7 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("variational", partial(decode, Variational)),
     ("feature matching", feature_matching),
 )
-"""The names of the attacks and their functions. A function takes a ``View``, a number of steps, a seed and a client,
-and returns an ``Invert``."""
+"""The names of the attacks and their functions.
+
+A function takes a ``View``, a number of steps, a seed and a client, and returns an ``Invert``.
+"""

@@ -2,10 +2,10 @@
 
 Canaries are artificial samples. Each canary is in the data of a client with probability 1/2; see
 ``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
-sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From
-each update, the attacker subtracts the part that can be predicted from test samples. Each canary belongs to one
-parameter, which decreases if the canary was in the data. The attacker sorts the canaries by the changes of their
-parameters. The guess is "in the data" for the largest decreases, and "not in the data" for the largest increases.
+sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From each
+update, the attacker subtracts the part that test samples predict. Each canary belongs to one parameter. If the canary
+was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of their parameters.
+The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest increases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = "canaries"
 CANARIES = 1000
 """The default number of canaries."""
 TESTS = 1000
-"""The maximum number of test samples with which the attacker predicts the effect of ordinary samples on an update."""
+"""The maximum number of test samples from which the attacker predicts the effect of ordinary samples on an update."""
 DELTA = 1e-5
 """The δ to which the bound refers in runs without ``privacy.dp``."""
 
@@ -58,11 +58,12 @@ class CanaryAudit:
         samples: The number of the client's samples without the canaries.
         canaries: The number of canaries.
         rounds: The number of rounds in which the client trained.
-        noise: The noise in training as a multiple of ``clip``, after division by ``divided``; None without noise.
-        divided: The number by which the noise was divided, as a control; 1 for an audit.
+        noise: The standard deviation of the noise in training as a multiple of ``clip``, after division by ``divided``;
+            None without noise.
+        divided: The number by which the noise was divided; 1 in an audit, and larger in a control.
         epsilon: The ε that the accountant computes for the run's noise; None without noise.
         delta: The δ to which ``epsilon`` and ``bound`` refer.
-        guesses: The number of guesses from which the best bound was computed.
+        guesses: The number of guesses that gave the best bound.
         right: The number of correct guesses among ``guesses``.
         bound: The lower bound on ε.
         most: The largest bound that an audit with this number of canaries can give.
@@ -108,7 +109,7 @@ def audit_canaries(
         client: The client that has the canaries. Default: the client with the most samples.
         confidence: The confidence level of the bound.
         divide_noise: A number by which the noise is divided, as a control. The accountant's ε still refers to the
-            run's original noise. With a large number, the bound should therefore be above ε.
+            run's original noise. If the number is large, the bound should therefore exceed ε.
         seed: The seed with which the canaries are drawn. Two audits with the same seed have the same result.
         prepared: The run's experiment; needed only if the run used your own data or model.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
@@ -176,8 +177,8 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        Two values: for each canary, the sum of the updates of its parameter that the server sees, shape (canaries,);
-        and the engine that ran the clients.
+        The sum of the visible updates of each canary's parameter, shape (canaries,), and the engine that ran the
+        clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds
     secure = prepared.spec.privacy.sums == "secure"
@@ -198,7 +199,7 @@ def train(
 
 
 def unexpected(prepared: Prepared, round: UpdateRound, update: Params) -> Params:
-    """Remove from an update the component that the attacker can predict from the gradient of the test loss.
+    """Subtract from an update the component that the attacker can predict from the gradient of the test loss.
 
     Args:
         prepared: The experiment.

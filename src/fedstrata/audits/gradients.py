@@ -1,4 +1,4 @@
-"""Attack the gradients that clients send in the method Stratify.
+"""Attack the gradients that clients send in Stratify.
 
 In Stratify, a batch contains samples of several clients. A client's samples in a batch are called a *part* of the
 batch. The client sends the gradient of the loss, summed over the client's part. The attacker is an honest but curious
@@ -9,7 +9,7 @@ server. The attacker knows this gradient, the number of samples in the part, and
   published by Zhao et al. (2020).
 
 - **rows** of the first layer's gradient reveal samples, if this layer is linear. If a unit was active for only one
-  sample, the unit's row is a multiple of this sample. The factor is the gradient of the unit's bias.
+  sample, the unit's row is this sample, multiplied by the gradient of the unit's bias.
 
 - **inversion** uses the recovered labels to find images whose gradient has the same direction as the part's gradient.
   Adam minimises the cosine distance and the total variation (Geiping et al. 2020).
@@ -61,7 +61,7 @@ NAME = "gradients"
 SIZES = (1, 2, 4, 8)
 """The default sizes (numbers of samples) of the parts of batches whose gradients are attacked."""
 PARTS = 12
-"""The default for the maximum number of gradients to attack per size of a part."""
+"""The default maximum number of gradients to attack per size of a part."""
 EXACT = 1e-4
 """The mean squared error of values in [0, 1] below which a sample counts as recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
@@ -90,7 +90,7 @@ class SentPart:
 
 
 class Tap(LocalEngine):
-    """A local engine that counts the gradients that clients send for their parts of batches, and stores some gradients.
+    """A local engine that counts the gradients that clients send for parts of batches, and stores some of them.
 
     A part is a client's samples in a batch.
 
@@ -106,7 +106,7 @@ class Tap(LocalEngine):
         super().__init__(context, store)
         self.parts = parts
         self.counts: Counter[int] = Counter()
-        """A mapping from each size of a part to the number of gradients that were sent for parts of this size."""
+        """A mapping from each size of a part to the number of gradients that clients sent for parts of this size."""
         self.kept: dict[int, list[SentPart]] = {size: [] for size in sizes}
         self._generator = rng(seed, "audit-parts")
 
@@ -143,11 +143,11 @@ class Tap(LocalEngine):
 
 @dataclass(frozen=True)
 class Finding:
-    """The mean results of the attacks on gradients that were each computed from the same number of samples.
+    """The mean results of the attacks on gradients with a given number of samples each.
 
     Args:
         size: The number of samples.
-        sent: The number of gradients that clients computed from ``size`` samples in the replayed rounds.
+        sent: The number of gradients from ``size`` samples that clients sent in the replayed rounds.
         attacked: The number of gradients that were attacked.
         labels: The fraction of labels that were recovered.
         labels_chance: The expected fraction of correct labels for random guesses from the labels of all training
@@ -156,8 +156,7 @@ class Finding:
             not linear.
         error: The mean squared error of the inversion. Samples and reconstructions are paired so that their total error
             is minimal.
-        error_mean: For comparison, the mean squared error if each reconstruction is replaced by the mean test image of
-            the sample's class.
+        error_mean: For comparison, the mean squared error of the mean test image of each sample's class.
         recognised: The fraction of recognised samples. A sample is recognised if its reconstruction is nearer to the
             sample than to each of 99 test images of the same class. With random reconstructions, the fraction is 0.01.
     """
@@ -182,8 +181,7 @@ class GradientAudit:
         data: The name of the run's data set.
         rounds: The first and the last round that the audit ran again.
         min_samples: The value of ``privacy.min_samples`` in the run's spec.
-        counts: A mapping from numbers of samples to numbers of gradients. It says how many gradients clients computed
-            from each number of samples in these rounds.
+        counts: The number of gradients that clients sent in these rounds, for each number of samples per gradient.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         findings: The results, one for each number of samples per gradient.
@@ -209,7 +207,7 @@ def audit_gradients(
     prepared: Prepared | None = None,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Attack the gradients that clients sent for their parts of batches in the last rounds of a run.
+    """Attack the gradients that clients sent for parts of batches in the last rounds of a run.
 
     A part is a client's samples in a batch.
 
@@ -223,7 +221,7 @@ def audit_gradients(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Raises:
-        SpecError: ``run`` is not a run folder, the method does not send such gradients, or the samples are not images.
+        SpecError: ``run`` is not a run folder, clients do not send such gradients, or the samples are not images.
         CheckpointError: The run does not have a checkpoint.
     """
     folder = Path(run)
@@ -247,7 +245,7 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Run rounds, and attack the gradients that clients send in these rounds for their parts of batches.
+    """Run rounds, and attack the gradients that clients send in these rounds for parts of batches.
 
     Args:
         prepared: The experiment.
@@ -326,7 +324,7 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack gradients that were each computed from the same number of samples, and return the mean results.
+        """Attack gradients with a given number of samples each, and return the mean results.
 
         Args:
             size: The number of samples.
@@ -393,7 +391,7 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Layers:
-    """The names of the parameters from whose gradients the attacks recover labels and samples.
+    """The names of the parameters whose gradients the attacks use to recover labels and samples.
 
     Args:
         bias: The name of the last layer's bias.
@@ -447,7 +445,7 @@ def labels_from(bias: Tensor, samples: int) -> Tensor:
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover possible inputs from the gradient of a linear first layer, at most one input per unit.
+    """Recover candidate inputs from the gradient of a linear first layer, at most one per unit.
 
     The layer computes z = W x + b. With δ = ∂L/∂z for each sample, the sums over samples are ∂L/∂W = Σ δ xᵀ and ∂L/∂b =
     Σ δ. A row of ∂L/∂W, divided by the unit's entry in ∂L/∂b, is therefore a mean of the inputs x, weighted by δ. If δ

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom
 
 SHARES = (1.0, 0.3, 0.1, 0.03)
-"""The fractions of canaries about which the attacker guesses. Each fraction gives a bound with a quarter of the allowed
-error probability, and the best bound is used."""
+"""The fractions of canaries about which the attacker guesses.
+
+Each fraction gives a bound with a quarter of the allowed error probability. The best bound counts.
+"""
 LARGEST_EPSILON = 100.0
 """The largest ε that ``epsilon_bound`` returns."""
 
@@ -83,7 +85,7 @@ def p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: floa
 
 
 def epsilon_bound(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """Return a lower bound on ε, which holds with the given confidence; 0 if the guesses do not contradict ε = 0.
+    """Return a lower bound on ε that holds with the given confidence; 0 if the guesses are consistent with ε = 0.
 
     Args:
         canaries: The number of canaries.
@@ -114,8 +116,8 @@ def best_bound(
     """Guess which canaries were in the data, and return the best lower bound on ε.
 
     Half of the guesses are "in the data", for the canaries with the lowest scores. The other half are "not in the
-    data", for the highest scores. Each fraction in ``SHARES`` gets an equal part of the error probability, so the best
-    bound is valid.
+    data", for the canaries with the highest scores. Each fraction in ``SHARES`` gets an equal part of the error
+    probability, so the best bound is valid.
 
     Args:
         scores: For each canary, the sum of the updates of the canary's parameter.

@@ -53,7 +53,8 @@ def rows(audit: Audit) -> list[Row]:
     """Return the rows of the table.
 
     Each kind of target has a row for the baseline and a row for each attack. The first kinds are controls (features of
-    one or more images, for comparison), sorted by the number of images. The last rows are about the prototypes.
+    one or more images, for comparison), sorted by the number of images. The last rows contain the results for
+    prototypes.
     """
     kinds = sorted({_kind(finding) for finding in audit.findings})
     pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
@@ -103,7 +104,7 @@ def caption(audit: Audit) -> str:
 
 
 def print_table(audit: Audit) -> None:
-    """Print the caption and the main columns of the table, which fit into a terminal of 80 characters."""
+    """Print the caption and the main columns of the table, which fit into 80 characters per line."""
     import rich
 
     headings = ["reconstruction from", "PSNR", "nearest", "stranger", "SSIM", "nearest", "stranger"]

@@ -1,4 +1,4 @@
-"""Convert samples to images with values in [0, 1], which attacks use, and convert such images to inputs of a model."""
+"""Convert samples to images with values in [0, 1], as attacks need them, and convert images to model inputs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pixels:
         return ((taken - self.low) / (self.high - self.low)).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Convert images (B, C, H, W) with values in [0, 1] to model inputs. Autograd can differentiate them."""
+        """Convert images (B, C, H, W) with values in [0, 1] to model inputs, differentiable by autograd."""
         values = images * (self.high - self.low) + self.low
         if self.data.shift is None or self.data.scale is None:
             return values

@@ -31,12 +31,17 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 
 MARK = 1e6
-"""The value of a canary's first pixel in the model's input. By this value, the loss recognises canaries. The second
-pixel is the index of the canary's parameter, and the third pixel says whether the canary is in the data."""
+"""The value of a canary's first pixel in the model's input, by which the loss recognises canaries.
+
+The second pixel is the index of the canary's parameter, and the third pixel says whether the canary is in the data.
+"""
 MOST = 2**24
 """The maximum number of canaries. Integers above this number are not exact in float32."""
 STRENGTH = 10.0
-"""The norm of a canary's gradient as a multiple of ``privacy.dp.clip``. A multiple above 1 also tests the clipping."""
+"""The norm of a canary's gradient as a multiple of ``privacy.dp.clip``.
+
+If the multiple exceeds 1, the audit also tests the clipping.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +49,7 @@ class Canaries:
     """The canaries of an audit.
 
     Args:
-        places: The index of each canary's parameter among all parameters of the model. All indices are different.
+        places: The index of each canary's parameter among all parameters of the model. The indices are distinct.
         present: Whether each canary is in the data.
     """
 
@@ -53,7 +58,7 @@ class Canaries:
 
     @classmethod
     def drawn(cls, number: int, params: Params, seed: int) -> Canaries:
-        """Choose at random a parameter for each canary, and which canaries are in the data."""
+        """Choose a random parameter for each canary, and decide at random which canaries are in the data."""
         generator = rng(seed, "audit-canaries")
         places = generator.permutation(min(sum(w.numel() for w in params.values()), MOST))[:number]
         return cls(places, generator.random(number) < 0.5)
@@ -81,7 +86,9 @@ class Canaries:
 
 
 class CanaryLoss(CrossEntropy):
-    """The cross-entropy loss for samples. For each canary in the data, the loss is a multiple of one parameter.
+    """The loss of a client with canaries.
+
+    It is the cross-entropy for samples, and a multiple of one parameter for each canary in the data.
 
     Args:
         strength: The norm of a canary's gradient.
@@ -105,7 +112,7 @@ class CanaryTap(UpdateTap):
     """A local engine in which one client trains on its samples and on canaries; see ``UpdateTap``."""
 
     def plant(self, canaries: Canaries, client: ClientId, divide_noise: float) -> None:
-        """Give canaries to a client. This method must be called before the client trains.
+        """Give canaries to a client. Call this method before the client trains.
 
         Args:
             canaries: The canaries.

@@ -1,10 +1,10 @@
 """Audit prototypes: reconstruct clients' images from the prototypes that the clients sent (ReBaFL §5.6).
 
-A prototype is the mean feature vector of a client's images of one class. Every attack has the same targets: the
+A prototype is the mean feature vector of a client's images of one class. All attacks have the same targets: the
 prototypes that a client sent and, for comparison, controls. A control is the feature vector of one of the client's
-images, or the mean over a few of these images. Clients do not send controls. If an attack can reconstruct an image from
-a control but not from the prototype, averaging hides the image. If the attack fails for the control and for the
-prototype, the attack is too weak for a conclusion.
+images, or the mean over a few of these images. Clients do not send controls. If an attack reconstructs an image from a
+control but not from the prototype, averaging hides the image. If the attack fails for both, it is too weak for a
+conclusion.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fedstrata.runs.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
-"""The name of a reconstruction that does not use the feature: the mean held-out image of the class."""
+"""The name of the baseline, which ignores the feature: the mean held-out image of the class."""
 SIZES = (1, 5, 25)
-"""The numbers of images from which controls are computed."""
+"""The numbers of images per control."""
 DRAWS = 4
 """The number of controls (features that are attacked for comparison) per client, class and number of images."""
 CLASSES = 4
@@ -48,7 +48,7 @@ MOST = 10_000
 FEWEST = 4 * TUNING
 """The minimum number of held-out images for an audit."""
 DRIFT = 1e-3
-"""The relative difference between the prototypes of a run and of its replay above which the audit warns."""
+"""The audit warns if the prototypes of a run and of its replay have a larger relative difference."""
 
 Ints = NDArray[np.int64]
 
@@ -87,7 +87,8 @@ class Finding:
         mean: The mean similarity of the reconstruction to the images from which the feature was computed.
         nearest: The largest similarity of the reconstruction to one of the images from which the feature was computed.
         stranger: The largest similarity of the reconstruction to a stranger (see ``Target``); None if there are no
-            strangers. If an attack learns nothing about the client, ``stranger`` is about as large as ``nearest``.
+            strangers. If an attack does not learn anything about the client, ``stranger`` is about as large as
+            ``nearest``.
         average: The similarity of the reconstruction to the mean of the images from which the feature was computed.
         feature_error: The relative error ‖f(x) − h‖ / ‖h‖ of the reconstruction's feature f(x); None if h = 0.
     """

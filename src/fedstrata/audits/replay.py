@@ -1,9 +1,9 @@
 """Recover the prototypes that clients sent in a run, and the models with which the prototypes were computed.
 
-A prototype is the mean feature vector of a client's samples of one class. A server sees the prototypes and the models.
-However, a checkpoint contains only the last prototypes of each client, and not the client's model. The rounds between
-the last two checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the
-prototypes in the last checkpoint.
+A prototype is the mean feature vector of a client's samples of one class. A server sees the prototypes and the models,
+but a checkpoint contains only each client's last prototypes, without its model. The rounds between the last two
+checkpoints are therefore run again (a "replay"). The replayed prototypes are then compared with the prototypes in the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Sent:
             audit's attacker then knows more than the server, because the attacker has these statistics.
         table: The prototypes ``means`` of all C classes, shape (C, d), and the number of ``samples`` of each class,
             shape (C,).
-        difference: The largest difference between an entry in ``table`` and in the checkpoint's prototypes, divided by
-            the checkpoint's largest entry. The value is 0 if the replay gave the same prototypes.
+        difference: The largest difference between corresponding entries of ``table`` and of the checkpoint's
+            prototypes, divided by the checkpoint's largest entry. The value is 0 if the replay gave the same
+            prototypes.
     """
 
     client: int
@@ -54,12 +55,14 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""A function that shows progress, given the number of finished steps, the number of all steps, and a string that
-describes the next step."""
+"""A function that shows progress.
+
+Its arguments are the number of finished steps, the number of all steps, and a description of the next step.
+"""
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
-    """Return the last prototypes that some clients sent in a run.
+    """Return the last prototypes that each of several clients sent in a run.
 
     Args:
         prepared: The run's experiment.

@@ -47,7 +47,7 @@ class UpdateRound:
 
 
 class UpdateTap(LocalEngine):
-    """A local engine that passes the updates of each round to a function, also in runs with secure sums.
+    """A local engine that passes the updates of each round to a function, even in runs with secure sums.
 
     Args:
         context: See ``LocalEngine``.
@@ -125,7 +125,7 @@ def mean_update(method: Recipe, config: FederationConfig, round: UpdateRound) ->
 
 
 def without_masks(prepared: Prepared) -> Prepared:
-    """Return the experiment without masks on the clients' updates. The results are the same as with masks."""
+    """Return the experiment without masks on the clients' updates. Masks do not affect the results."""
     privacy = prepared.spec.privacy.model_copy(update={"simulate_masks": False})
     spec = prepared.spec.model_copy(update={"privacy": privacy})
     return replace(prepared, spec=spec, config=replace(prepared.config, privacy=privacy))

@@ -34,7 +34,7 @@ class Likeness:
     """The similarity between a reconstruction and other images. Larger values mean more similar images.
 
     Args:
-        psnr: The peak signal-to-noise ratio in dB, which is 10 log₁₀(1 / MSE), but at most 100.
+        psnr: The peak signal-to-noise ratio 10 log₁₀(1 / MSE) in dB, at most 100.
         ssim: The structural similarity (Wang et al. 2004) over uniform windows of 7x7 pixels, in [-1, 1].
     """
 

@@ -1,11 +1,11 @@
 """Attack the updates that clients send in methods such as FedAvg, and the sum of all updates of a round.
 
-With ``privacy.sums = "secure"``, the server sees only the sum. The audit nevertheless attacks updates and sums, so that
-the results show what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
+With ``privacy.sums = "secure"``, the server sees only the sum. The audit still attacks both updates and sums, to show
+what secure sums hide. With ``privacy.dp``, the updates contain noise. There are two attacks:
 
 - **gradient inversion**: with one step of SGD, an update is a multiple of a gradient. ``fedstrata.audits.gradients``
   describes the attacks on labels, rows and images. As a control, these attacks also run on random numbers instead of
-  the update.
+  updates.
 - **membership inference**: see ``fedstrata.audits.membership``.
 """
 
@@ -47,13 +47,13 @@ IMAGES = 128
 
 @dataclass(frozen=True)
 class View:
-    """The results of the attacks on one kind of values: updates of individual clients, or sums of updates.
+    """The results of the attacks on one kind of value: updates of individual clients, or sums of updates.
 
     Args:
         name: ``SINGLE`` or ``SUM``.
         seen: Whether the server of this run sees these values.
         sent: The number of updates or sums in the replayed rounds.
-        samples: The mean number of training samples behind an attacked update or sum; None without attacks.
+        samples: The mean number of training samples per attacked update or sum; None without attacks.
         inversion: The mean results of gradient inversion. Updates and sums with more than ``IMAGES`` samples are left
             out.
         control: The mean results of the same attacks on random numbers, which do not reveal anything.
@@ -79,8 +79,7 @@ class UpdateAudit:
         data: The name of the run's data set.
         rounds: The first and the last replayed round.
         sums: The value of ``privacy.sums`` in the run's spec.
-        epsilon: The ε that a client had spent by the last round, as computed by the accountant; None without
-            ``privacy.dp``.
+        epsilon: The ε that the accountant computes for a client up to the last round; None without ``privacy.dp``.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         views: The results for updates of individual clients, and for sums.
@@ -246,7 +245,7 @@ def attacked(prepared: Prepared, attacker: Attacker, kept: Reservoir, *, seen: b
 
 
 def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]) -> SentPart:
-    """Convert an update to a gradient of the loss, summed over the samples behind the update.
+    """Convert an update to a gradient of the loss, summed over the training samples of the update.
 
     With one SGD step, a client's update is −η times the mean gradient. With more steps, the result is the mean of the
     steps' gradients.
@@ -254,7 +253,7 @@ def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]
     Args:
         prepared: The experiment.
         seen: The update.
-        members: The indices of the samples behind the update.
+        members: The indices of the training samples of the update.
     """
     request = seen.round.request
     steps = float(np.mean([seen.round.replies[client].steps for client in seen.clients]))
@@ -265,7 +264,7 @@ def as_gradient(prepared: Prepared, seen: SeenUpdate, members: NDArray[np.int64]
 
 
 def noise_instead(part: SentPart, generator: np.random.Generator) -> SentPart:
-    """Replace each tensor of a gradient with normally distributed random numbers of the same norm, as a control."""
+    """Replace each tensor of a gradient with Gaussian random numbers of equal norm, as a control."""
     drawn = {}
     for name, g in part.gradient.items():
         noise = torch.from_numpy(generator.standard_normal(tuple(g.shape), dtype=np.float32))

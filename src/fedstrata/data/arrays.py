@@ -19,7 +19,7 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""The numbers of channels that an image can have. The channel axis is identified by its length."""
+"""The accepted numbers of image channels. An axis with one of these lengths can be the channel axis."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
@@ -95,19 +95,21 @@ def checked_named(values: Mapping[str, Array], key: str) -> dict[str, Tensor]:
 
 
 def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
-    """Convert inputs to the form in which a ``Dataset`` stores them. The result may share memory with ``values``.
+    """Check inputs, and convert them to the form in which a ``Dataset`` stores them.
+
+    The result may share memory with ``values``.
 
     Args:
         values: See ``from_arrays``.
         key: The name of the inputs in error messages.
         exact: Whether to keep float64 even if float32 suffices. By default, float64 is kept only if samples would
-            become indistinguishable in float32. Set ``exact`` for test inputs if the training inputs are float64.
+            become indistinguishable in float32. For test inputs, set ``exact`` if the training inputs are float64.
 
     Returns:
         The inputs as a contiguous array of shape (N, H, W, C) or (N, F).
 
     Raises:
-        DataError: The values are neither images nor a table, or some values are not finite.
+        DataError: The values are not finite, or have the shape of neither images nor a table.
     """
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
@@ -177,7 +179,7 @@ SPLITS = ("train", "test")
 
 
 def checked_labels(first: Array, second: Array, sizes: tuple[int, int], kind: str) -> Pair:
-    """Return the labels (or domains, or clients) of both splits, with one integer or string per sample.
+    """Check the labels (or domains, or clients) of both splits. Return one integer or string per sample.
 
     Args:
         first: The labels of the training samples.
@@ -232,9 +234,9 @@ def has_fractions(values: Array) -> bool:
 
 
 def too_many_values(values: Array) -> int | None:
-    """Return the number of distinct targets if this number is too large for classes; otherwise None.
+    """Return the number of distinct targets if it is too large for a number of classes; otherwise None.
 
-    The number of distinct targets must exceed both 100 and a third of the number of samples.
+    The number is too large if it exceeds both 100 and a third of the number of samples.
     """
     array = _numpy(values, "y_train")
     if array.dtype.kind not in "fiu" or array.ndim != 1:
@@ -244,7 +246,7 @@ def too_many_values(values: Array) -> int | None:
 
 
 def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]:
-    """Return numeric targets (one or several per sample) as float64 of shape (N, K).
+    """Convert numeric targets (one or several per sample) to float64, shape (N, K).
 
     Args:
         values: The targets, shape (N,) or (N, K).
@@ -270,7 +272,7 @@ def checked_values(values: Array, key: str, samples: int) -> NDArray[np.float64]
 
 
 def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
-    """Return targets with one class for each token or pixel, as int64 of shape (N, …).
+    """Convert targets with one class per token or pixel to int64, shape (N, …).
 
     Args:
         values: The targets, shape (N, T) or (N, H, W).
@@ -290,7 +292,7 @@ def checked_places(values: Array, key: str, samples: int) -> NDArray[np.int64]:
 
 
 def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
-    """Decode an array of bytes as UTF-8. Return any other array unchanged.
+    """Decode an array of byte strings as UTF-8. Return any other array unchanged.
 
     Raises:
         DataError: The bytes are not UTF-8.
@@ -310,8 +312,8 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
 
     Args:
         pair: The labels of both splits, from ``checked_labels``.
-        names: The name of each class. If ``names`` is given, each label is an index into ``names``, or an element of
-            ``names``. By default, the distinct labels are sorted and numbered.
+        names: The name of each class. If ``names`` is given, each label must be an index into ``names``, or an element
+            of ``names``. By default, the sorted distinct labels are numbered.
         kind: ``"y"``, ``"domain"`` or ``"client"``, for error messages.
 
     Raises:
@@ -368,7 +370,7 @@ def encode_clients(
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     """Warn about classes that occur only in the test set.
 
-    Models cannot learn these classes, so predictions for samples of these classes count as errors.
+    Models cannot learn these classes, so every prediction for such a sample counts as an error.
 
     Raises:
         DataError: The splits have no class in common, for example because labels are spelt differently.

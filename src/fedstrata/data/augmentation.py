@@ -1,4 +1,4 @@
-"""Change the inputs of training batches at random, according to ``data.augment``.
+"""Augment the inputs of training batches at random, as ``data.augment`` specifies.
 
 Only the batches of local training are augmented. All other computations, such as evaluations and predictions, use the
 original samples.
@@ -22,7 +22,7 @@ from fedstrata.data.dataset import Dataset
 KEY, KIND = "data.augment", "data augmentation"
 
 TRIALS = 8
-"""The number of times that a user's own function is called as a test before a run."""
+"""The number of test calls of a user's own function before a run."""
 
 
 class Augmentation(Setting):
@@ -48,7 +48,7 @@ class Augmentation(Setting):
 class CropFlip(Augmentation):
     """Pads each image, crops it at a random position, and mirrors it with probability 1/2.
 
-    The padding is the reflection of the image at its edges.
+    The padding reflects the image at its edges.
 
     Args:
         padding: Number of pixels added on each side before cropping.
@@ -73,7 +73,7 @@ class CropFlip(Augmentation):
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2)
 
     def check(self, data: Dataset) -> None:
-        """Raise ``SpecError`` if samples are not images, if images are too small, or if each pixel has a target."""
+        """Raise ``SpecError`` if samples are not images, images are too small, or targets are given per pixel."""
         shape = data.shape
         if data.keep or isinstance(shape, Mapping) or len(shape) != 3:
             form = f"ids of shape {shape}" if data.keep else f"the shape {shape}"
@@ -127,7 +127,10 @@ class OwnAugmentation(Augmentation):
         return result
 
     def check(self, data: Dataset) -> None:
-        """Call the function on two samples. Raise ``SpecError`` if a call fails, or results are not reproducible."""
+        """Call the function on two samples.
+
+        Raise ``SpecError`` if a call fails, or if calls with the same seed return different results.
+        """
         if not data.train_size:  # the server of a deployment may have no samples
             return
         try:

@@ -1,4 +1,4 @@
-"""List the known data sets, and the folders that are searched for their files."""
+"""List the known data sets, and the folders that fedstrata searches for their files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ KNOWN: Mapping[str, str] = {
 
 
 def folders() -> list[Path]:
-    """Return the folders that are searched for ``NAME.npz``: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``.
+    """Return the folders that fedstrata searches for ``NAME.npz``: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``.
 
     Raises:
-        SpecError: ``$FEDSTRATA_DATA`` begins with the home directory of an unknown user.
+        SpecError: ``$FEDSTRATA_DATA`` begins with ``~USER``, and this user does not exist.
     """
     variable = os.environ.get("FEDSTRATA_DATA")
     try:
@@ -42,12 +42,15 @@ def folders() -> list[Path]:
 
 
 def available() -> list[tuple[str, str, bool]]:
-    """List the known data sets and other files in ``folders()``: name, description, and whether the file exists."""
+    """List the known data sets and all other files in ``folders()``.
+
+    Each entry has a name, a description, and whether the file exists.
+    """
     files = names_there()
     known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
     return known + [(name, "your own file", True) for name in files if name not in KNOWN]
 
 
 def names_there() -> list[str]:
-    """List the names of the data sets that have a file in ``folders()``."""
+    """List the names of all data sets with a file in ``folders()``."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.npz")} - {"digits"})

@@ -1,6 +1,6 @@
-"""Store a data set that all clients share. Each client has a list of sample indices.
+"""Store a data set in arrays that all clients share.
 
-Batches are normalised when they are read.
+Each client has a list of sample indices. Batches are normalised when they are read.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Dataset:
     """Training and test samples of one task.
 
     Images are stored with the axes N, H, W and C, and tables with the axes N and F. Images and tables keep their data
-    type, so 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a sample has
-    several inputs, each input is a tensor with a type and shape of its own. ``from_arrays`` and ``Data(…).load()``
+    type, so 8-bit images stay 8-bit. The method ``inputs`` converts a batch to float32 for the model. If a model has
+    several inputs, each input is a separate tensor with its own type and shape. ``from_arrays`` and ``Data(…).load()``
     build data sets.
 
     Args:
@@ -61,9 +61,9 @@ class Dataset:
         client_train: The client from which each training sample comes, shape (N,), int64; None if unknown.
         client_test: The client from which each test sample comes, if known.
         client_names: The name of each client, including clients that have only test samples.
-        unfitted: The raw samples, from which features are computed again when the clients' training samples are known.
-            The value is None if features do not depend on statistics.
-        features: The object that computes features from the rows of a table; None for arrays.
+        unfitted: The raw samples; None if features do not depend on statistics. Features are computed again from raw
+            samples when the clients' training samples are known.
+        features: The object that computes features from table rows; None for arrays.
         task: The task, which determines what the targets mean.
         n_outputs: The number of model outputs per sample, token or pixel. Default: the number of ``class_names``.
         keep: Whether inputs are integers, such as token ids, that are passed to the model unchanged.
@@ -168,7 +168,8 @@ class Dataset:
 
         Returns:
             A copy of the inputs in float32, shape (B, F) or (B, C, H, W) in channels-last memory format. If ``keep`` is
-            true, the type is int64. For several inputs, the result maps each input's name to a tensor (B, …).
+            true, the inputs are int64 and are not normalised. If the model has several inputs, the result maps each
+            input's name to a tensor (B, …).
 
         Raises:
             IndexError: An index is negative or too large.
@@ -247,14 +248,14 @@ def from_arrays(
 
     Do not change the arrays afterwards, because the data set may share their memory.
 
-    Inputs that you opened with ``numpy.load(…, mmap_mode="r")`` stay on disk, and may be larger than the RAM.
+    Inputs from ``numpy.load(…, mmap_mode="r")`` stay on disk, and may be larger than the RAM.
 
     Args:
         x_train: Training inputs of any numeric type: images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F).
-            Four axes are read as N,C,H,W if the second axis has length 1, 3 or 4 and the last axis does not. For a
-            model with several inputs, give a mapping from the names of its arguments to arrays (N, …) of any shape.
-            Integers and booleans, such as token ids and masks, stay unchanged. Floats are normalised along their last
-            axis.
+            An array with four axes is read as (N, C, H, W) if the length of the second axis is 1, 3 or 4, but the
+            length of the last axis is not. For a model with several inputs, give a mapping from the names of its
+            arguments to arrays (N, …) of any shape. Integers and booleans, such as token ids and masks, stay unchanged.
+            Floats are normalised along their last axis.
         y_train: Training targets. For classification, give one label per sample, as an integer or a string. For
             regression, give one or several numbers per sample, shape (N,) or (N, K). For several labels per sample,
             give 0 or 1 for each label, shape (N, K). For next-token prediction, give token ids, shape (N, T). For
@@ -264,7 +265,7 @@ def from_arrays(
         name: The name of the data set in reports.
         domain_train: The domain of each training sample, as an integer or a string.
         domain_test: The domain of each test sample.
-        class_names: The name of each class. Labels must then be indices into this list, or elements of this list.
+        class_names: The name of each class. Each label must then be an index into this list, or an element of it.
             Default: the sorted distinct labels.
         domain_names: The name of each domain; see ``class_names``.
         clients: The client of each training sample, as an integer or a string, for the partition ``natural``.
@@ -365,10 +366,10 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
 
 def task_of(task: Task | str | None, y_train: Array) -> Task:
-    """Return the task with a given name, or the given task itself. For None, infer the task from the targets.
+    """Return the task with a given name, or the given task itself.
 
-    Targets with fractions mean regression, and all other targets mean classification. Integers with very many distinct
-    values cause an error, because such integers could be classes or quantities.
+    For None, infer the task from the targets: regression if some targets are not integers, otherwise classification.
+    Integers with very many distinct values cause an error, because they could be classes or quantities.
 
     Args:
         task: The task, its name, or None.

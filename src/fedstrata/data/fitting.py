@@ -1,8 +1,9 @@
 """Compute statistics of training samples, and use the statistics to impute and normalise features.
 
-The clients' statistics can be added up, so that the server gets the statistics of all samples without seeing a sample.
-A deployment and its simulation compute the same statistics. Statistics exclude samples that are held out of training,
-for example for validation. Held-out samples are known only after the samples have been divided among clients.
+The server adds up the clients' statistics, so it gets the statistics of all samples without seeing a sample. A
+deployment and its simulation compute the same statistics. Statistics exclude samples that are held out of training, for
+example for validation. Held-out samples are known only after the samples have been divided among clients, so features
+are then computed again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 TARGET = "y"
-"""The key in ``Statistics.counts`` under which a task finds how often each target occurs."""
+"""The key in ``Statistics.counts`` of the frequencies of the targets."""
 CHUNK = 1 << 20
 """The number of rows that are cast to float64 at once, to limit memory use."""
 
@@ -92,7 +93,7 @@ class Statistics(Message):
         """Return the value that replaces a missing value of a column.
 
         Raises:
-            DataError: ``impute`` is not set for the column, or no training sample has a value.
+            DataError: ``impute`` is not set for the column, or the column has no value in any training sample.
         """
         if column.impute is None:
             problem = f"column {name!r}: some values are missing. Add them, or set a rule such as impute = 'mean'."
@@ -113,7 +114,7 @@ class Statistics(Message):
         return float(values[np.searchsorted(counts.cumsum(), counts.sum() / 2)])
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """Check that statistics from another party have the right shapes and possible values.
+        """Check that statistics from another party have the right shapes and plausible values.
 
         Raises:
             DataError: The statistics describe other columns, or are impossible.
@@ -201,9 +202,9 @@ class RawTargets:
         return Unfitted("standard", self.train, self.train[:0])._of(self.train[rows])
 
     def counts(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return a mapping from ``name`` to the number of times that each target value occurs.
+        """Return the frequencies of the target values, under the key ``name``.
 
-        The mapping is empty if the task does not need these numbers.
+        The mapping is empty if the task does not need frequencies.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -223,8 +224,8 @@ class Unfitted:
         test: Test samples, in the same form as ``train``.
         schema: The completed schema of a table; None for arrays.
         given: The shift and scale that the spec sets; None if shift and scale are computed from the training samples.
-        targets: The training targets, if sites also send statistics of the targets. The targets are then the last
-            columns of the statistics.
+        targets: The training targets, if sites also send statistics of the targets. The last columns of the statistics
+            then describe the targets.
     """
 
     normalize: Normalize
@@ -251,10 +252,10 @@ class Unfitted:
         deployment therefore compute exactly the same statistics.
 
         Args:
-            groups: The indices of each client's training samples. The indices are read only if the features or the task
-                depend on statistics.
-            least: The minimum number of values that a client must have in a column. With fewer values, the client's
-                statistics treat all values of the column as missing.
+            groups: The indices of each client's training samples. They are used only if the features or the task depend
+                on statistics.
+            least: The minimum number of non-missing values per client and column. If a client has fewer, its statistics
+                treat all values of the column as missing.
         """
         groups = groups if self.needed else ()
         none = torch.empty(0, dtype=torch.int64)
@@ -267,7 +268,7 @@ class Unfitted:
         return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
 
     def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
-        """Split statistics into statistics of the features and of the targets, in the form that a task needs."""
+        """Split statistics into those of the features and those of the targets, in the form that the task needs."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
         counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}
@@ -294,7 +295,7 @@ class Unfitted:
         return replace(known, **changed)
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """Check that statistics from another party have the right shapes, possible values and all required entries.
+        """Check that statistics from another party have the right shapes, plausible values and all required entries.
 
         Raises:
             DataError: The statistics describe other columns, are impossible, or lack required values.
@@ -355,7 +356,7 @@ class Unfitted:
             known: The statistics of the clients' training samples.
 
         Raises:
-            DataError: A value is missing and cannot be imputed, because no training sample has a value.
+            DataError: A missing value cannot be imputed, because the column has no value in any training sample.
         """
         train, test = self.train, self.test
         if (features := self.features(known)) is not None:
@@ -375,7 +376,7 @@ class Unfitted:
             known: The statistics of the clients' training samples.
 
         Raises:
-            DataError: A value is missing and cannot be imputed, because no training sample has a value.
+            DataError: A missing value cannot be imputed, because the column has no value in any training sample.
         """
         if self.schema is None:
             return None
@@ -470,7 +471,7 @@ def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
     """Impute and normalise features with given statistics. In a deployment, also compute settings of the task.
 
     Args:
-        data: A data set with raw samples (``Dataset.unfitted``).
+        data: A data set that contains raw samples (``Dataset.unfitted``).
         known: The statistics of the clients' training samples.
         again: Whether to keep the raw samples, so that features can be computed again with other statistics.
     """

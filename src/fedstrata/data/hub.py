@@ -48,10 +48,10 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
 
 
 def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
-    """Return the arrays of a ``datasets.DatasetDict``.
+    """Convert a ``datasets.DatasetDict`` to arrays.
 
-    The training samples are the split ``train``. The test samples are the split ``test`` or, without such a split, a
-    validation split. If these splits are missing, a random fifth of each class of ``train`` becomes the test samples.
+    The training samples are the split ``train``. The test samples are the split ``test`` or, if it is missing, a
+    validation split. If both are missing, a random fifth of each class in ``train`` becomes the test samples.
 
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
@@ -102,9 +102,8 @@ def _check_client(client: str, features: Any) -> None:
 def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
-    If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
-    or a single column of lists. If no single column can be the input, all columns of numbers form the inputs, as a
-    table.
+    If a column contains images, the inputs are this column. Otherwise, the inputs are a single column of arrays, or a
+    single column of lists. If there is no such column, all columns of numbers together form the inputs, as a table.
 
     Args:
         features: The ``datasets.Features`` of a split.

@@ -17,7 +17,7 @@ CHUNK = 1 << 22
 """The number of values that are checked at once, to limit memory use."""
 
 TYPES = ("uint8", "int8", "int16", "int32", "int64", "float32", "bool")
-"""The accepted types of memory-mapped inputs, which can be used without a conversion."""
+"""The accepted types of memory-mapped inputs. These types do not need a conversion."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MappedFile:
 
     @classmethod
     def of(cls, values: object) -> MappedFile | None:
-        """Return the file of a complete ``numpy.memmap``; None for a part of a memmap, and for any other array."""
+        """Return the file of a ``numpy.memmap``; None for a slice of a memmap, and for any other array."""
         if not isinstance(values, np.memmap) or not isinstance(values.base, mmap.mmap) or not values.flags.c_contiguous:
             return None
         return cls(str(values.filename), str(values.dtype), values.shape, values.offset)

@@ -30,8 +30,7 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""The number of values above which a category column causes a warning if most of its values are distinct.
-"""
+"""A category column with more values than this number causes a warning if most values are distinct."""
 MOST_CATEGORIES = 100
 """A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"
@@ -125,7 +124,7 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether the statistics of the column contain the number of times that each value occurs."""
+        """Whether the column's statistics count how often each value occurs."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
@@ -149,7 +148,7 @@ class Column(Setting):
         return f"numbers{span}{f' {self.unit}' if self.unit else ''}"
 
     def number(self, cell: Any) -> float:
-        """Return a cell as a number. For a category, return its index in ``categories``.
+        """Convert a cell to a number. For a category, return its index in ``categories``.
 
         Raises:
             ValueError: The cell is not a value of this column. The message says which values are accepted.
@@ -270,7 +269,7 @@ class Schema(Setting):
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """Return a copy of the schema that also lists the table's unlisted feature columns and categories.
+        """Return a copy of the schema, completed with the table's other feature columns and categories.
 
         Raises:
             SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
@@ -320,13 +319,15 @@ class Schema(Setting):
         return under(key, lambda: build(Column, filled))
 
     def closed(self, *, classes: bool = True) -> Schema:
-        """Return the schema for a deployment. Sites read only columns that the spec names, and do not guess types.
+        """Check that the schema suits a deployment, and return it.
+
+        Sites read only the columns in the spec, and do not guess types.
 
         Args:
             classes: True if labels are classes; False if labels are numbers.
 
         Raises:
-            SpecError: The classes, a feature or the categories of a feature are not given.
+            SpecError: The spec does not list the classes, a feature, or the categories of a feature.
         """
         if classes:
             self.refuse_target()
@@ -430,7 +431,7 @@ class Table:
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in cells]
 
     def _decoded(self, row: int, column: str) -> Any:
-        """Return a cell. A cell that contains bytes is decoded to a string."""
+        """Return a cell, decoded to a string if it contains bytes."""
         cell = self.columns[column][row]
         try:
             return cell.decode() if isinstance(cell, bytes) else cell
@@ -445,7 +446,7 @@ class Table:
             row: The row of the cell, counted from 0.
             column: The column of the cell.
             problem: The error message, which may quote the cell.
-            public: The error message for other parties, which must not disclose the cell.
+            public: The error message for other parties, without the content of the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -462,8 +463,8 @@ def parsed(table: Table, schema: Schema) -> Floats:
         schema: A completed schema.
 
     Raises:
-        DataError: A cell does not match the schema, or a value is missing and the column has no rule for missing
-            values. The error message contains file, line and column.
+        DataError: A cell does not match the schema, or a value is missing but its column has no rule for missing
+            values. The error message names the file, the line and the column.
         SpecError: The table lacks a column.
     """
     for name in schema.inputs:
@@ -497,8 +498,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0, task: T
         table: The table to read.
         schema: A completed schema.
         seed: The seed of the random choice, if the setting ``test`` is a fraction.
-        first: The index of the table's first client in the whole federation. With this index, a site with only some of
-            the clients selects the same rows as a simulation of all clients.
+        first: The index of the table's first client in the whole federation. This index lets a site with only some of
+            the clients hold out the same rows as a simulation of all clients.
         task: The task; None for classification. Test samples are stratified by label only if the task has classes.
 
     Raises:
@@ -554,8 +555,8 @@ def numbers_of(table: Table, schema: Schema, *, strict: bool) -> Floats | None:
     Args:
         table: The table to read.
         schema: The schema of the table.
-        strict: Whether to raise an error for a cell that is not a finite number in its range. Otherwise, the range is
-            not checked, and the result is None if a cell is not a finite number.
+        strict: Whether to raise an error for a cell that is not a finite number in its range. If false, the range is
+            not checked, and the function returns None if a cell is not a finite number.
 
     Raises:
         DataError: A cell is missing, or ``strict`` is set and a cell is not a number in its range.
@@ -590,7 +591,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
-    """Return a hint if a number is out of range, but would be in range after multiplication or division by 1,000."""
+    """Return a hint if a number would be in range after multiplication or division by 1,000; otherwise ""."""
     for factor, what in ((1e-3, "a thousandth of the number"), (1e3, "a thousand times the number")):
         if number and span[0] <= number * factor <= span[1]:
             return f" Check the unit, because {what} is in range."
@@ -605,7 +606,9 @@ def is_missing(cell: object) -> bool:
 
 
 def text_of(cell: object) -> str:
-    """Return a cell as a string. The same value, stored as a string, number or boolean, gives the same string.
+    """Return a cell as a string.
+
+    The string does not depend on whether the value is stored as a string, number or boolean.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')

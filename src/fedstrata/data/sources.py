@@ -35,8 +35,10 @@ from fedstrata.data.tables import SUFFIXES, dataset_of, read_table, task_of_tabl
 from fedstrata.data.tasks.base import Task
 
 Arrays = dict[str, Any]
-"""A mapping from names to arrays. If a model has several inputs, ``x_train`` and ``x_test`` are mappings from input
-names to arrays."""
+"""A mapping from names to arrays.
+
+If a model has several inputs, ``x_train`` and ``x_test`` are mappings from input names to arrays.
+"""
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 """The arrays that a ``.npz`` file must contain."""
@@ -45,8 +47,11 @@ MOST = 1 << 38
 """The maximum total size in bytes of the arrays in a ``.npz`` file."""
 
 _reading = threading.Lock()
-"""A lock for reading ``.npz`` files. NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12,
-``ast`` may fail if two threads use it at once (CPython issue 106905). Intact files then seem damaged."""
+"""A lock for reading ``.npz`` files.
+
+NumPy parses the headers of these files with ``ast``. In Python 3.11 and 3.12, ``ast`` may fail if two threads use it at
+once (CPython issue 106905). Intact files then seem damaged.
+"""
 
 
 with warnings.catch_warnings():
@@ -122,7 +127,7 @@ with warnings.catch_warnings():
                 task: The task. If None, the targets determine the task; see ``task_of``.
 
             Raises:
-                SpecError: There is no data set with the given name.
+                SpecError: No data set has the given name.
                 DataError: The data set is missing or cannot be used.
                 ExtraMissingError: The data set needs an extra that is not installed.
             """
@@ -307,8 +312,8 @@ def read_npz(path: Path) -> Arrays:
         path: The path of the file. The file must contain ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If a
             model has several inputs, the arrays have names such as ``x_train.ids`` and ``x_train.mask``. The file may
             also contain ``domain_train``, ``domain_test``, ``domains`` and ``classes`` (the name of each label 0…C−1).
-            The arrays ``client_train`` and ``client_test`` contain the client of each sample. Another name for
-            ``client_train`` is ``client``.
+            The arrays ``client_train`` and ``client_test`` contain the client of each sample. The file may use the name
+            ``client`` instead of ``client_train``.
 
     Raises:
         DataError: The file is missing or damaged, contains Python objects or lacks an array.
@@ -322,7 +327,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     Args:
         path: The path of the file.
         needed: The names of arrays that the file must contain. Instead of ``x_train``, the file may contain an array
-            ``x_train.NAME`` for each of several inputs. These arrays are returned as a mapping.
+            ``x_train.NAME`` for each of several inputs. The function returns these arrays as a mapping.
         optional: The names of further arrays, which are read if the file contains them.
 
     Raises:

@@ -22,7 +22,7 @@ def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
 
 
 def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
-    """Draw ``size`` samples at random, from each class in proportion to its size.
+    """Draw ``size`` random samples, with numbers per class that are proportional to the sizes of the classes.
 
     Return the ascending indices of these samples.
 

@@ -1,7 +1,7 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-CSV files are read with Python's module ``csv``, which does not convert cells, and provides line numbers. Parquet files
-are read with pyarrow.
+Python's module ``csv`` reads CSV files, because it does not convert cells and provides line numbers. The package
+pyarrow reads Parquet files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_table(path: Path, schema: Schema) -> Table:
 
     Raises:
         DataError: The file is missing or damaged.
-        ExtraMissingError: The file is Parquet and the extra ``tables`` is not installed.
+        ExtraMissingError: The file is a Parquet file, but the extra ``tables`` is not installed.
     """
     try:
         path = path.expanduser()
@@ -79,7 +79,7 @@ def from_dataframe(
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
-        DataError: A cell does not match the schema. The error message contains row and column.
+        DataError: A cell does not match the schema. The error message names the row and the column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
     table, task = table_of(frame, name), TASKS.make(task, {}) if isinstance(task, str) else task
@@ -226,7 +226,7 @@ def read_parquet(path: Path) -> Table:
 
 
 def table_of(rows: Any, name: str) -> Table:
-    """Return a data frame, or a mapping from column names to cells, as a ``Table``.
+    """Convert a data frame, or a mapping from column names to cells, to a ``Table``.
 
     Args:
         rows: A mapping from column names to lists, arrays or tensors, or any object with columns that have a method

@@ -1,1 +1,1 @@
-"""Evaluation of models: metrics, samples that are held out of training, and results of each client."""
+"""Evaluate models: metrics, samples that are held out of training, and results of each client."""

@@ -19,13 +19,13 @@ def request_of(task: Task | None) -> type[Evaluate]:
 def allowed_in_evaluation(
     evaluation: Evaluation, rounds: int, *, elsewhere: bool, request: type[Evaluate] = Evaluate
 ) -> list[Allowed]:
-    """Return the requests that a run's evaluations may send to clients, with the accepted values of their fields.
+    """Return the requests that evaluations may send to clients, with the allowed values of each request's fields.
 
     Args:
         evaluation: The evaluation settings.
-        rounds: The number of rounds of the run. The last round is always evaluated.
+        rounds: The number of rounds of the run. The model of the last round is always evaluated.
         request: The Python class of the requests, which depends on the task.
-        elsewhere: Whether the samples are at real sites, so that the sites do all evaluations.
+        elsewhere: Whether the samples are at real sites. Sites then run all evaluations.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}

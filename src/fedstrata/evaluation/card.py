@@ -1,4 +1,4 @@
-"""Describe a run in a notebook: the summary, a curve of the primary metric, and a table of the last rounds."""
+"""Show a run in a notebook: its summary, a curve of the primary metric, and a table of the last rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedstrata.evaluation.history import History, Record, column_of, number_in
 from fedstrata.evaluation.summary import MISSING, percent, summary_lines
 
 LAST = 10
-"""The number of rounds in the table, which are the most recent rounds."""
+"""The maximum number of rounds in the table, which shows the most recent rounds."""
 
 WIDTH, HEIGHT, MARGIN = 240, 48, 3
 """The width and the height of the curve, and the margin around the curve, in pixels."""

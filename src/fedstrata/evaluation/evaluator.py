@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Ask = Callable[[Evaluate], Mapping[ClientId, Evaluated]]
-"""A function that sends a request to all clients, and returns all usable replies."""
+"""The type of a function that sends a request to all clients and returns all usable replies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +51,12 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """An object that evaluates the models of a run.
+    """Evaluates the models of a run.
 
     Args:
         settings: The settings of the evaluations.
         model: The architecture, on the device for evaluations.
-        data: The data set, on the same device. The data set does not contain test samples if only real sites have them.
+        data: The data set, on the same device. If only real sites have test samples, the data set does not contain any.
         held: The samples that are not used for training.
         clients: The number N of clients.
         batch_statistics: Whether BatchNorm normalises with the statistics of each batch instead of running statistics.
@@ -78,7 +78,7 @@ class Evaluator:
             weights: The global model.
             round: The round after which the model is evaluated.
             ask: The function that sends a request to all clients.
-            unheard: Clients whose replies the server has not used recently; see ``evaluation.unheard``.
+            unheard: The clients from which the server has not used a reply recently; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -199,7 +199,7 @@ class Evaluator:
     def _of_sums(self, sums: EvaluationSums | TaskSums, *, both: bool = True) -> dict[str, float | None]:
         """Compute the values of all metrics from sums.
 
-        If ``both`` is true, also compute the accuracy and the loss. If the value of a metric is approximate,
+        If ``both`` is true, compute the accuracy and the loss, too. If the value of a metric is approximate,
         ``LABEL_error`` is an upper bound on its error.
         """
         if isinstance(sums, TaskSums):
@@ -255,8 +255,7 @@ class Evaluator:
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
         """Summarise the metrics over all clients.
 
-        The key ``unheard`` of the result contains a summary over clients whose replies the server has not used
-        recently.
+        The key ``unheard`` contains a summary over the clients from which the server has not used a reply recently.
         """
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)
@@ -298,8 +297,8 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise the distribution of metrics over clients.
 
     Args:
-        values: The values of M metrics for each of N clients, shape (N, M). Clients with the value NaN are
-            left out of the metric's summary.
+        values: The values of M metrics for each of N clients, shape (N, M). A metric's summary leaves out clients with
+            the value NaN.
         sizes: The number of test samples of each client, shape (N,). These numbers are the weights in
             ``weighted_mean``.
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
@@ -307,8 +306,8 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     Returns:
         A summary for each metric with the keys ``clients`` (the number of clients with a value), ``mean``,
         ``weighted_mean`` and ``sd`` (population standard deviation). The key ``worst`` contains the value of the worst
-        client. The key ``worst_10`` contains the mean over the worst tenth of the clients, with their number rounded
-        up. If no client has a value, ``clients`` is 0 and all other entries are None.
+        client. The key ``worst_10`` contains the mean over the worst tenth of the clients (rounded up to whole
+        clients). If no client has a value, ``clients`` is 0 and all other entries are None.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625

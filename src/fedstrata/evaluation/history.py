@@ -35,8 +35,10 @@ LOWER = frozenset({"loss", "log-loss", "ece", "perplexity", "rmse", "mae"})
 """The built-in metrics for which lower values are better."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
-"""The default targets. For each target, the summary gives the first round in which the test accuracy reached the
-target."""
+"""The default targets.
+
+For each target, the summary gives the first round in which the test accuracy reached the target.
+"""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
 """The files of a run folder that contain the final model and its description."""
@@ -69,7 +71,7 @@ class History(Sequence[Record]):
     """The results of a run: a sequence of records (dicts), one per round.
 
     Args:
-        records: One record per round. The key ``round`` of a record is the number of its round, counted from 1.
+        records: One record per round. The key ``round`` of a record contains the round's number, counted from 1.
         method: The method's name.
         seed: The experiment's seed.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
@@ -102,15 +104,15 @@ class History(Sequence[Record]):
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
         self.lower, self.primary = frozenset(lower), primary
         self.stopped = ""
-        """The reason why the run was stopped before its last round; empty if the run was not stopped."""
+        """The reason why the run stopped before its last round; empty if the run did not stop early."""
         self.model_round: int | None = None
         """The round of the model that the run saved; None if the run saved the model of the last round."""
         self.kept: Record = {}
-        """The metrics of the saved model; empty if the record of this model's round contains the metrics."""
+        """The metrics of the saved model; empty if the record of the model's round already contains them."""
         self.warning = ""
         """A reason why the results are not meaningful, such as unusable replies; usually empty."""
         self.privacy = ""
-        """A statement about the protection by noise (``privacy.dp``); empty without noise, and until the run ends."""
+        """The privacy guarantee of ``privacy.dp``, as a sentence; empty without noise, and until the run ends."""
         self.confusion: dict[str, Confusion] = {}
         """The confusion matrix of the last evaluation (key ``last``), and of the best evaluation (key ``best``)."""
         self.clients: list[Record] = []
@@ -212,7 +214,7 @@ class History(Sequence[Record]):
         return rounds, values
 
     def points(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the same arrays as ``column``, but two empty arrays if the column does not contain numbers."""
+        """Return the result of ``column``, or two empty arrays if the column does not contain numbers."""
         pairs = [(record["round"], value) for record in self if (value := number_in(record, name)) is not None]
         rounds = np.array([round for round, _ in pairs], dtype=np.int64)
         return rounds, np.array([value for _, value in pairs], dtype=np.float64)
@@ -244,7 +246,7 @@ class History(Sequence[Record]):
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the saved model, which by default is the last evaluated model; None without evaluations."""
+        """Test accuracy of the saved model, by default the last evaluated model; None without evaluations."""
         return self.final("accuracy")
 
     @property
@@ -256,15 +258,15 @@ class History(Sequence[Record]):
 
     @property
     def best_accuracy(self) -> float | None:
-        """Test accuracy of the best round; None if no round was evaluated."""
+        """Test accuracy of the best round; None without evaluations."""
         return self.best("accuracy")
 
     @property
     def best_round(self) -> int | None:
         """The first round with the best value of the primary metric on validation samples; None if there are no values.
 
-        Without validation samples, the test set determines the best round. The test results of the best round are then
-        too optimistic.
+        Without validation samples, the test set determines the best round. In this case, the test results of the best
+        round are too optimistic.
         """
         validated = self.best_on == "validation"
         rounds, values = self.points(f"validation.{self.primary}" if validated else column_of(self.primary))
@@ -293,7 +295,7 @@ class History(Sequence[Record]):
     def summary(self) -> Record:
         """The content of ``summary.json``, which is computed from the records.
 
-        Accuracies are fractions on the test set. They are None if no round was evaluated. The keys are:
+        Accuracies are fractions in [0, 1] on the test set, or None without evaluations. The keys are:
 
         - ``method``, ``seed`` and ``rounds``: the method's name, the seed and the number of rounds.
 
@@ -307,7 +309,7 @@ class History(Sequence[Record]):
         - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds.
 
         - ``rounds_to_target``: a mapping from each target, as a string, to the first round that reached the target, or
-          to None. For tasks without an accuracy, the mapping contains only targets of other metrics.
+          to None. For tasks without an accuracy, the mapping contains only the targets of other metrics.
 
         - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds.
 
@@ -414,7 +416,7 @@ def write_evaluations(history: History, folder: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a ``model.safetensors``, and compare them with the checksum in ``model.json``.
+    """Read the tensors in a file ``model.safetensors``, and verify them with the checksum in ``model.json``.
 
     Raises:
         DataError: The file is missing or damaged.
@@ -443,7 +445,7 @@ def column_of(metric: str) -> str:
 
 
 def target_text(target: float) -> str:
-    """Return the key of a target in ``rounds_to_target``: the target as text, as short as possible without rounding.
+    """Return a target's key in ``rounds_to_target``: the shortest text that represents the target exactly.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')

@@ -1,7 +1,7 @@
 """Hold samples out of training: validation samples, each client's test samples, and all samples of test clients.
 
 Each client holds out the same fraction of its samples of each label. The choice depends only on the seed, the client
-and the sample, and not on the number of clients.
+and the client's samples, and not on the number of clients.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from fedstrata.data.partitions.base import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""A number larger than any client's number of samples. The key k · ``PLACES`` + i is therefore unique for sample i of
-client k.
+"""A number larger than any client's number of samples, so that k · ``PLACES`` + i is unique for sample i of client k.
 """
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 NATURAL = ("given", "natural")
-"""Partitions that use the clients in the data set. With these partitions, each client holds out its own validation
-samples."""
+"""Partitions that use the data set's client ids.
+
+With these partitions, each client holds out its own validation samples.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +48,8 @@ class HeldOut:
             test samples were held out of the training samples. ``"test"`` means that a real site or the data set
             provides the test samples.
         test_clients: The samples of the clients that never train; None if all clients train.
-        numbers: The clients' ids in the partition. First come the clients that train, which get new ids from 0, and
-            then the clients that never train. None if all clients train.
+        numbers: The clients' ids in the partition. The clients that train come first, and get new ids from 0. The
+            clients that never train follow. None if all clients train.
     """
 
     validation: Ints | None = None
@@ -126,10 +127,10 @@ def hold_out(
         data: The data set.
         assignment: The training samples of each client.
         seed: The experiment's seed.
-        validation: The validation samples that were held out before the partition; None if each client must hold out
-            its own.
-        brought: The test samples of each client, if a real site or the data set provides them. In this case, other test
-            samples are not held out.
+        validation: The validation samples that were held out before the partition; None if each client holds out its
+            own.
+        brought: The test samples of each client, if a real site or the data set provides them. If given, no other test
+            samples are held out.
         everybody: Whether ``assignment`` contains the samples of all clients. At a real site, ``assignment`` contains
             only samples of the site's clients.
 
@@ -177,14 +178,14 @@ def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
 def split_each(
     assignment: Assignment, data: Dataset, share: float, seed: int, purpose: str, *, least: int
 ) -> tuple[Assignment, Assignment]:
-    """Take a fraction of each client's samples, stratified by label.
+    """Split off a fraction of each client's samples, stratified by label.
 
     Args:
         assignment: The samples of each client.
         data: The data set.
         share: The fraction to take.
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Different names give independent random numbers.
+        purpose: A name for this use of random numbers. Uses with different names draw independent numbers.
         least: The minimum number of samples to take from a client with at least two samples. The client always keeps
             at least one sample.
 
@@ -210,7 +211,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
         labels: The label of each sample, in the order of ``owners``.
         wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Different names give independent random numbers.
+        purpose: A name for this use of random numbers. Uses with different names draw independent numbers.
 
     Returns:
         A mask with one entry per sample: True for the chosen samples.

@@ -1,4 +1,4 @@
-"""Define requests to evaluate a model on a client's samples, and the replies."""
+"""Define the requests to evaluate a model on a client's samples, and the replies to these requests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Evaluated(Reply):
 
     Args:
         sums: The sums over the client's samples, from which metrics can be computed.
-        values: A mapping from each metric to its value on the client's samples, without undefined values; None if the
-            site withholds the values.
+        values: A mapping from each metric to its value on the client's samples; None if the site withholds the values.
+            Metrics with undefined values are left out.
     """
 
     sums: EvaluationSums
@@ -46,7 +46,8 @@ class Evaluate(Request):
         round: The round after which the model is evaluated.
         weights: The global model.
         part: The samples to evaluate on: ``"test"`` or ``"validation"``.
-        personal: Whether the client first personalises the model, with its own BatchNorm statistics and by fine-tuning.
+        personal: Whether the client first personalises the model: it loads its own BatchNorm statistics, and fine-tunes
+            the model.
         epochs: The number of epochs of fine-tuning on the client's training samples.
         score_bins: The number of bins in each class's histogram of scores; see ``EvaluationSums``.
         confidence_bins: The number of bins in the histogram of confidence; see ``EvaluationSums``.

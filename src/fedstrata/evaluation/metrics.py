@@ -1,7 +1,7 @@
 """Define the metrics that a spec may list in ``evaluation.metrics``.
 
-Most metrics are computed from counts. The same code therefore works for a test set, for many clients, and for sums from
-real sites. Users can add a metric as a function, or as a class with a single method.
+Most metrics are computed from counts. One implementation therefore works for a test set, for many clients, and for sums
+from real sites. Users can define metrics as functions, or as classes with a single method.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class Metric(Setting):
 
     @property
     def label(self) -> str:
-        """The metric's name in records. It is the name in the spec without the part before the last colon."""
+        """The metric's name in records.
+
+        For a metric named ``"module:name"`` in the spec, the label is the part after the last colon.
+        """
         return self.name.rpartition(":")[2]
 
     @abstractmethod
@@ -97,7 +100,7 @@ class Metric(Setting):
         return None
 
     def of_tables(self, tables: Mapping[str, Reals], loss: Reals, weight: Reals) -> Reals:
-        """Compute the metric's value on each of M sets of samples, for tasks other than plain classification.
+        """Compute the metric's values on M sets of samples, for tasks other than plain classification.
 
         Args:
             tables: A mapping from each entry of ``Task.tables`` to its sum over each set, shape (M, …).
@@ -122,7 +125,7 @@ class Metric(Setting):
             task: The task.
 
         Raises:
-            SpecError: The metric is meant for other tasks, or its computation fails.
+            SpecError: The metric does not support the task, or computing the metric fails.
         """
         if self.table not in ("loss", "rows", *task.tables) or (self.label == "accuracy" and not task.has_accuracy):
             accepted = ", ".join(task.default_metrics)
@@ -156,7 +159,7 @@ class Metric(Setting):
         return none_for_nan(self.of_tables(tables, np.array([sums.loss]), np.array([sums.weight]))[0])
 
     def check(self, classes: int) -> None:
-        """Check the metric with a few artificial predictions that contain all classes.
+        """Check that the metric works, on a few artificial predictions that contain all classes.
 
         Raises:
             SpecError: The metric fails, or returns neither a number nor None.
@@ -265,7 +268,7 @@ class MicroF1(_OfCounts):
 class MeanIoU(_OfCounts):
     """Intersection over union (IoU) of true and predicted pixels, averaged over the classes.
 
-    The mean leaves out classes that neither the true nor the predicted pixels contain.
+    The mean leaves out classes that occur neither in the true nor in the predicted pixels.
     """
 
     @override
@@ -328,11 +331,11 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: of the second class if there are two classes, otherwise averaged over all classes.
+    """Area under the ROC curve: for two classes, of the second class; for more classes, averaged over the classes.
 
-    The ROC curve of a class compares samples of this class with all other samples. The mean leaves out a class if all
-    samples, or none of the samples, belong to this class. If real sites send histograms, the value is approximate, and
-    the record also contains an upper bound on its error.
+    The ROC curve of a class compares samples of this class with all other samples. The mean leaves out classes to which
+    all samples, or none of the samples, belong. If real sites send histograms, the value is approximate, and the record
+    also contains an upper bound on its error.
 
     Args:
         bins: Number of bins in each class's histogram of scores, which sites of a deployment send instead of scores.

@@ -141,11 +141,11 @@ def collect(
 ) -> Rows:
     """Compute the values that an evaluation stores for each sample.
 
-    See ``predict`` for the arguments. Batches are smaller than ``batch_size`` if their outputs would take more than
-    ``OUTPUT_BYTES``.
+    See ``predict`` for the arguments. Batches are smaller than ``batch_size`` if their outputs would otherwise need
+    more than ``OUTPUT_BYTES`` of memory.
 
     Raises:
-        SpecError: The values of all samples would take more than ``KEPT_BYTES``.
+        SpecError: The values of all samples would need more than ``KEPT_BYTES`` of memory.
     """
     n = len(data.y_train if split == "train" else data.y_test) if indices is None else len(indices)
     every = np.arange(n) if indices is None else indices
@@ -176,7 +176,7 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
     """Estimate from one sample how many samples have outputs that fit into ``OUTPUT_BYTES``; return at least 1.
 
     Raises:
-        SpecError: The values of all samples would take more than ``KEPT_BYTES``.
+        SpecError: The values of all samples would need more than ``KEPT_BYTES`` of memory.
     """
     with _evaluating(model, weights, False) as (params, device):
         x, y = _batch(data, every[:1], split, device)

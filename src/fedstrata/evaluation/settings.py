@@ -122,7 +122,7 @@ class Evaluation(Setting):
 
     @property
     def chosen(self) -> bool:
-        """Whether ``metrics`` differs from its default, which contains only the accuracy."""
+        """Whether ``metrics`` differs from the default, which is only the accuracy."""
         return self.labels != ["accuracy"]
 
     @property
@@ -160,8 +160,8 @@ class Evaluation(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a mapping for a spec.
 
-        In ``metrics``, a metric without settings is only a name. The mapping omits the default of ``primary``, so that
-        specs stay equal to specs of earlier versions.
+        A metric without settings is written as its name. The mapping omits ``primary`` if it has its default, so that
+        specs do not differ from those of earlier versions.
         """
         tables = [plain(metric) for metric in self.metrics]
         table = super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}

@@ -1,4 +1,4 @@
-"""Summarise a run as text, for the terminal, the HTML report, notebooks and the status page."""
+"""Summarise a run as text for the terminal, the HTML report, notebooks and the status page."""
 
 from __future__ import annotations
 

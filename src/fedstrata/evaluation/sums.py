@@ -1,4 +1,4 @@
-"""Compute the sums that real sites send instead of predictions, and from which metrics are computed."""
+"""Compute the sums that real sites send instead of predictions. The server computes metrics from these sums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""The maximum log-odds in histograms of scores. Histograms range from −12 to 12, and the outer bins also count scores
-beyond this range."""
+"""The maximum log-odds in histograms of scores.
+
+Histograms range from −12 to 12. The first and the last bin also count scores outside this range.
+"""
 
 
 @record("EvaluationSums")

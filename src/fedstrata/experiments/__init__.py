@@ -1,1 +1,1 @@
-"""Functions that run experiments (``run``, ``compare``, ``sweep``, ``search``), and references for comparisons."""
+"""Run experiments (``run``, ``compare``, ``sweep``, ``search``), and compute references for comparisons."""

@@ -93,9 +93,9 @@ def compare(
             means over the clients. With ``"centralised"``, one client trains on all samples. See
             ``fedstrata.experiments.references``.
         jobs: The number of simultaneous runs, each in its own process. Default: the number of processors, or 1 if the
-            engine is not ``local``. Results do not depend on this number. If you pass data, a model or classes that
-            only this program defines, the processes are forks of this process. If this process cannot be forked, the
-            runs are executed one after another.
+            engine is not ``local``. Results do not depend on this number. If you pass data, or a model or classes that
+            only this program defines, the processes are forks of this process. If forking is impossible, the runs are
+            executed one after another.
         watch: A function that is called during each run with the run's label, seed and number of finished rounds.
         progress: Whether to show progress: bars in a terminal or notebook, and lines of text elsewhere.
         report: Whether to write a report into ``out``, with tables, figures and an HTML page about all runs.
@@ -105,7 +105,7 @@ def compare(
 
     Raises:
         SpecError: A setting is wrong. All experiments are checked before the first experiment starts.
-        FedstrataError: The process of a run was killed. All other runs have ended.
+        FedstrataError: The process of a run was killed. The error is raised after all other runs have ended.
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
@@ -228,7 +228,7 @@ def latest(out: Path, planned: Mapping[Key, Experiment], label: str, seed: int) 
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Return True if a folder contains a finished run: a run that has all rounds of the spec, or was stopped early."""
+    """Return True if a folder contains a finished run, which has all rounds of the spec or was stopped early."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -289,18 +289,18 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
 
 
 def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
-    """Decide whether simultaneous runs need forks of this process.
+    """Decide whether simultaneous runs must be forks of this process.
 
-    A new process cannot use arrays, modules or classes that exist only in this process. Runs that use such objects
-    therefore need forks.
+    New processes cannot use arrays, modules or classes that exist only in this process, so runs that use these objects
+    need forks.
 
     Args:
         specs: The experiments to run.
         in_memory: Whether the runs use data or a model that the caller passes.
 
     Returns:
-        True if runs need forks, and False if new processes are enough. None if forks are needed but not possible. This
-        process must then execute one run after another.
+        True if runs need forks, and False if new processes are enough. None if forks are needed but impossible, so that
+        this process must execute one run after another.
     """
     specs = list(specs)
     if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
@@ -314,7 +314,10 @@ def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
 
 
 def run_to_end(spec: Experiment, folder: Path, callbacks: Sequence[Any] = (), **given: Any) -> None:
-    """Start or resume an experiment in ``folder``, and run it to its end. ``carry_out`` receives ``given``."""
+    """Start or resume an experiment in ``folder``, and run it to its end.
+
+    The arguments ``given`` are passed to ``carry_out``.
+    """
     carry_out(spec, out=folder, resume=folder.exists(), callbacks=callbacks, **given)
 
 

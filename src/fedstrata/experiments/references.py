@@ -1,6 +1,6 @@
 """Compute references for federated methods: local training of each client, and centralised training on all samples.
 
-A reference shows how much better or worse federated training is than training without federated learning. The runs of a
+A reference shows how much federated training gains or loses, compared with training without federation. The runs of a
 reference use the data, the model and the training settings of an experiment. Each run has only one client (the
 partition ``SingleClient``). In ``centralised``, this client has the samples of all clients. In ``local``, each client
 has a run with only its own samples. The function ``fold`` combines the runs of a reference into one run folder.
@@ -42,8 +42,10 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.samples_per_step,
     ),
 }
-"""A mapping from descriptions of settings to functions that return the settings' values. All compared experiments must
-have equal values of these settings, because a reference must fit all experiments."""
+"""A mapping from descriptions of settings to functions that return their values.
+
+All compared experiments must agree in these settings, because they share one reference.
+"""
 
 SUMMED = ("samples", "seconds")
 """Columns that are summed over a reference's runs. Counts of clients are also summed; other columns are averaged."""
@@ -99,7 +101,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """Return settings of ``training`` with which one client does as much work per round as all invited clients.
+    """Return settings of ``training`` that give one client as much work per round as all invited clients together.
 
     Args:
         spec: The federated experiment.
@@ -119,9 +121,9 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
 def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:
     """Combine the runs of a reference into one run folder, as if the reference were a method.
 
-    Most numbers are averaged over the runs. Samples, seconds and counts of clients are summed, and communication is 0.
-    The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the minimum of the
-    accuracy over the clients.
+    Samples, seconds and counts of clients are summed over the runs, and communication is 0. Most other numbers are
+    averaged. The columns ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the
+    minimum of the accuracy over the clients.
 
     Args:
         name: The name of the reference.

@@ -39,14 +39,14 @@ def run(
         model: Your own model, preferably a Python class; see ``prepare``.
         engine: The engine that runs the clients.
         resume: Whether to continue the run in ``out`` from its last checkpoint.
-        callbacks: Additional callbacks. Each callback is a ``fedstrata.Callback``, or a function that is called with
-            the record of every round.
+        callbacks: Additional callbacks. Each callback is a ``fedstrata.Callback``, or a function that receives the
+            record of every round.
         progress: Whether to show progress: a bar in a terminal or notebook, and lines of text elsewhere.
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` is usually empty. It contains a text if, from some round to the end, the server could not
-        use any reply.
+        attribute ``warning`` is usually empty. The warning is set if the server could not use any reply from some round
+        to the end.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

@@ -50,10 +50,10 @@ STUDY, NAME = "study.db", "sweep"
 """The name of Optuna's file in a search's folder, and of the study in this file. Optuna's dashboard reads the file."""
 
 PRUNED = "pruned"
-"""The first word of the reason that a run stores if its trial is pruned (stopped early because of bad results)."""
+"""The first word of a run's stop reason if its trial was pruned (stopped early because of bad results)."""
 
 STARTUP = 5
-"""The number of trials that run to their end before any trial is pruned."""
+"""The number of trials that must run to their end before Optuna prunes any trial."""
 
 REFUSED = "refused"
 """The name of a trial's attribute in Optuna's file. The attribute contains an error if the settings are invalid."""
@@ -220,7 +220,7 @@ class Setup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that must not change when a search continues, as a mapping from options to strings."""
+        """The arguments that must stay equal when a search continues, as a mapping from options to strings."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
         ranges = {key: str(span) for key, span in self.space.items()}
         return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
@@ -242,7 +242,7 @@ def called(number: int) -> str:
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """Check the spec and the search space, and return the experiment.
 
-    The check tries both ends of each range. Meanwhile, all other settings have the first value of their range.
+    The check tries both ends of each range, while all other settings have the first value of their ranges.
 
     Raises:
         SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
@@ -322,7 +322,7 @@ def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
 
 
 def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
-    """Run interrupted trials, and then new trials until the study has the requested number of trials.
+    """Finish interrupted trials, and then run new trials until the study has the requested number of trials.
 
     Args:
         setup: The settings of the search.
@@ -332,7 +332,7 @@ def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch:
         watch: A function that is called during each run with the run's label, seed and number of finished rounds.
 
     Raises:
-        FedstrataError: The process of a trial was killed. The same call continues the trial.
+        FedstrataError: The process of a trial was killed. Repeat the call to continue the trial.
     """
     from optuna.trial import TrialState
 

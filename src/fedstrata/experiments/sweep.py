@@ -49,7 +49,7 @@ class Cell:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> Cell:
-        """Build a cell from a spec (nested dicts) and from settings that replace settings of the spec."""
+        """Build a cell from a spec (nested dicts) and the settings that replace settings of the spec."""
         tables = copy.deepcopy(dict(table))
         for key, value in settings.items():
             set_key(tables, key, value, f"{key}={value}")
@@ -101,8 +101,8 @@ def sweep(
 
     As in ``compare``, finished runs in ``out`` are not repeated, and interrupted runs continue from their last
     checkpoint. The best cell has the best mean of the metric ``evaluation.primary`` on the validation samples. If
-    several cells have the best mean, the first of them is chosen. If the grid has several methods, a best cell is found
-    for each method. The function ``compare`` can then run the experiments in the attribute ``tuned`` of the result.
+    several cells share the best mean, the first of these cells is chosen. If the grid has several methods, a best cell
+    is found for each method. You can then pass the result's attribute ``tuned`` to ``compare``.
 
     Args:
         table: The spec as nested dicts, as ``tomllib`` returns them. The spec must set ``evaluation.validation``.

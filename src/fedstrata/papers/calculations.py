@@ -1,4 +1,4 @@
-"""Compute biases, errors, variances and numbers of operations from the papers' formulas and algorithms."""
+"""Compute biases, errors, variances and operation counts from the papers' formulas and algorithms."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ DRAWS = 200_000
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
     """Return the bias of FedSSAR's mean update, divided by the norm of the mean update of all N clients.
 
-    We assume that clients of the same cluster have equal updates, and that updates of different clusters are
-    orthogonal. All updates have the same norm. A cluster with N_h of the N clients gets m_h of the m draws. The
-    cluster's weight in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
+    We assume that all updates have the same norm, that clients of one cluster have equal updates, and that updates of
+    different clusters are orthogonal. A cluster with N_h of the N clients gets m_h of the m draws. The cluster's weight
+    in the mean update is m_h / m, but an unbiased mean update requires the weight N_h / N.
 
     Args:
         sizes: Number of clients N_h in each cluster. The number of clusters is at most m.
@@ -63,8 +63,8 @@ def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
     """Return Neyman's allocation of draws to strata, and the relative bias of FedSTS's mean update.
 
-    If a stratum does not get a draw, FedSTS's mean update is biased: it leaves out this stratum, and the weights of the
-    other strata increase. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
+    If a stratum does not get a draw, the mean update leaves it out and gives the other strata larger weights, which is
+    a bias. As in ``fedssar_bias``, updates of different strata are orthogonal and have equal norms.
 
     Args:
         sizes: Number of clients N_h in each stratum.
@@ -151,7 +151,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
     """Simulate how the server estimates the total number of samples from the clients' randomised reports.
 
-    The returned estimates ñ, shape (draws,), can be below 1, because this function does not clip estimates.
+    The function returns the estimates ñ, shape (draws,). They can be below 1, because they are not clipped.
 
     Args:
         sizes: Number of samples n_k of each of the m participants, shape (m,).
@@ -190,14 +190,14 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """Return the variance of a batch's mean gradient that is due to the labels in the batch.
+    """Return the part of the variance of a batch's mean gradient that is due to the labels in the batch.
 
     We assume that gradients of different labels are orthogonal and have norm 1. The variance is then the mean of
     ‖b − s‖² over the batches. The vector b contains the label fractions of a batch, and s contains the label fractions
     of all samples.
 
     Args:
-        labels: Labels of the samples in the order in which the samples are used for training, shape (L,).
+        labels: Labels of the samples, in the order of training, shape (L,).
         batch: Number of samples per batch. A smaller last batch is ignored.
 
     >>> label_variance(np.array([0, 1, 0, 1]), 2), label_variance(np.array([0, 0, 1, 1]), 2)
@@ -218,7 +218,7 @@ def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -
 
     Args:
         counts: Number of samples at each client.
-        cap: Maximum number of samples with this label per epoch (the cap of the frequency f_l).
+        cap: Maximum number of samples with the label per epoch (the cap of the frequency f_l).
         batch: Number of samples per batch.
         seed: Seed of the random draws.
 
@@ -248,7 +248,7 @@ def transfers(
         spec: Experiment whose method is Stratify.
         chunk_sizes: Chunk sizes to compare. A chunk consists of consecutive labels of the label schedule.
         weighted: Whether the probability of drawing a client is proportional to its number of samples with the label.
-        retain: For each label, Stratify considers only this fraction of the clients that have samples of the label.
+        retain: Fraction of clients that Stratify considers for each label, among the clients with samples of the label.
 
     Returns:
         Number of model transfers per sample, for each chunk size.
@@ -292,7 +292,7 @@ def _walk(route: Route, unused: Ints) -> int:
 def largest_curvature(prepared: Prepared, params: Mapping[str, Tensor], steps: int = 50) -> float:
     """Return the largest absolute eigenvalue of the Hessian of the mean loss over all training samples.
 
-    A smoothness constant L of the loss cannot be smaller than this eigenvalue. The function uses power iteration.
+    This eigenvalue is a lower bound on the smoothness constant L of the loss. It is computed by power iteration.
 
     Args:
         prepared: Prepared experiment with the model and the training samples.

@@ -32,14 +32,14 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A comparison of a claim's row (a method) with another row, or with the same row in another column (setting).
+    """A comparison of a claim's row (a method) with another row, or with the row itself in another column (setting).
 
     Args:
         column: Name of the column in which the claim's row is compared.
         than: Name of the other row, or of the other column.
         alone: The difference, with a 95 % interval for this comparison only.
-        together: The difference, with a wider interval. With 95 % confidence, the wider intervals of all comparisons of
-            the claim hold simultaneously.
+        together: The difference, with a wider interval. With 95 % confidence, these wider intervals hold simultaneously
+            for all comparisons of the claim.
     """
 
     column: str

@@ -1,4 +1,4 @@
-"""Judge the claims of the four papers by our results for the papers' tables.
+"""Judge the claims of the four papers, using our results for the papers' tables.
 
 A claim may need several comparisons, for example with each baseline in each setting. These comparisons form the claim's
 family. Other comparisons in the same table do not belong to the family. A claim is confirmed if each comparison of its
@@ -66,8 +66,8 @@ class Judgement:
         evidence: Text with the numbers on which the verdict is based. This text completes the sentence in ``measure``.
         command: Command that computes these numbers.
         measure: Beginning of a sentence that names the measured quantity; empty if ``evidence`` is a whole sentence.
-        decisive: Comparisons of the claim that have enough seeds. Each comparison comes with its difference and the
-            interval that determines the verdict.
+        decisive: The claim's comparisons with enough seeds, each with its difference and the interval that determines
+            the verdict.
     """
 
     claim: Claim
@@ -150,7 +150,7 @@ class _Case:
         In each column, the claim's row is compared with each of the other rows.
 
         Raises:
-            SpecError: For one of the other rows, no column contains both this row and the claim's row.
+            SpecError: One of the other rows has no column in common with the claim's row.
         """
         places = [
             ((self.row, column), (other, column))
@@ -178,8 +178,8 @@ class _Case:
         """Judge whether all compared differences have the sign that the claim states.
 
         Args:
-            texts: Two strings. The first string is the beginning of a sentence, to which one or two differences are
-                added. The second string is a sentence that introduces more than two differences.
+            texts: Two strings. The first string begins a sentence that ends with one or two differences. The second
+                string is a sentence that introduces more than two differences.
             places: Pairs of places that the claim compares. A place is a row and a column.
             key: Key of the results that ``figures`` receives.
             figures: Function that takes the results of both places, and returns the two numbers to compare.
@@ -343,7 +343,7 @@ def _gains(case: _Case) -> Judgement:
 
 
 MEASURES = {"train_loss": "training loss of the last 10 rounds", "diversity": "mean diversity Λ of the local models"}
-"""Results that are compared by their ratio, as a mapping from keys to descriptions."""
+"""Descriptions of the results that are compared by their ratio, by key."""
 
 
 def _change(case: _Case) -> Judgement:
@@ -358,8 +358,8 @@ def _change(case: _Case) -> Judgement:
     return case.judged(texts, case.places(), metric, percent, wanted, "%")
 
 
-COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
-"""Numbers of bytes that are compared without a statistical test, as a mapping from metrics to verbs."""
+COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
+"""Descriptions of the counts that are compared without a statistical test, by metric."""
 
 
 def _ratio(case: _Case) -> Judgement:
@@ -431,6 +431,9 @@ TABLE_KINDS: Mapping[str, Callable[[_Case], Judgement]] = {
 """A mapping from each kind of claim about a table to the function that judges claims of this kind."""
 
 KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
-"""All kinds of claims. A ``reading`` is judged by a number that follows from a paper's formulas or algorithms, without
-training. A ``page`` is judged by results on another page of the documentation. An ``untestable`` claim cannot be judged
-with our data and hardware, or by any experiment."""
+"""All kinds of claims.
+
+A ``reading`` is judged by a number that follows from a paper's formulas or algorithms, without training. A ``page`` is
+judged by results on another page of the documentation. An ``untestable`` claim cannot be judged with our data and
+hardware, or by any experiment.
+"""

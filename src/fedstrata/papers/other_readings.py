@@ -1,4 +1,4 @@
-"""Define variants of methods, for example from published code, that may explain differences from a paper's results.
+"""Define variants of methods, for example from published code, that may explain why our results differ from a paper's.
 
 A spec names a variant by its path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``.
 """
@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """Send a request, and return the replies that arrive. The availability model ``bernoulli`` chooses them."""
+        """Send a request, and return the replies that the availability model ``bernoulli`` lets through."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -44,7 +44,7 @@ class Lost(Recipe):
     """A method whose clients can drop out after training: their states change, but their replies are lost.
 
     Args:
-        p: Probability that a reply reaches the server.
+        p: Probability that a client's reply reaches the server.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)

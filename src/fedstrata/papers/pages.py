@@ -91,7 +91,7 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Find missing files and runs without results, and return a mapping from their names to the problems.
+    """Find missing files and runs without results. Return a mapping from each name to the problem.
 
     Args:
         wanted: Tables that were run.
@@ -145,11 +145,11 @@ SIGNS: dict[judging.Verdict, str] = {
 }
 """A mapping from each verdict to the sign that the pages show beside the verdict."""
 UNTESTED = ("not tested", "not testable here")
-"""The two verdicts on claims that our results cannot decide."""
+"""The two verdicts for claims that our results can neither confirm nor refute."""
 
 
 def chip(verdict: judging.Verdict, count: int | None = None) -> str:
-    """Return HTML that shows a verdict, its sign and, if given, the number of claims with this verdict.
+    """Return HTML that shows a verdict with its sign and, if given, the number of claims with the verdict.
 
     >>> chip("partly", 2)
     '<span class="chip partly">◐ 2 partly</span>'
@@ -176,7 +176,7 @@ def _counts(verdicts: Iterable[judging.Verdict]) -> str:
 
 
 def page_of_claims(judgements: Sequence[Judgement], *, quick: bool = False) -> str:
-    """Return the page with all claims, grouped by paper, and with an explanation of how claims are judged."""
+    """Return the page that lists all claims by paper, and explains how they are judged."""
     about = f"This page lists all quantitative claims of the four papers, with our verdicts ([CSV]({CLAIMS_CSV}))."
     how = files(__package__).joinpath("how.md").read_text(encoding="utf-8")
     how = how.format(MIN_SEEDS=MIN_SEEDS, FEW_MORE=FEW_MORE)
@@ -207,7 +207,7 @@ def _filter(verdicts: Iterable[judging.Verdict]) -> list[str]:
 
 
 NARROW = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n"
-"""The first lines of a page, which hide the list of the page's sections."""
+"""The first lines of a page, which hide its table of contents."""
 WIDE = '<div class="wide-page"></div>'
 """An HTML element that makes a page as wide as the window."""
 
@@ -234,7 +234,7 @@ def _row(judgement: Judgement) -> list[str]:
 
 
 def csv_of_tables(results: Results, *, quick: bool = False) -> str:
-    """Return the rows of all tables as CSV, including rows with too few seeds for the pages."""
+    """Return the rows of all tables as CSV, including rows that the pages omit because they have too few seeds."""
     rows: list[Sequence[Any]] = [["table", "setting", "method", "metric", "paper", "mean", "low", "high", "seeds"]]
     for name, table in tables().items():
         cells = cells_of(table, results, quick=quick)
@@ -260,7 +260,8 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
     Returns:
         A dict for each table. ``table`` is the name of the table, and ``cells`` is its number of cells. A cell is the
         run of one row and column with one seed. ``done`` is the number of finished cells. ``hours`` is the expected
-        time for the missing cells on one core. ``unknown`` is the number of missing cells without such an estimate.
+        time for the missing cells on one core. ``unknown`` is the number of missing cells whose time cannot be
+        estimated.
     """
     rows = []
     for table in wanted:
@@ -290,8 +291,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
     The estimate comes from the first of these sources that exists: finished runs of the row and column, finished runs
     of the row in other columns, the table's file, and finished runs of other rows. Times from other columns are scaled
-    by the number of samples per round. This number is the product of local epochs, clients per round, and samples per
-    client.
+    by the number of samples per round: the product of local epochs, clients per round, and samples per client.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
@@ -319,7 +319,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 
 
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
-    """Return the page of a paper: its claims, its tables, and how our experiments differ from the paper's."""
+    """Return the page of a paper: its claims, its tables, and the differences of our experiments from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
     counts = f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}))."
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]

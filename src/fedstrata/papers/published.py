@@ -42,19 +42,19 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel of the figure: a table, and at least one row with both a published number and our result."""
+    """A panel of the figure: a table, and at least one row with a published number and our result."""
 
     table: Table
     rows: Sequence[Row]
 
     def lines(self) -> list[str | Row]:
-        """Return the lines of the panel: each setting, followed by its rows."""
+        """Return the lines of the panel: the name of each setting, followed by its rows."""
         groups = groupby(self.rows, key=attrgetter("setting"))
         return [line for setting, rows in groups for line in (setting, *rows)]
 
 
 def draw_published(panels: Sequence[Panel]) -> str:
-    """Draw one panel per table, with one line for each published number and our corresponding result.
+    """Draw one panel per table, with a line for each pair of a published number and our result.
 
     Args:
         panels: One or more panels.

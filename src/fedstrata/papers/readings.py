@@ -38,7 +38,7 @@ from fedstrata.stratify.schedule import frequencies, schedule
 Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 FEW_MORE = 1.05
-"""Maximum ratio to the baseline's number of bytes or operations that still counts as "slightly more"."""
+"""Maximum ratio to the baseline's number of bytes or operations that counts as "few more"."""
 EXACT, DRAWN = 0.01, 0.05
 """Maximum relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 
@@ -63,7 +63,7 @@ class Reading:
 
 
 def verdict(right: Sequence[bool]) -> Supported:
-    """Return the verdict on a claim, given whether the claim holds in each of several cases.
+    """Return the verdict on a claim, given whether the claim holds in each case.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('confirmed', 'partly', 'contradicted')
@@ -72,7 +72,7 @@ def verdict(right: Sequence[bool]) -> Supported:
 
 
 Made = tuple[str, Mapping[str, float], Sequence[bool]]
-"""The result of a reading as text, its numbers, and whether the paper's statement holds in each case."""
+"""The result of a calculation: a text, its numbers, and whether the paper's statement holds in each case."""
 
 _MAKERS: list[Callable[[], Reading]] = []
 """The functions that compute the readings, in the order in which the page shows them."""

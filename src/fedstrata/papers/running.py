@@ -1,7 +1,7 @@
 """Run the experiments of the papers' tables, and store the results. Each row and column has one run per seed.
 
-Several processes may work on a table at the same time, but each run is executed by only one process. If this process is
-killed, the next process resumes the run from its last checkpoint.
+Several processes may work on a table at the same time, but only one process executes each run. If this process is
+killed, another process resumes the run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Results = dict[str, dict[str, Any]]
 """A mapping from the key of each run to the results of the run."""
 
 ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
-"""Metrics of a run whose means over the rounds are stored in the results."""
+"""Metrics that the results store as means over the rounds of a run."""
 
 
 class Stored(Protocol):
@@ -85,7 +85,7 @@ def run(
     device: str = "cpu",
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run the experiments of the given tables, except experiments that already have results.
+    """Run those experiments of the given tables that do not have results yet.
 
     An experiment (``Cell``) is the run of one row and column with one seed.
 
@@ -118,7 +118,7 @@ def run(
 
 
 def measured(history: History, folder: Path) -> dict[str, Any]:
-    """Compute the results of a finished run that the tables of the papers show.
+    """Compute the results of a finished run for the tables of the papers.
 
     Raises:
         FedstrataError: The history of the run contains a warning, because the run broke down.
@@ -137,7 +137,7 @@ def run_one(
     finished: Callable[[Path], Container[str]] = known,
     device: str = "cpu",
 ) -> dict[str, Any] | None:
-    """Run one experiment of a table, unless the experiment is finished or another process is running it.
+    """Run one experiment of a table. Skip it if it is finished, or if another process is running it.
 
     An experiment (``Cell``) is the run of one row and column with one seed.
 
@@ -171,7 +171,7 @@ def run_one(
 
 
 def about(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Describe the origin of a run's results: software versions, and hashes of spec, data, model and partition."""
+    """Return the origin of a run's results: software versions, and hashes of the spec, data, model and partition."""
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     identity = made["identity"]
     return {
@@ -186,7 +186,7 @@ def figures(history: History) -> dict[str, Any]:
     """Compute the results of a run from its history, with accuracies in percent.
 
     Raises:
-        DataError: The model was never evaluated in the run.
+        DataError: The run never evaluated the model.
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:

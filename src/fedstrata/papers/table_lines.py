@@ -24,9 +24,10 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, cut
 
 
 def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
-    """Return a collapsed HTML element that shows ``summary``. When a reader expands it, it also shows ``lines``.
+    """Return a collapsed HTML element that shows ``summary``.
 
-    Blank lines around ``lines`` let a Markdown renderer process these lines inside the HTML.
+    The expanded element also shows ``lines``. Blank lines around them make Markdown renderers process the lines inside
+    the HTML.
 
     Args:
         summary: HTML text that is always visible.
@@ -38,7 +39,7 @@ def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
 
 
 def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    """Return Markdown lines with those rows of a table that have enough seeds, and the number of missing runs."""
+    """Return a table in Markdown with the rows that have enough seeds, and the number of missing runs."""
     shown = rows_of(table, results, quick=quick)
     if not shown:
         return []
@@ -76,7 +77,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
 
 
 def rows_of(table: Table, results: Results, *, quick: bool = False) -> list[Row]:
-    """Return the rows of a table that have enough seeds; an empty list if at most half of the rows have enough."""
+    """Return the rows of a table that have enough seeds; an empty list if these are at most half of the rows."""
     cells = cells_of(table, results, quick=quick)
     places = [(column, row) for column in table.columns for row in table.rows_of(column)]
     ours = {(c, r): Estimate.over(over_seeds(cells, r, c, table.metric).values()) for c, r in places}

@@ -74,8 +74,8 @@ class Cell:
     def hash(self) -> str:
         """The SHA-256 hash of the spec and of the table's version.
 
-        If the hash changes, the cell is run again. Settings that keep their default values do not affect the hash. If a
-        default changes, the version must therefore be raised.
+        If the hash changes, the cell is run again. Settings with default values do not affect the hash. If a default
+        changes, the version must therefore be raised.
         """
         training = {key: value for key, value in self.spec["training"].items() if key != "workers"}
         text = json.dumps([self.version, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
@@ -97,16 +97,16 @@ class Table:
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that the row changes in the spec.
         columns: A mapping from each column to the settings that the column changes in the spec.
-        only: A mapping from each column that lacks some rows to the rows that the column has.
+        only: A mapping from each column with only some of the rows to these rows.
         spec: Spec that all cells share, as nested dicts.
         published: The paper's results in percent, as a mapping from each row to a mapping from columns to results.
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other
             rows.
         notes: Notes about the table for readers of the page.
-        order: Rank of the table in the order of execution. Tables with smaller numbers run first.
+        order: Position of the table in the order of execution. Tables with smaller numbers run first.
         quick: Settings that ``--quick`` changes in every cell to make the experiments small.
-        version: Version of the results. If a code change affects the results of this table, we raise the version and
-            run all cells again.
+        version: Version of the results. If a code change affects the results of the table, raise the version, so that
+            all cells run again.
     """
 
     paper: str
@@ -170,7 +170,7 @@ def tables() -> dict[str, Table]:
 
 
 def read(paper: str, name: str, text: str) -> Table:
-    """Create a table from the TOML text of its file.
+    """Read a table from the TOML text of its file.
 
     Raises:
         SpecError: A key, row or column is unknown.

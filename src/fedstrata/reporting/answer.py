@@ -16,7 +16,7 @@ from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
 NAMED = 3
 """The maximum number of methods that a sentence lists."""
 FINE = 10
-"""The minimum number of seeds for which percentages have two digits after the decimal point."""
+"""The number of seeds from which percentages have two decimal places."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Answer:
     Args:
         headline: A sentence that says which methods are ahead of the baseline.
         best: A sentence about the best method, its difference from the baseline with the interval, and its cost.
-        seeds: The number of seeds with which the best method's difference would be significant, if mean and standard
+        seeds: The number of seeds needed to make the best method's difference significant, if mean and standard
             deviation stay the same. None if the difference is already significant, or if the number is unknown.
     """
 
@@ -95,7 +95,7 @@ def answer(runs: Mapping[str, Sequence[History]], comparison: Contrasts) -> Answ
 
 
 def names(labels: Sequence[str]) -> str:
-    """Join names to a list in words, such as ``a, b and 3 others``."""
+    """Join names in a phrase such as ``a, b and 3 others``."""
     *first, last = [*labels[:NAMED], f"{len(labels) - NAMED} others"] if len(labels) > NAMED + 1 else labels
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -116,9 +116,9 @@ def number(value: float, how: tables.Measure, sign: str = "", seeds: int = 1) ->
     Args:
         value: The number, in the recorded unit.
         how: The display settings of the measure.
-        sign: ``"+"`` to show the sign of positive numbers also.
+        sign: ``"+"`` to show the sign of positive numbers, too.
         seeds: The number of seeds over which ``value`` is averaged. With at least ``FINE`` seeds, percentages have two
-            digits after the decimal point.
+            decimal places.
 
     >>> number(-0.0125, tables.measure("final_accuracy"), "+"), number(0.25, tables.measure("final_auroc"))
     ('−1.2', '0.250')

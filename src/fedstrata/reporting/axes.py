@@ -38,7 +38,7 @@ def heat_map(colour: str = style.SCALE.light, ground: str = style.PAPER.light) -
 
 
 def style_axes(axes: Axes, xlabel: str, ylabel: str, *, size: float = 9) -> None:
-    """Set the names of axes, and set the style of spines, ticks and grid as in all charts.
+    """Label the axes, and style their spines, ticks and grid as in all charts.
 
     Args:
         axes: The axes.
@@ -89,8 +89,7 @@ def label_ends(
     """Write each line's label to the right of the axes, at the height of the line's end. Move overlapping labels apart.
 
     Args:
-        axes: The axes, in which all lines are drawn and all limits are set. The figure of the axes must have its final
-            size.
+        axes: The axes, after all lines are drawn and all limits are set. Their figure must have its final size.
         ends: The last points of the lines.
         size: The size of the text in points.
         longest: The maximum number of characters of a label.
@@ -135,7 +134,7 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
-    """Set the style of axes with rounds on the horizontal axis. If lines have labels, add a legend above the chart."""
+    """Style axes that show rounds horizontally. If lines have labels, add a legend above the chart."""
     from matplotlib.ticker import MaxNLocator
 
     style_axes(axes, "round", ylabel)

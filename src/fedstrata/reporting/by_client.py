@@ -17,7 +17,7 @@ ByClient = dict[str, dict[str, Estimate]]
 """A mapping from the name of each client to a mapping from each method's label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
-"""The columns that do not contain results, in a run's table of clients."""
+"""The columns of a run's table of clients that do not contain results."""
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:
@@ -32,8 +32,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         have a value, for example because the client lacks samples of a class.
 
     Raises:
-        SpecError: None of the runs has a table of clients, the column is unknown, or a client's data differ between
-            seeds.
+        SpecError: No run has a table of clients, the column is unknown, or a client's data differ between seeds.
     """
     results = {label: [history.clients for history in members] for label, members in runs.items()}
     rows = [row for members in results.values() for table in members for row in table]
@@ -94,7 +93,7 @@ def caption(table: ByClient, column: str) -> str:
 
 
 def to_screen(table: ByClient, column: str, every: bool = False) -> ScreenTable:
-    """Return the table for a terminal. If ``every`` is True, the table has all columns even in a narrow terminal."""
+    """Return the table for a terminal. If ``every`` is True, show all columns even in a narrow terminal."""
     labels, rows = _cells(table, column)
     return ScreenTable(["client", *labels], rows, every=every, note=caption(table, column))
 

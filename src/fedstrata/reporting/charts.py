@@ -22,13 +22,13 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""The approximate maximum number of values in all curves of a data set, so that the page is small enough for e-mail."""
+"""The approximate maximum number of values in all curves of a data set, to keep the page small enough for e-mail."""
 POINTS = 400
 """The maximum number of points per curve."""
 OWN = 24
-"""The maximum number of columns to draw among the columns that only some methods record."""
+"""The maximum number of drawn columns that only some methods record."""
 BARS = 240
-"""The maximum number of bars in the participation chart. If a run has more rounds, each bar shows several rounds."""
+"""The maximum number of bars in the participation chart. If a run has more rounds, each bar covers several rounds."""
 CLASSES = 40
 """The maximum number of classes for which confusion matrices are shown."""
 CLIENTS = 200
@@ -50,7 +50,9 @@ _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
-    """Choose a line style for each method. If colours are too few, only the baseline and the best methods have colours.
+    """Choose a line style for each method.
+
+    If there are more methods than colours, only the baseline and the best methods have colours.
 
     Args:
         labels: The methods' labels in the order of the comparison, with the baseline first.
@@ -133,7 +135,7 @@ def _metric(key: str, lower: Collection[str]) -> dict[str, Any]:
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """List the columns that can be drawn over rounds: first the primary metric, then the other metrics.
 
-    Columns that only some methods record come last, and are left out if their values never change.
+    Columns that only some methods record come last. They are left out if their values never change.
     """
     changes: dict[str, bool] = {}
     """A mapping from each column that only some methods record to True if its values change in any run."""
@@ -226,7 +228,7 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
 
-    Refused replies, which the records count as failures, are counted separately with the help of the run's events.
+    The records count refused replies as failures. This function uses the run's events to count them separately.
 
     Returns:
         A dict for JSON. The key ``run`` contains the run's name, ``rounds`` the number of rounds, and ``each`` the

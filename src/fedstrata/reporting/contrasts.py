@@ -1,4 +1,4 @@
-"""Compare methods with a baseline by differences that are paired by seed, and write tables of the comparisons."""
+"""Compare methods with a baseline, using differences paired by seed, and write tables of the comparisons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Budget(NamedTuple):
     """A resource that runs use, such as bytes sent.
 
     Args:
-        columns: The columns of a round's record whose sum is the amount of the resource that the round used.
+        columns: The columns of a round's record that add up to the amount of the resource used in the round.
         unit: The unit in which the amount is shown.
         axis: The title of the axis that shows the amount in charts.
         factor: The factor that converts recorded values to the shown unit.
@@ -93,7 +93,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Contrasts:
-    """The comparisons of all methods with a baseline, which a table shows.
+    """A table of comparisons of all methods with a baseline.
 
     Args:
         rows: The comparisons, sorted by measure and then by label.
@@ -129,22 +129,22 @@ def contrast(
 ) -> Contrasts:
     """Compare the runs of each method with the runs of a baseline, by measures such as the final accuracy.
 
-    A measure can be limited to a budget, such as a number of bytes. The value then comes from the last evaluation
-    within the budget. A run that spent less than the budget in total has no value.
+    A measure can be limited to a budget, such as a number of bytes. Its value then comes from the last evaluation
+    within the budget. A run does not have a value if it spent less than the budget in total.
 
     Args:
         runs: A mapping from each method to the histories of its runs, one per seed.
         metrics: The measures to compare. A measure is a key of ``MEASURES``, ``final_M`` or ``best_M`` for a metric M,
-            or ``rounds_to_T`` for a target T. Columns of the records are also measures, with their values in the round
-            of the saved model. Default: the primary metric at the end, at equal bytes and at equal samples.
+            or ``rounds_to_T`` for a target T. Columns of the records are also measures. Their values come from the
+            round of the saved model. Default: the primary metric at the end, at equal bytes and at equal samples.
         at: A mapping from keys of ``BUDGETS`` to the amounts at which the primary metric is compared. None stands for
-            the largest amount that all runs reached.
+            the largest amount that every run reached.
         baseline: The label of the method with which all other methods are compared. Default: the first label.
         test: The test of paired differences. All differences of a measure are judged together: intervals hold
             simultaneously, and p-values are corrected for the number of differences (Bonferroni).
 
     Raises:
-        SpecError: The label, measure or budget is unknown, or a run did not record the budget.
+        SpecError: A label, measure or budget is unknown, or a run did not record the budget's resource.
     """
     asked = bool(metrics) or at is not None
     if baseline is not None and baseline not in runs:
@@ -247,7 +247,7 @@ def value_at(history: History, kind: str, budget: float, metric: str = "accuracy
     Args:
         history: A run.
         kind: A key of ``BUDGETS``.
-        budget: The amount in recorded units: bytes, samples or seconds.
+        budget: The amount, in bytes, samples or seconds.
         metric: The metric, on the test set.
     """
     values = history.points(column_of(metric))[1]
@@ -510,7 +510,7 @@ def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
 
 
 def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
-    """Return the rows as ``tables.to_json`` does, and add the keys ``interval``, ``budget`` and ``difference``."""
+    """Return the rows as ``tables.to_json`` does, with the keys ``interval``, ``budget`` and ``difference`` added."""
     plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})

@@ -35,7 +35,7 @@ BANDS = 3
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""The number of points that a curve needs before the chart may leave out the curve's beginning."""
+"""The minimum number of points of a curve whose beginning the chart may leave out."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -45,7 +45,7 @@ FATES = {
     "clients_late": "late",
     "clients_failed": "failed",
 }
-"""For each outcome of invited clients: a mapping from the column that counts the outcome to the outcome's name."""
+"""A mapping from each column that counts an outcome of invited clients to the outcome's name."""
 
 
 class Quantity(NamedTuple):
@@ -97,12 +97,12 @@ class Curve(NamedTuple):
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
-    """Return the mean and standard deviation of a column over seeds, for rounds in which all seeds have a value.
+    """Return the mean and standard deviation of a column over seeds, in the rounds in which all seeds have a value.
 
     Seeds without any value in the column are ignored. The curve ends at the last round of the shortest run.
 
     Raises:
-        SpecError: None of the runs has this column.
+        SpecError: No run has this column.
     """
     curves: list[dict[int, float]] = []
     missing: SpecError | None = None
@@ -182,7 +182,7 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     """Draw a column of the records as one curve per method, with a band of one standard deviation.
 
     If there are more methods than colours, the baseline (the first method) and the best methods have colours, and all
-    other curves are grey. The vertical axis begins at the value at which the curves begin to differ.
+    other curves are grey. The vertical axis begins where the curves begin to differ.
 
     Args:
         axes: The axes to draw into.
@@ -241,13 +241,13 @@ def _view(axes: Axes, drawn: Mapping[str, Curve], *, percent: bool) -> tuple[flo
 
 
 def sent(histories: Sequence[History], rounds: Ints) -> Floats:
-    """Return the MB sent and received until the end of each of R rounds, as a mean over seeds, shape (R,)."""
+    """Return the cumulative data sent and received after each of R rounds, in MB, as a mean over seeds, shape (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
-    """Return the sum of several columns from the first round to each of R rounds, shape (R,)."""
+    """Return the cumulative sum of several columns after each of R rounds, shape (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -256,7 +256,7 @@ def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw, for each round, the number of invited clients with each outcome, as stacked means over seeds."""
+    """Draw the number of invited clients with each outcome per round, as stacked means over seeds."""
     base: Floats | None = None
     for column, name in FATES.items():
         band = over_seeds(histories, column)
@@ -283,7 +283,7 @@ def _edges(band: Band) -> Floats:
 
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
-    """Draw the amounts of data that clients sent and received since the start, as means over seeds."""
+    """Draw the cumulative amounts of data that clients sent and received, as means over seeds."""
     for column, name, stroke in zip(TRAFFIC, ("by clients", "to clients"), PAIR, strict=True):
         rounds, mean, sd = over_seeds(histories, column)
         _curve(axes, Curve(rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd)), stroke, name)

@@ -31,7 +31,7 @@ class Ending:
     Args:
         table: The table, with the best method first.
         sentences: The result in sentences.
-        seeds: The seeds with which the comparison should be repeated; empty if more seeds are not needed.
+        seeds: The seeds to use when the comparison is repeated; empty if more seeds are not needed.
     """
 
     table: ScreenTable
@@ -44,8 +44,8 @@ def ending(runs: Mapping[str, Sequence[History]], *, is_comparable: bool = True,
 
     Args:
         runs: A mapping from each method to the histories of its runs, one per seed.
-        is_comparable: Whether all runs use the same data. Otherwise, the methods are not compared.
-        every: Whether the table shows all columns. Otherwise, the table shows only the most important columns.
+        is_comparable: Whether all runs use the same data. If false, the methods are not compared.
+        every: Whether the table shows all columns instead of only the most important columns.
     """
     comparison = contrasts.contrast(runs)
     said = answer(runs, comparison) if is_comparable else None

@@ -1,4 +1,4 @@
-"""Draw forest plots of the differences between methods and a baseline, in the width of a paper's column."""
+"""Draw forest plots of the differences between methods and a baseline, as wide as one column of a paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Write HTML reports about runs. A report is one file, which can be printed and does not load data from the network."""
+"""Write HTML reports about runs.
+
+A report is a single file, which readers can print, and which does not load anything from the network.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 EVENTS = 10
 """The maximum number of events per method that are shown in full."""
 NAMED = 12
-"""The maximum number of entries to show from a list, such as the clients of an event."""
+"""The maximum number of entries to show of a list, such as the clients of an event."""
 PICTURES = 1_000_000
 """The maximum total size of all pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -109,7 +112,7 @@ def assets(names: Sequence[str]) -> dict[str, Any]:
     """Return a page's styles and scripts, and hashes of the scripts for the page's content security policy.
 
     Args:
-        names: The file names of the scripts. The first script must be uPlot.
+        names: The file names of the scripts, of which uPlot must be the first.
     """
     from markupsafe import Markup
 
@@ -129,7 +132,7 @@ def render(
     Args:
         runs: The runs to show.
         every: All runs, including unfinished runs that are not shown. Default: ``runs``.
-        folder: The folder of the comparison. The report shows a command that adds seeds to this folder.
+        folder: The folder of the comparison. The report suggests a command that adds seeds to it.
     """
     every, runs = every or runs, _named(runs)
     several = by_data(runs)
@@ -354,7 +357,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """Return the values of columns that only some methods record, if the values are equal in all rounds and seeds."""
+    """Return the values of those columns that only some methods record, and that are equal in all rounds and seeds."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):

@@ -1,4 +1,4 @@
-"""Prepare the first screen of the report: cards with the best methods, and a table that shows differences as a plot."""
+"""Prepare the first screen of the report: cards with the best methods, and a table with a plot of differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE = 250
 BAR = 56
 """The width of the longest bar, in pixels."""
 CUT = 3.0
-"""Rows of the plot are cut if they are longer than ``CUT`` times the upper quartile of all rows' lengths."""
+"""The plot cuts rows that are longer than ``CUT`` times the upper quartile of the rows' lengths."""
 UNITS = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
 """The units of amounts of data and their factors, beginning with the largest unit."""
 
@@ -64,7 +64,7 @@ class Column:
     def best(self, labels: Sequence[str]) -> list[str]:
         """Return the methods with the best value.
 
-        A method with missing values can be best only if all methods have missing values.
+        Only methods with the largest number of known values can be best.
         """
         known = {label: each for label in labels if (each := self.values[label]).mean is not None}
         most = max((each.n for each in known.values()), default=0)
@@ -83,7 +83,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 
     Args:
         runs: A mapping from each method to its runs, one per seed.
-        comparison: The comparison of the runs, whose first measure is the final value of the primary metric.
+        comparison: The comparison of the runs. Its first measure must be the final value of the primary metric.
         labels: The methods' labels, sorted from the best method to the worst.
     """
     members = histories(runs)
@@ -120,8 +120,7 @@ def overview(runs: Mapping[str, Sequence[Run]], comparison: Contrasts, labels: S
 def target_of(members: Mapping[str, Sequence[History]]) -> float | None:
     """Return the hardest target of the primary metric that at least half of the methods reached with every seed.
 
-    If methods did not reach any target in this way, return the hardest target that any run reached. If runs did not
-    reach any target, return None.
+    If there is no such target, return the hardest target that any run reached, or None if the runs did not reach any.
     """
     metric = tables.primary(members)
     runs = [history for each in members.values() for history in each]

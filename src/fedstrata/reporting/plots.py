@@ -1,4 +1,4 @@
-"""Draw pictures of runs, as Matplotlib figures and as files, without a screen and without ``pyplot``."""
+"""Draw runs as Matplotlib figures and as files, without a display and without ``pyplot``."""
 
 from __future__ import annotations
 
@@ -56,10 +56,9 @@ def plot(
 ) -> Figure:
     """Plot a column of the records over the rounds: the mean over seeds as a line, one standard deviation as a band.
 
-    The names of methods are written beside the ends of their lines. With more than 8 methods, only the baseline (the
-    first method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only
-    the baseline and the best method have bands. The vertical axis begins at the value at which the lines begin to
-    differ.
+    The name of a method is written beside the end of its line. With more than 8 methods, only the baseline (the first
+    method) and the five best methods have colours and names; other lines are grey. With more than 3 methods, only the
+    baseline and the best method have bands. The vertical axis begins where the lines begin to differ.
 
     Args:
         history: The history of a run, or a mapping from the methods' labels to histories, as ``compare`` returns it.
@@ -67,10 +66,10 @@ def plot(
         path: The file to write (optional). The suffix determines the format, such as ``.png`` or ``.pdf``.
         against: The horizontal axis: ``"round"``, or ``"bytes"`` for the data sent since the start.
         title: The title of the figure (optional).
-        narrow: Whether the figure is 3.5 inches wide with a font size of 8 points, for one column of a paper.
+        narrow: Whether the figure fits one column of a paper: 3.5 inches wide, with a font size of 8 points.
 
     Raises:
-        SpecError: None of the runs has the column.
+        SpecError: No run has the column.
     """
     if against not in ("round", "bytes"):
         raise SpecError("against", "must be 'round' or 'bytes'.", against)
@@ -147,7 +146,7 @@ def _note(curves: Curves, column: str, against: str) -> str:
 
 
 def plot_run(history: History, folder: Path | str) -> list[Path]:
-    """Plot a run in the files ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png``.
+    """Plot a run as ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png``.
 
     If the accuracy is not the primary metric, the first figure shows the primary metric and has the metric's name.
 
@@ -182,7 +181,7 @@ def _saved(figure: Figure, path: Path | str | None) -> Figure:
 
 
 def save(figure: Figure, path: Path | str) -> None:
-    """Write a figure to a file. The same figure always gives the same file."""
+    """Write a figure to a file. The same figure always gives the same bytes."""
     import matplotlib
 
     # Embed TrueType fonts (type 42), because journals require them.

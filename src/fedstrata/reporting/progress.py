@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 LINE_EVERY = 10.0
-"""Seconds between two lines of a log. Shorter tasks do not write a line."""
+"""Seconds between two progress lines in a log. Shorter tasks do not write any line."""
 
 DRAW_EVERY = 0.25
 """Seconds between two updates in a notebook."""
 
 
 MOST = 12
-"""The maximum number of methods that all have bars. If there are more methods, only methods with active runs have bars.
+"""The number of methods up to which every method has a bar.
+
+With more methods, only methods with active runs have bars.
 """
 
 NAME = 22
@@ -73,7 +75,7 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """The tasks and their progress, which Rich draws as bars only in a terminal."""
+        """The tasks and their progress. Rich draws them as bars, but only in a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._handle: Any = None
         """The object that updates the output in a notebook; None outside notebooks."""

@@ -1,4 +1,4 @@
-"""Find the strata (client groups) of a run's client sampler, and the class labels of the clients in each stratum."""
+"""Find the strata (client groups) that a run's client sampler formed, and the clients' class labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class View:
     Args:
         round: The number of finished rounds.
         clients: The sorted ids of the clients that the sampler has grouped, shape (n,).
-        points: One vector per client, shape (n, d). The sampler groups the clients by these vectors.
+        points: The vector of each client by which the sampler groups the clients, shape (n, d).
         strata: The id of each client's stratum, counted from 0, shape (n,).
         labels: The number of samples of each class at each client, shape (n, C). The server does not know these
             numbers.

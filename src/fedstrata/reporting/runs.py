@@ -1,4 +1,4 @@
-"""Read run folders and compare folders, for reports, tables and data frames."""
+"""Read run folders and the folders of comparisons (compare folders), for reports, tables and data frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LABELS = "labels.json"
-"""The file that lists a compare folder's labels in the order of the comparison. ``compare`` writes compare folders."""
+"""The file in a comparison's folder that lists the labels in the order of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name that is unique among the runs with the same label: the seed, or the folder's name without a seed."""
+        """A name that is unique among the runs with the same label: the seed or, without a seed, the folder's name."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
@@ -87,8 +87,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 
     A compare folder contains run folders ``LABEL/seed-S/``. The function also accepts a single folder ``LABEL``. The
     labels of a compare folder are in the order of the comparison. If this order is unknown, they are sorted by name.
-    The label of a single run folder is the folder's name. If several folders have equal labels, each label begins with
-    the name of the parent folder.
+    The label of a single run folder is the folder's name. If labels of several folders are equal, the name of the
+    parent folder is added before each label.
 
     Args:
         folders: One folder, or several.
@@ -112,8 +112,8 @@ def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
     """Store the order of a comparison's labels in the comparison's folder.
 
-    New labels come after the labels that the folder already lists, so that the first label (the baseline) stays first.
-    If ``labels`` contains all listed labels, the order of ``labels`` is stored.
+    If ``labels`` contains all labels that the folder already lists, store the order of ``labels``. Otherwise, add new
+    labels at the end, so that the first label (the baseline) stays first.
     """
     before, labels = _order(folder), list(labels)
     write_json(folder / LABELS, list(dict.fromkeys([*(() if {*before} <= {*labels} else before), *labels])))

@@ -19,7 +19,7 @@ SEEDS = 40
 """The maximum number of seeds in a suggested command."""
 
 Part = tuple[str, str]
-"""The type of a part of the description: emphasised words, and the text after these words."""
+"""The type of a part of the description: emphasised words, and the text after them."""
 
 _PARAMETERS = ("alpha", "per_client", "exponent", "hidden")
 """The settings that the description shows beside the name of a partition or model."""
@@ -29,7 +29,7 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
     """Describe the settings that runs share: clients, partition, availability, rounds, model, seeds and version.
 
     Args:
-        runs: The runs of each method. Settings that the runs' specs do not contain are left out of the description.
+        runs: The runs of each method. The description leaves out settings that the runs' specs do not contain.
     """
     specs = [flat(run.spec) for members in runs.values() for run in members]
     seeds = sorted({run.history.seed for members in runs.values() for run in members if run.history.seed is not None})
@@ -57,7 +57,7 @@ def setting_line(runs: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 
 def count_runs(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Describe the number of finished runs and of all runs, such as ``17 of 18 runs finished``."""
+    """Describe how many runs are finished, such as ``17 of 18 runs finished``."""
     members = [run for each in runs.values() for run in each]
     planned = max(len(members), len(runs) * len({run.history.seed for run in members}))
     return f"{sum(run.finished for run in members)} of {planned} run{'' if planned == 1 else 's'} finished"
@@ -84,7 +84,7 @@ def command(folder: Path, runs: Mapping[str, Sequence[Run]], seeds: int) -> str 
     """Return the command that adds seeds to a comparison; None if ``fedstrata compare`` did not write the folder.
 
     Args:
-        folder: The folder. For an absolute path, the command contains only the folder's name.
+        folder: The folder. If the path is absolute, the command contains only the folder's name.
         runs: The runs in the folder.
         seeds: The total number of seeds after the command. For more than ``SEEDS`` seeds, the function returns None.
     """

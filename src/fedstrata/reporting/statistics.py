@@ -2,7 +2,7 @@
 
 All intervals are Student's t intervals. A method counts as above another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
-intervals hold simultaneously with 95 % confidence. The p-values are then corrected for the number of differences
+intervals hold simultaneously with 95 % confidence, and their p-values are corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 if and only if the interval excludes zero.
 
 SciPy is imported at its first use.
@@ -37,12 +37,12 @@ LEVEL = 0.95
 FEWEST = {"t": 2, "wilcoxon": 6}
 """The minimum number of pairs for each test. With fewer than 6 pairs, Wilcoxon's p-value cannot be below 0.05."""
 MIN_SEEDS = 3
-"""The minimum number of seeds for which intervals and orders are shown."""
+"""The number of seeds from which intervals and orders are shown."""
 MOST_SEEDS = 100
 """The maximum number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
-"""The fraction of the largest value below which differences count as rounding errors."""
+"""Differences below this fraction of the largest value count as rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def paired_difference(
         values: A mapping from each seed to the method's value. None stands for a missing value.
         baseline: A mapping from each seed to the baseline's value.
         test: ``"t"`` for the paired t-test, or ``"wilcoxon"`` for Wilcoxon's signed-rank test.
-        resolution: The unit to which the values are rounded. The standard deviation is then at least the standard
-            deviation of rounding errors, so that a few equal differences do not give an interval of length 0.
+        resolution: The unit to which the values are rounded. The standard deviation is then at least that of rounding
+            errors, so equal differences do not give an interval of length 0.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Raises:
@@ -198,7 +198,7 @@ def seeds_needed(difference: Difference, *, together: int = 1) -> int | None:
     """Return the number of seeds with which the interval would exclude zero, if mean and deviation stayed the same.
 
     Args:
-        difference: The mean difference per seed. At least two seeds are needed, whose differences are not all equal.
+        difference: The mean difference per seed. There must be at least two differences that are not all equal.
         together: The number of differences that are judged together; see ``t_interval``.
 
     Returns:

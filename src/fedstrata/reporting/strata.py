@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from fedstrata.reporting.replayed_strata import View
 
 PIES = 200
-"""The maximum number of clients that are drawn as pie charts of their class labels. If there are more clients, each
-client is a dot in the colour of its most frequent class label."""
+"""The maximum number of clients that are drawn as pie charts of their class labels.
+
+If there are more clients, each client is a dot in the colour of its most frequent class label.
+"""
 
 
 def plane(points: Floats32) -> tuple[Floats, float]:
@@ -29,7 +31,7 @@ def plane(points: Floats32) -> tuple[Floats, float]:
         points: The n ≥ 1 points, shape (n, d).
 
     Returns:
-        The coordinates in the plane, shape (n, 2), and the fraction of the variance that remains, in [0, 1].
+        The coordinates in the plane, shape (n, 2), and the fraction of the variance that they explain, in [0, 1].
 
     >>> where, share = plane(np.array([[0, 0, 1], [3, 0, 1], [6, 0, 1]], dtype=np.float32))
     >>> np.abs(where).round(4).tolist(), round(share, 4)

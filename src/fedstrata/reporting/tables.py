@@ -71,7 +71,9 @@ MEASURES = {
     "bytes_down": Measure("MB down", 1e-6, 1),
     "seconds": Measure("seconds", 1, 1),
 }
-"""The columns of every table. For each target accuracy T, a column ``rounds_to_T`` is inserted before ``samples``.
+"""The columns of every table.
+
+For each target accuracy T, the table also has a column ``rounds_to_T`` before ``samples``.
 
 If the primary metric is not the accuracy, its final and best values come first, and the best accuracy has no column.
 """
@@ -91,8 +93,8 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     Returns:
         The rows. Each row has cells for the keys of ``MEASURES``, for ``final_M`` and ``best_M`` of the primary metric
         M, and for ``rounds_to_T`` of each target T. The cells ``test.NAME`` and ``clients.NAME.worst_10`` contain other
-        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. Seeds that never reached
-        a target are left out of the target's cell.
+        metrics of the saved model. Accuracies are fractions, and amounts of data are in bytes. A target's cell leaves
+        out seeds that never reached the target.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -139,7 +141,10 @@ def worst_first(columns: Iterable[str], metric: str) -> list[str]:
 
 
 def primary(runs: Mapping[str, Sequence[History]]) -> str:
-    """Return the runs' primary metric. If the runs have different primary metrics, return that of the first run."""
+    """Return the runs' primary metric.
+
+    If the runs differ in their primary metrics, return the metric of the first run.
+    """
     return next((history.primary for members in runs.values() for history in members), "accuracy")
 
 
@@ -268,7 +273,7 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 def keys(rows: Sequence[Row]) -> list[str]:
     """List the measures that get a column in the table.
 
-    Leave out targets that no run reached, and targets that all runs reached in their first evaluated round.
+    Leave out a target if no run reached it, or if all runs reached it in their first evaluated round.
     """
     every = list(rows[0].cells) if rows else []
     left_out = {key for key in every if is_target(key) and not any(row.cells[key].n for row in rows)}
@@ -277,7 +282,7 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return sentences that explain the table's numbers. The text is empty if explanations are not needed."""
+    """Return sentences that explain the table's numbers; empty if explanations are not needed."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -287,9 +292,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_kept(models: Mapping[str, str | None]) -> list[str]:
-    """Return sentences about methods whose final values do not describe the model of the last round.
-
-    The list is empty if there is no such method.
+    """Return sentences about methods whose final values do not describe the model of the last round; usually empty.
 
     Args:
         models: The result of ``kept`` for each method, which names the round whose model the runs saved.
@@ -322,7 +325,7 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown, with a caption if the table needs a caption."""
+    """Return the table in Markdown, with a caption if its numbers need explanations."""
     shown = keys(rows)
     headings = ["", *(measure(key).heading for key in shown)]
     text = markdown_table(headings, [[row.marked, *(show(row, key) for key in shown)] for row in rows])
@@ -354,8 +357,8 @@ def markdown_row(cells: Iterable[str]) -> str:
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as dicts for JSON: the label, the seeds, and the mean, ``sd`` and ``n`` of each measure.
 
-    If runs of a method broke down, ``stuck`` is the number of these runs. If final values are from a saved model of an
-    earlier round than the last round, ``kept`` names this round.
+    If runs of a method broke down, ``stuck`` is the number of these runs. If final values come from a model that was
+    saved before the last round, ``kept`` names its round.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

@@ -1,7 +1,7 @@
 """Compute partitions with pure functions on arrays.
 
-An *owner* is the client that has a sample. A *holding* is a pair of a client and a class: the client has samples of
-this class.
+An *owner* is the client that has a sample. A *holding* is a pair of a client and a class such that the client has
+samples of the class.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
 def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
     """Divide the samples of each class among N clients, in proportions drawn from a Dirichlet distribution.
 
-    Numbers of samples are rounded at random, so that each client's expected number is exactly proportional to its
-    share.
+    Numbers of samples are rounded at random. A client's expected number of samples is therefore exactly proportional to
+    its share.
 
     Args:
         codes: The class (or domain) of every sample, 0…C−1, shape (samples,).
@@ -61,8 +61,8 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
 def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give each client a fixed number of samples, with classes drawn from the client's own class probabilities.
 
-    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, some random draws
-    do not get a sample. These draws are repeated in another pass, among the classes that still have samples.
+    All clients draw their classes simultaneously. If a class is drawn more often than it has samples, a random subset
+    of these draws fails. Failed draws are repeated in another pass, among the classes that still have samples.
 
     Args:
         codes: The class of every sample, 0…C−1, shape (samples,).
@@ -99,8 +99,8 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
 def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
     """Choose the classes of each client at random.
 
-    A client's classes are all different, and each class goes to equally many clients (±1). A client can have any
-    combination of classes.
+    The classes of a client are distinct, and each class goes to equally many clients (±1). All combinations of classes
+    are possible.
 
     Args:
         each: The number of classes of each client, at most ``classes``, shape (N,).
@@ -134,8 +134,8 @@ def deal_to_holders(codes: Ints, owner: Ints, held: Ints, rng: np.random.Generat
         codes: The class of every sample, 0…C−1, shape (samples,). Every class must have a holder.
         owner: The client of each holding, as ``hold_classes`` returns it.
         held: The class of each holding, as ``hold_classes`` returns it.
-        rng: The random generator that chooses the samples of each client, and the clients that get the remainder of a
-            split.
+        rng: The random generator that chooses each client's samples, and the clients that get one sample more than
+            others.
         quota: The number of samples of each holding. By default, all samples are split equally (±1).
 
     Returns:
@@ -186,7 +186,7 @@ def top_up(owner: Ints, clients: int, least: int, rng: np.random.Generator) -> I
 def taken_from_largest(sizes: Ints, amount: int) -> Ints:
     """Return how many samples each client loses if samples are taken one by one from the largest client.
 
-    In total, ``amount`` samples are taken. Each sample is taken from the client that is the largest at this point.
+    In total, ``amount`` samples are taken, each from the client that has the most samples at that time.
 
     >>> taken_from_largest(np.array([2, 9, 6]), 5).tolist()
     [0, 4, 1]

@@ -1,4 +1,4 @@
-"""Define the base class and the registry of partition schemes, and their result: which client has which samples."""
+"""Define the base class and the registry of partition schemes, and the class of their results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Assignment:
 
     Args:
         indices: The indices of the samples in the training set, client after client, int64.
-        offsets: The start of each client's samples in ``indices``, and the end of the last client's samples, shape (N +
-            1,), int64.
+        offsets: The position in ``indices`` at which each client's samples start, followed by the length of
+            ``indices``, shape (N + 1,), int64.
         codes: The index of each client in the data set's ``client_names``, shape (N,); None if the data set does not
             define the clients.
 
@@ -106,7 +106,7 @@ class Assignment:
 
 
 Clients = Annotated[PositiveInt, Field(le=10_000_000)]
-"""A number of clients. The limit ensures that arrays with one entry per client fit into memory."""
+"""A number of clients, with a limit that ensures that arrays with one entry per client fit into memory."""
 
 
 class Partition(Setting):

@@ -1,4 +1,4 @@
-"""Partition data by the client ids in the data, or give all data to a single client for comparison."""
+"""Divide samples by the client ids in the data, or give samples to a single client as a baseline."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Natural(Partition):
 class SingleClient(Partition):
     """One client trains on samples of another partition, as a baseline for federated training.
 
-    In centralised training, the single client has the samples of all clients of another partition. In local training,
-    the single client has the samples of one of these clients.
+    For centralised training, it has the samples of all clients in the other partition. For local training, it has the
+    samples of one of these clients.
 
     Args:
         clients: Number of clients, which is always 1.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BUBBLES = 100
-"""The maximum number of clients in a picture with bubbles. The maximum number of labels is half this number."""
+"""The maximum number of clients in a bubble chart. The maximum number of labels is half as large."""
 NAMED = 20
 """The maximum number of clients whose names are written below a picture."""
 COLUMNS = 1000
@@ -116,7 +116,7 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every: bool = False) -> ScreenTable:
-    """Return a table for the terminal, with each client's number of samples per label.
+    """Return a table for the terminal that shows each client's number of samples per label.
 
     Args:
         assignment: The division of the samples among the clients.
@@ -125,8 +125,8 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30, every
         every: Whether to print all columns even if the terminal is narrow.
 
     Returns:
-        The table. For up to 12 labels, the table has a column per label. For more labels, the table has two columns.
-        The columns contain a client's number of labels, and the percentage of samples with the most frequent label.
+        The table. For up to 12 labels, the table has a column per label. For more labels, two columns show the client's
+        number of labels, and the percentage of its samples with the most frequent label.
     """
     counts = assignment.counts(*dataset.strata_or_one)
     sizes, classes = counts.sum(axis=1), counts.shape[1]

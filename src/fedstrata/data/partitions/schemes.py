@@ -1,4 +1,7 @@
-"""Partition schemes from the literature. Each training sample goes to exactly one client, except with ``Given``."""
+"""Partition schemes from the literature.
+
+All schemes except ``Given`` assign each training sample to exactly one client.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Select the training samples that no client has. The server may use only these samples."""
+"""Select the training samples that do not belong to any client. The server may use only these samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.data.partitions.base import Assignment
 
 @dataclass(frozen=True, eq=False)
 class ServerData:
-    """The training samples that a partition leaves out.
+    """The training samples that a partition does not assign to a client.
 
     Args:
         data: The data set.
@@ -32,7 +32,7 @@ class ServerData:
     def indices(self) -> Ints:
         """Return the indices of the samples in the training set, ascending.
 
-        The result is empty if the data set itself defines the clients. Samples that the partition leaves out then
+        If the data set itself defines the clients, the result is empty, because samples that the partition leaves out
         belong to other clients.
         """
         if self.assignment.codes is not None:
@@ -44,7 +44,7 @@ class ServerData:
         return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.outputs)
 
     def balanced(self, per_class: int, generator: np.random.Generator) -> tuple[Inputs, Tensor]:
-        """Draw the inputs and labels of ``per_class`` random samples of every class.
+        """Draw ``per_class`` random samples of every class, and return their inputs and labels.
 
         Raises:
             ValueError: A class has fewer samples than ``per_class``.

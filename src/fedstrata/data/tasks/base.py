@@ -1,8 +1,8 @@
 """Define the base class of learning tasks, and the task names that a spec accepts.
 
 A *target* is what a model learns to predict for a sample: a class, numbers, several labels, or one class for each token
-or pixel. A task defines how targets are checked and stored, how a loss is computed from targets, and what an evaluation
-records for each sample. A task also divides samples into *strata*, such as classes or ranges of values.
+or pixel. A task defines how to check and store targets, how to compute losses, and what an evaluation records for each
+sample. A task also divides samples into *strata*, such as classes or ranges of values.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ class Task(Setting):
     """
 
     default_metrics: ClassVar[tuple[str, ...]] = ()
-    """The metrics of an evaluation if the spec sets no metrics. The first metric is the primary metric."""
+    """The default metrics of an evaluation. The first metric is the primary metric."""
 
     tables: ClassVar[tuple[str, ...]] = ()
-    """The entries in the result of ``rows`` that an evaluation adds up over samples to compute metrics.
-    """
+    """The entries in the result of ``rows`` that an evaluation adds up over samples to compute metrics."""
 
     weighted: ClassVar[bool] = False
     """Whether samples have different weights, such as their numbers of tokens."""
@@ -82,7 +81,7 @@ class Task(Setting):
             sizes: The number of training samples and of test samples.
 
         Raises:
-            DataError: The targets have a wrong length, shape, type or value.
+            DataError: The targets have the wrong length, shape or type, or an invalid value.
         """
 
     @abstractmethod
@@ -111,13 +110,13 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        To compute metrics, an evaluation adds up the entries that ``tables`` lists over all samples. The entries
-        ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
+        An evaluation adds up the entries listed in ``tables`` over all samples, and computes metrics from the sums. The
+        entries ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Return predictions for a user, such as ``labels``, ``probabilities`` or ``values``, each of shape (B, …)."""
+        """Return predictions for users: a mapping from names, such as ``labels``, to tensors (B, …)."""
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> Ints | None:
         """Return the index of each sample's stratum, shape (N,); None if the task does not divide samples into strata.
@@ -142,7 +141,7 @@ class Task(Setting):
         return "Give each sample a domain, which then serves as its class."
 
     def order(self, targets: Tensor) -> Ints:
-        """Return a sort key per sample, shape (N,). Held-out samples are spread evenly over the sorted samples."""
+        """Return a sort key per sample, shape (N,). Held-out samples are chosen evenly along this order."""
         return np.zeros(len(targets), dtype=np.int64)
 
     @property
@@ -151,7 +150,7 @@ class Task(Setting):
         return False
 
     def fitted(self, known: Statistics) -> Task:
-        """Return the task with settings, such as the mean, that are computed from the training targets.
+        """Return a copy of the task with settings, such as the mean, computed from the training targets.
 
         Args:
             known: The statistics of the clients' training targets, with one column for each component of a target. The
@@ -186,7 +185,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata, although the task has no strata."""
+    """Return the error for a setting that needs strata if the task does not define strata."""
     problem = f"needs classes, and the task {task.name!r} has none. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

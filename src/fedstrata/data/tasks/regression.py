@@ -165,7 +165,7 @@ class Regression(Task):
 
 
 def quantile_edges(counts: Floats, bins: int) -> tuple[float, ...]:
-    """Return boundaries of ranges with equally many values. If values are tied, ranges may differ in size.
+    """Return the boundaries between ranges with equally many values. If values are tied, the ranges may differ in size.
 
     Args:
         counts: The V distinct values in ascending order, and how often each value occurs, shape (V, 2).

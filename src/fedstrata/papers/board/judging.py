@@ -24,11 +24,11 @@ MEASURES = {
 }
 """A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}
-"""A mapping from each measure at equal cost to the index of this cost in a point of a curve; see ``running.curve``."""
+"""A mapping from each measure at equal cost to the cost's index in a point of a curve; see ``running.curve``."""
 FEW_MORE = 1.05
-"""A run may exceed the cost of the baseline by this factor, because the methods' messages differ by a few bytes."""
+"""A run may cost up to this multiple of the baseline's cost, because the methods' messages differ by a few bytes."""
 RESOLUTION = 0.01
-"""The step to which results are rounded, in percentage points."""
+"""The rounding step of results, in percentage points."""
 
 Curve = Sequence[Sequence[float]]
 """The type of a learning curve; see ``running.curve``."""
@@ -58,11 +58,11 @@ class Outcome:
 
     @property
     def chosen(self) -> Mapping[str, Any]:
-        """The results of the trial whose settings were chosen."""
+        """The results of the trial with the chosen settings."""
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean over the seeds of the number that the results store under ``key``."""
+        """Return the mean over seeds of the results' number ``key``."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
@@ -79,8 +79,8 @@ class Outcome:
 def within(points: Curve, place: int, budget: float) -> float | None:
     """Return a run's accuracy when its budget is used up; None if the first evaluation is already beyond the budget.
 
-    The accuracy is a mean over the evaluations in the last fifth of the rounds that are within the budget. If the whole
-    run costs less than the budget, these evaluations are in the last fifth of the run.
+    The accuracy is a mean over the evaluations in the last fifth of the rounds within the budget. If the whole run
+    costs less than the budget, this is the last fifth of the run.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.
@@ -102,7 +102,7 @@ class Verdicts:
         column: Column of the board (a partition with an availability model).
         outcomes: Results of all entries with at least one finished seed.
         seeds: Seeds of the protocol.
-        refused: Entries that cannot be trained in the column's setting, as a mapping from each entry to the reason.
+        refused: A mapping from each entry that cannot be trained in the column's setting to the reason.
         missing: Names of the entries that have not finished all seeds.
     """
 
@@ -143,7 +143,7 @@ class Verdicts:
     def best_at(self, measure: str) -> str | None:
         """Return the entry with the best validation accuracy within the baseline's budget; None if it is unknown.
 
-        Each entry is represented by the trial whose settings were chosen. Entries with personal models are left out,
+        The comparison uses each entry's trial with the chosen settings. Entries with personal models are left out,
         because their trials are evaluated on other samples.
         """
         place, base = BUDGETS[measure], self.complete[BASELINE].chosen["curve"][-1]
@@ -157,7 +157,7 @@ class Verdicts:
 
 
 def judged(protocol: Protocol, column: Column, entries: Sequence[Entry], out: Path) -> Verdicts:
-    """Compare all entries in a column of the board, based on the stored results of their runs."""
+    """Compare all entries in a column of the board, using the stored results of their runs."""
     results = results_of(out, column)
     outcomes, refused, missing = dict[str, Outcome](), dict[str, str](), list[str]()
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Define the board's model, a small convolutional network on images that are reduced to half their height and width."""
+"""Define the board's model, a small convolutional network that first halves the height and width of images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedstrata.models.zoo import CNN
 
 
 class HalvedCNN(CNN):
-    """The network ``cnn`` after 2x2 average pooling, with about a quarter of the operations of ``cnn``."""
+    """The network ``cnn``, preceded by 2x2 average pooling; it needs about a quarter of the operations of ``cnn``."""
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """Create the PyTorch module; see ``ModelSpec.build`` for the arguments."""

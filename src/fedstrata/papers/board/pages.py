@@ -28,7 +28,7 @@ INTERVALS = (
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
-"""Measures that the JSON file contains as fractions. The stored results of runs contain percentages."""
+"""Measures that are fractions in the JSON file, but percentages in the stored results of runs."""
 
 
 def write(

@@ -21,11 +21,11 @@ WIDTH = 5.6
 
 
 def critical_difference_picture(ranking: Ranking, blocks: str) -> str:
-    """Draw the average rank of each method, with a line of half the critical difference to both sides.
+    """Draw the average rank of each method, with a line that extends half the critical difference to each side.
 
     Args:
         ranking: Average ranks of the methods.
-        blocks: Name of the blocks in the axis label, such as ``seeds``.
+        blocks: Name of the blocks for the axis label, such as ``seeds``.
 
     Returns:
         The picture as SVG.
@@ -42,7 +42,7 @@ def _figure(ranking: Ranking, blocks: str) -> Figure:
 
 
 def draw(axes: Axes, ranking: Ranking, blocks: str) -> None:
-    """Draw a ranking: a dot at each average rank, and a line of half the critical difference to both sides.
+    """Draw a ranking: a dot at each average rank, and a line that extends half the critical difference to each side.
 
     The lines of two methods overlap if their ranks differ by less than the critical difference. The baseline is orange.
     """

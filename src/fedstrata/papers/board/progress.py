@@ -1,4 +1,4 @@
-"""Report the progress of the board: the finished runs of each column and entry, and the time for missing runs."""
+"""Report the progress of the board: finished runs per column and entry, and the expected time for missing runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstrata.papers.running import Results, read
 from fedstrata.reporting.tables import markdown_table
 
 HEADINGS = {"columns": "column", "entries": "entry"}
-"""A mapping from the two parts of the progress to the first heading of each part's table."""
+"""A mapping from each part of the progress (``columns`` and ``entries``) to the first heading of its table."""
 
 
 def progress(
@@ -25,8 +25,8 @@ def progress(
     Returns:
         A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. The
         dicts have a ``name``, the number of ``cells``, the number of finished cells (``done``), and the expected
-        ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. ``refused`` counts the
-        pairs of an entry and a column in which the entry cannot be trained. Such pairs do not have cells.
+        ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. ``refused`` is the number
+        of pairs of an entry and a column that are impossible to train. These pairs do not have cells.
     """
     seconds = measured(out, protocol)
     counts = [
@@ -71,7 +71,7 @@ def measured(out: Path, protocol: Protocol) -> dict[str, float]:
 
 
 def lines(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Format the progress as Markdown tables, with a last line about the total expected time."""
+    """Format the progress as Markdown tables, followed by a line about the total expected time."""
     texts: list[str] = []
     for kind, each in rows.items():
         headings = [HEADINGS[kind], "runs", "done", "time left on one core"]

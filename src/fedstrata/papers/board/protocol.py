@@ -26,8 +26,10 @@ BASELINE = "fedavg"
 TUNED = "tuned"
 """The value of ``Cell.column`` for runs with the chosen settings. For trials, this value is ``trial-0`` and so on."""
 PERSONAL = frozenset({"fedper", "fedrep", "ditto"})
-"""Entries whose clients use personal models. For these entries, tuning chooses the settings with the most accurate
-personal models."""
+"""Entries whose clients use personal models.
+
+For these entries, tuning chooses the settings with the most accurate personal models.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,7 @@ class Entry:
     Args:
         name: Name of the entry on the board.
         method: Section ``method`` of the entry's specs.
-        grid: A mapping from the tuned setting of the method to the values that are tried; empty if only the learning
-            rate is tuned.
+        grid: A mapping from the method's tuned setting to the values to try; empty if only the learning rate is tuned.
     """
 
     name: str
@@ -79,17 +80,17 @@ class Protocol:
     Args:
         name: Name of the protocol, which includes its version.
         title: Title of the page with the results.
-        seeds: Seeds of the runs that are ranked.
+        seeds: Seeds of the ranked runs.
         tuning_seed: Seed of all tuning trials.
-        rates: Learning rates that are tried for entries without a tuned setting in ``grid``.
-        rates_with_setting: Learning rates that are tried for entries with a tuned setting in ``grid``.
+        rates: Learning rates to try for entries without a tuned setting in ``grid``.
+        rates_with_setting: Learning rates to try for entries with a tuned setting in ``grid``.
         spec: Settings that all cells share.
         tuning: Settings that change in tuning trials.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
-        more: A mapping from the names of additional columns to the columns' settings. Additional columns run only if
-            the user names these columns.
-        grid: A mapping from each method to its tuned setting and the values that are tried.
+        more: A mapping from the names of additional columns to their settings. An additional column runs only if the
+            user names it.
+        grid: A mapping from each method to its tuned setting and the values to try.
         compositions: A mapping from the name of each composition to its section ``method``.
         seconds: A mapping from each entry to the expected seconds per run on one core. The key "" stands for all other
             entries.
@@ -137,7 +138,7 @@ class Protocol:
         """Return the entries with the given names. By default, return all methods and compositions.
 
         Args:
-            names: Names of methods and compositions, classes ``module:Class``, and classes ``FILE.py:Class``.
+            names: Names of methods and compositions, or classes written as ``module:Class`` or ``FILE.py:Class``.
 
         Raises:
             SpecError: A name is unknown, or the class cannot be imported.
@@ -160,7 +161,7 @@ class Protocol:
         return self.seconds.get(entry, self.seconds[""])
 
     def trials(self, column: Column, entry: Entry) -> list[tuple[Cell, dict[str, Any]]]:
-        """Return the tuning trials of an entry, each with the settings that the trial tries, as nested dicts."""
+        """Return the tuning trials of an entry, each with the tried settings as nested dicts."""
         rates = self.rates_with_setting if entry.grid else self.rates
         own = [dict(zip(entry.grid, values, strict=True)) for values in itertools.product(*entry.grid.values())]
         tried = [{"training": {"lr": lr}} | ({"method": setting} if setting else {}) for lr in rates for setting in own]

@@ -1,6 +1,6 @@
 """Run the board's experiments: first each method's tuning trials, and then all seeds with the best trial's settings.
 
-Several processes may run experiments at the same time, and killed runs are resumed.
+Several processes may run experiments at the same time. If a process is killed, another process resumes its run.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
-    """Return the reason why an entry cannot be trained in a column's setting; None if it can, or if this is unknown."""
+    """Return the reason why an entry cannot be trained in a column's setting; None if there is no known reason."""
     reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
 
 class Board:
-    """A runner that executes the experiments of the board in this process.
+    """Runs the experiments of the board in this process.
 
     Args:
         protocol: Protocol of the board.
         out: Folder in which the results are stored.
         runs: Folder that contains the run folders.
         seeds: Seeds to run; None for all seeds of the protocol.
-        show: Function that is called with one line of text about each finished run.
+        show: Function to call with one line of text about each finished run.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all experiments that do not have a result, until this process does not find more experiments to run."""
+        """Run all experiments without a result, until this process does not find another one."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -179,7 +179,7 @@ def of_run(history: History, _folder: Path, *, settings: Mapping[str, Any]) -> d
 def late(history: History) -> list[Mapping[str, Any]]:
     """Return the records of all rounds with an evaluation in the last fifth of a run.
 
-    Results are means over these evaluations, because the accuracy fluctuates from round to round.
+    Results are averaged over these evaluations, because the accuracy fluctuates from round to round.
     """
     first = (1 - LATE) * len(history)
     return [record for record in history if record.get("accuracy") is not None and record["round"] >= first]

@@ -1,4 +1,4 @@
-"""Recommend methods for a spec: which methods to compare and why, which methods cannot run, and what is uncertain."""
+"""Recommend methods to compare for a spec, with reasons, methods that cannot run, and limits of the recommendation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Advice:
 
     @property
     def compared(self) -> list[str]:
-        """All methods that a comparison should include, with FedAvg first."""
+        """The methods that a comparison should include, with FedAvg first."""
         return [*([] if BASELINE in self.refused else [BASELINE]), *self.methods]
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def recommend(spec: Experiment, file: Path = FILE) -> Advice:
     """Measure the properties of a spec, and recommend methods to compare.
 
     Args:
-        spec: The experiment. Its method determines only how clients are invited; see ``sampler_of``.
+        spec: The experiment, whose method determines only how clients are invited; see ``sampler_of``.
         file: Path of the results of the board.
 
     Raises:
@@ -138,7 +138,7 @@ def advise(measured: Properties, columns: Sequence[Column], refused: Mapping[str
 
     If the nearest column is similar to the spec (see ``Column.alike``), methods that are significantly better than
     FedAvg in this column come first, and significantly worse methods are left out. The methods of the rules come next:
-    first the first method of each rule, then the second method of each rule, and so on.
+    the first method of each rule, then the second method of each rule, and so on.
 
     Args:
         measured: Measured properties of the spec.
@@ -190,7 +190,7 @@ def _result(difference: Difference, column: Column) -> Reason:
 
 
 def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[str]:
-    """Return sentences about how few results the recommendation is based on.
+    """Return sentences about the small number of results on which the recommendation is based.
 
     Args:
         board: Results of the board; None if there are no results.
@@ -223,7 +223,7 @@ def known(board: Board | None, columns: Sequence[Column], ahead: int) -> list[st
 
 
 def simplifications(prepared: Prepared) -> list[str]:
-    """Return sentences about everything that the measurement of properties leaves out."""
+    """Return sentences about aspects of the spec that the measured properties ignore."""
     spec, sampler = prepared.spec, sampler_of(prepared)
     sentences = []
     if spec.availability.deadline is not None:
@@ -241,7 +241,7 @@ def simplifications(prepared: Prepared) -> list[str]:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format a number with its noun in the singular or plural.
+    """Format a number and its noun, in the singular or plural.
 
     >>> counted(1, "column"), counted(2, "column"), counted(2, "property", "properties")
     ('1 column', '2 columns', '2 properties')

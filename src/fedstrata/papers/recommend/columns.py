@@ -17,8 +17,10 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.spec.experiment import Experiment, deep_merge, read_toml
 
 FILE = Path(__file__).parents[1] / "board" / "absent-v1.json"
-"""The file with the results of the board. The TOML file with the same name contains the protocol, with the settings of
-all columns."""
+"""The file with the results of the board.
+
+The TOML file with the same name contains the protocol, with the settings of all columns.
+"""
 
 SECTIONS = ("data", "task", "partition", "availability", "training", "evaluation")
 """The sections of a column's spec that affect measured properties."""
@@ -27,21 +29,21 @@ BASELINE = "fedavg"
 """The method with which all other methods are compared."""
 
 CLEAR = 0.1
-"""Two specs differ clearly in a property if the distance of the two values exceeds this number; see ``apart``.
+"""Two specs differ clearly in a property if the distance between their values exceeds this number; see ``apart``.
 
-Two specs of one column that differ only in the seed were not clearly different in any property."""
+In our measurements, two specs of a column that differ only in the seed never differ clearly."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the board (a setting in which methods were compared), and a spec with which it is compared.
+    """A column of the board (a setting in which methods were compared), and its differences from a user's spec.
 
     Args:
         name: Name of the column.
         properties: Measured properties of the column's spec.
         methods: A mapping from each method to its results, which are two lists of equal length: ``seeds`` and
             ``accuracy``.
-        own: Properties measured for the user's spec. The column is compared with these properties.
+        own: Properties of the user's spec, with which the column is compared.
     """
 
     name: str
@@ -67,7 +69,7 @@ class Column:
 
     @property
     def alike(self) -> bool:
-        """Whether spec and column are similar: they do not differ by more than ``CLEAR`` in any property."""
+        """Whether spec and column are similar, because they differ by at most ``CLEAR`` in every property."""
         return not self.clear
 
     @cached_property
@@ -119,7 +121,7 @@ def by_distance(board: Board, own: Properties) -> list[Column]:
 
     Args:
         board: Results and settings of the board.
-        own: Properties measured for the user's spec. The columns are compared with these properties.
+        own: Properties of the user's spec, with which the columns are compared.
 
     Raises:
         DataError: The data set of a column is missing.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fedstrata.papers.recommend.advice import Advice
 
 SEEDS = "0,1,2,3,4"
-"""Seeds in the command that the output suggests."""
+"""Seeds in the suggested command."""
 NEAREST = 3
-"""Maximum number of columns of the board that are shown."""
+"""Maximum number of columns of the board to show."""
 
 
 def add_recommend(commands: common.Commands) -> None:

@@ -15,15 +15,15 @@ from fedstrata.papers.recommend.rounds import Simulated, simulate
 from fedstrata.runs.preparation import Prepared
 
 SEEDS = 5
-"""Number of simulations. They use the spec's seed and the integers that follow this seed."""
+"""Number of simulations, which use the spec's seed and the integers after it."""
 
 
 @dataclass(frozen=True)
 class Properties:
     """The measured properties of a spec, as numbers. Properties of classes are None if the task does not have classes.
 
-    Properties of the partition are exact. Other properties are means over ``SEEDS`` simulations of all rounds, without
-    training, deadlines and failures.
+    Properties of the partition are exact. Other properties are means over ``SEEDS`` simulations of all rounds. The
+    simulations ignore training, deadlines and failures.
 
     Args:
         clients: Number of clients N.
@@ -33,7 +33,7 @@ class Properties:
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
         online: Mean share of the clients that are online in a round.
         offline_rounds: Mean number of consecutive rounds in which a client is offline, or 0 if all clients are always
-            online. Absences are cut off at the first and the last round.
+            online. Rounds before the first and after the last round do not count.
         size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
             value is 0 if all clients have equally many samples, or if all clients are online equally often.
         classes: Number C of classes with samples at clients.
@@ -78,7 +78,7 @@ def measure(prepared: Prepared) -> Properties:
         prepared: The prepared experiment.
 
     Raises:
-        SpecError: With one of the simulation's seeds, the availability model does not fit the federation.
+        SpecError: The availability model does not fit the federation with one of the seeds.
     """
     seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
@@ -258,7 +258,7 @@ SHOWN = {
 """A mapping from each property to its presentation, in the order in which properties are shown."""
 
 FACTOR = 1000.0
-"""Two numbers with this ratio have the maximum distance, which is 1."""
+"""If the ratio of two numbers is at least this factor, their distance is 1, the maximum."""
 
 
 def apart(key: str, mine: Properties, other: Properties) -> float | None:

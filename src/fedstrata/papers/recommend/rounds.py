@@ -1,4 +1,4 @@
-"""Simulate rounds without training: which clients are online, and which clients are invited."""
+"""Simulate rounds without training, to find which clients are online and which are invited."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ class Claim(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that recommends methods: if a property is at least ``least``, this is a reason to compare the methods.
+    """A rule that recommends methods for comparison if a property is at least ``least``.
 
     Args:
         key: Name of the property in ``Properties``.
-        least: Limit of the property. The limits are conventions, because we have not measured from which value a method
-            helps. However, if a rule cites our own result, this rule applies in the setting of the result.
+        least: Limit of the property. Limits are conventions, because we have not measured from which value a method
+            helps. If a rule cites one of our results, its limit is low enough for the setting of this result.
         methods: A mapping from each method to a claim about the method.
     """
 
