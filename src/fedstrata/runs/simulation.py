@@ -404,7 +404,8 @@ class Simulation:
     def _collect_events(self) -> None:
         """Set ``events`` to the round's events and the engine's events."""
         self.events = []
-        for kind, clients, reason in self.engine.events():
+        while self.engine.events:
+            kind, clients, reason = self.engine.events.popleft()
             event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
             self.events.append(event)
         self.events += self.federation.log.events
