@@ -131,7 +131,7 @@ correlated = _of("federation/availability_correlated.py", "federation/test_avail
 engine = _of(
     "engines/local.py", "engines/test_local.py", "federation/test_federation.py", "engines/test_conformance.py"
 )
-store = _of("clients/store.py", "clients/test_store.py")
+store = _of("clients/client.py", "clients/test_store.py")
 checkpoint = _of("runs/checkpoint.py", "runs/test_checkpoint.py")
 identity = _of("runs/identity.py", "runs/test_identity.py")
 logs = _of("base/jsonl.py", "base/test_jsonl.py", "runs/test_identity.py")

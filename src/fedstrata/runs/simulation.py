@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.records import Tree
-from fedstrata.clients.client import ClientContext
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, masked, sampling, sequential
 from fedstrata.clients.handling import Handlers
-from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import on_device
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
