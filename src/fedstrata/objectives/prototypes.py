@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Params
@@ -20,20 +20,6 @@ from fedstrata.objectives.base import Batches
 
 Table = dict[str, Tensor]
 """A table of prototypes: the keys ``means``, shape (C, d), and ``samples``, shape (C,), both float32."""
-
-
-def feature_size(model: Model) -> int:
-    """Return the length d of a feature vector, which is the input size of the head's first linear layer.
-
-    Raises:
-        SpecError: The head has no linear layer.
-    """
-    for layer in model.module.get_submodule(model.head_name).modules():
-        if isinstance(layer, nn.Linear):
-            return layer.in_features
-    problem = f"the head {model.head_name!r} does not have an nn.Linear, so the number of features is unknown. Use a "
-    problem += "head that begins with nn.Linear."
-    raise SpecError("model.head", problem)
 
 
 def no_prototypes(classes: int, size: int) -> Table:
@@ -53,7 +39,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
         least: The minimum number of samples per prototype. Classes with fewer samples are left out.
     """
     device = next(iter(params.values())).device
-    sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=device)
+    sums = torch.zeros(classes, model.feature_size, dtype=torch.float64, device=device)
     samples = torch.zeros(classes, device=device)
     with evaluating(model):
         for batch in batches():

@@ -37,7 +37,6 @@ from fedstrata.objectives.calibrated import CountsIdle, log_prior
 from fedstrata.objectives.prototypes import (
     averaged,
     class_means,
-    feature_size,
     merged,
     no_prototypes,
     updated,
@@ -100,7 +99,7 @@ class Rebalanced(CountsIdle):
         """If features are augmented, raise ``SpecError`` for an unknown number of features or a head with buffers."""
         if not self.mu:
             return
-        feature_size(config.model)
+        _ = config.model.feature_size  # raises SpecError if the head has no nn.Linear
         if buffers := [name for name, _ in config.model.module.get_submodule(config.model.head_name).named_buffers()]:
             problem = f"the head has buffers ({', '.join(buffers)}), which augmented samples would change. Use "
             problem += "mu = 0 in the settings of ReBaFL, or a head without buffers."
@@ -108,7 +107,7 @@ class Rebalanced(CountsIdle):
 
     @override
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        return no_prototypes(config.strata, feature_size(config.model)) if self.mu else None
+        return no_prototypes(config.strata, config.model.feature_size) if self.mu else None
 
     def message(self, state: Tree) -> Extra:
         """Return the message to clients, which contains the federation's prototypes."""
@@ -116,7 +115,7 @@ class Rebalanced(CountsIdle):
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """Return a template of a client's message: a table of zeros with the required shapes."""
-        return {"prototypes": no_prototypes(config.strata, feature_size(config.model))} if self.mu else {}
+        return {"prototypes": no_prototypes(config.strata, config.model.feature_size)} if self.mu else {}
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
@@ -136,7 +135,7 @@ class Rebalanced(CountsIdle):
         config, summed = bounds.config, super().summands(bounds)
         if not self.mu:
             return summed
-        table = no_prototypes(config.strata, feature_size(config.model))
+        table = no_prototypes(config.strata, config.model.feature_size)
         # The sum over clients of n_k(c) times the prototype of class c. A client's term is at most ``bounds.largest``
         # times its prototype.
         summed["means"] = Numbers(_totals, {"means": table["means"]}, config.privacy.message_range * bounds.largest)
