@@ -21,7 +21,7 @@ from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
 from fedstrata.clients.client import StateStore
 from fedstrata.data.partitions.server_data import ServerData
-from fedstrata.objectives.prototypes import class_means
+from fedstrata.objectives.rebafl import class_means
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SPEC

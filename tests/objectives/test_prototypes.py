@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedstrata.base.errors import SpecError
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch
-from fedstrata.objectives.prototypes import averaged, class_means, merged, no_prototypes, updated
+from fedstrata.objectives.rebafl import averaged, class_means, merged, no_prototypes, updated
 
 
 def table(means: list[list[float]], samples: list[float]) -> dict[str, Tensor]:
