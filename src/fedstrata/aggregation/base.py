@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import AnyServer, ServerOptimizer
 from fedstrata.base.arrays import Floats, Ints
@@ -331,7 +332,7 @@ class HorvitzThompson(Aggregator):
         return result
 
 
-def _strata(selection: Selection, returned: Ints, sizes: Ints) -> tuple[int, Floats, Floats]:
+def _strata(selection: Selection, returned: Ints, sizes: Ints) -> tuple[int, NDArray[Any], Floats]:
     """Describe the strata of the r clients that replied.
 
     Args:
