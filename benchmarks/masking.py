@@ -33,8 +33,7 @@ from marks import write as write_between
 from torch import nn
 
 from fedstrata.base import style
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.dataset import from_arrays
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.engines.local import LocalEngine

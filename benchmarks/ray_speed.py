@@ -26,7 +26,7 @@ import ray
 import torch
 
 import fedstrata as fs
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.ray import RayEngine, WorkerPool
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import Simulation, make_context

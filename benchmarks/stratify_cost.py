@@ -24,8 +24,7 @@ import torch.nn.functional as F
 
 import fedstrata as fs
 from fedstrata.base import style
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights

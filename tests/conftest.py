@@ -19,8 +19,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.rng import torch_seeded
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.data.partitions.picture import draw_partition

@@ -112,7 +112,7 @@ def test_no_name_that_was_given_up_is_left() -> None:
         ("objectives/fedprox.py", "def message(told): ...", "parameter told"),
         ("sites/engine.py", "self._cargo = None", "variable _cargo"),
         ("methods/fedtan.py", "after, memory = combine()", "variable memory"),
-        ("clients/store.py", "self.memory = 1", None),
+        ("clients/client.py", "self.memory = 1", None),
         ("sampling/stratified.py", "for worn in range(3): ...", "variable worn"),
         ("data/hub.py", "found = load()", "variable found"),
         ("sites/check.py", "found = load()", None),

@@ -19,9 +19,9 @@ from fedstrata.audits.replay import replay
 from fedstrata.base import records
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.data.partitions.server_data import ServerData
-from fedstrata.objectives.prototypes import class_means
+from fedstrata.objectives.rebafl import class_means
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SPEC

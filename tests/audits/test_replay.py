@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import fedstrata as fs
 from fedstrata.audits.replay import replay
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 
 
 def test_an_audit_reads_states_that_went_to_disk(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fedstrata.base.records import encode
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.stratify.client_batch import Pool
 
 

@@ -12,7 +12,7 @@ import torch
 
 import fedstrata as fs
 from fedstrata.base import outer, records
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation

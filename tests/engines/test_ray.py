@@ -26,8 +26,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.engine import HopByHop
 from fedstrata.federation.federation import Federation

@@ -11,7 +11,7 @@ import torch
 from task_cases import CASES, Networks, data_of, prepared_of, spec_of
 
 import fedstrata as fs
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine
 from fedstrata.runs.preparation import Prepared

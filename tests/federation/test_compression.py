@@ -13,10 +13,9 @@ import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.records import record
-from fedstrata.clients.client import Client
+from fedstrata.clients.client import Client, StateStore
 from fedstrata.clients.handlers.encoded import MEMORY, MODEL, PENDING
 from fedstrata.clients.handling import handles
-from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.communication.codecs import Communication
 from fedstrata.federation.communication.compression import Compression

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
 from fedstrata.base.records import encode, record
-from fedstrata.clients.client import Client
+from fedstrata.clients.client import Client, StateStore
 from fedstrata.clients.handlers.fit import fit
 from fedstrata.clients.handling import handles, handles_hop
-from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation

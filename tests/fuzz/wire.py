@@ -21,7 +21,7 @@ import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, WireError
 from fedstrata.base.records import RECORDS
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.runs.preparation import prepare

@@ -22,7 +22,7 @@ from waiting import free_port
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.cli import main
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine
 from fedstrata.runs.preparation import Prepared
@@ -200,7 +200,7 @@ from pathlib import Path
 import torch
 import fedstrata as fs
 from adapters import passages, spec_of
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines import local
 from fedstrata.runs.simulation import make_context, run_prepared
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, ReplyRefusedError, SpecError
 from fedstrata.base.rng import rng
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.federation.messages import FitReply, check_message
 from fedstrata.objectives.rebafl import Rebalanced
 from fedstrata.runs import checkpoint

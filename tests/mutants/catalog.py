@@ -74,7 +74,7 @@ prox = _of("objectives/fedprox.py", "objectives/test_fedprox.py")
 moon = _of("objectives/moon.py", "objectives/test_moon.py", "objectives/test_untrained.py")
 calibrated = _of("objectives/calibrated.py", "objectives/test_calibrated.py")
 rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_rebafl.py")
-prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
+prototypes = _of("objectives/rebafl.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 sharpness = _of("objectives/sharpness.py", "objectives/test_sharpness.py")
 displaced = _of("clients/training/displaced.py", "objectives/test_sharpness.py")
@@ -131,7 +131,7 @@ correlated = _of("federation/availability_correlated.py", "federation/test_avail
 engine = _of(
     "engines/local.py", "engines/test_local.py", "federation/test_federation.py", "engines/test_conformance.py"
 )
-store = _of("clients/store.py", "clients/test_store.py")
+store = _of("clients/client.py", "clients/test_store.py")
 checkpoint = _of("runs/checkpoint.py", "runs/test_checkpoint.py")
 identity = _of("runs/identity.py", "runs/test_identity.py")
 logs = _of("base/jsonl.py", "base/test_jsonl.py", "runs/test_identity.py")
@@ -438,8 +438,8 @@ MUTANTS = [
     ),
     aggregation("size counts twice", "if selection.stratum_samples is not None:", "if False:"),
     aggregation("all strata, also those of the lost", "sizes[~missing].sum()", "sizes.sum()"),
-    aggregation("strata without a draw do not count", "missing &= invited", "pass"),
-    aggregation("no importance", "per_stratum[stratum] * p)", "per_stratum[stratum])"),
+    aggregation("strata without a draw do not count", "missing &= np.bincount", "_ = np.bincount"),
+    aggregation("no importance", "m * (selection.probability[returned] * chance)", "m"),
     aggregation("weights of buffers", "others, a / total)", "others, a)"),
     aggregation("the counters' mean", ".amax(dim=0)", ".amin(dim=0)"),
     memory("only clients that reply", "/ len(omega)", "/ len(replies)"),
@@ -577,7 +577,7 @@ MUTANTS = [
     sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
     ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
     fedsampling("answers are kept", "state if self.reuse else None", "state"),
-    ldp("pooled estimates with the minimum", "estimate_of = unbiased_total if pooled else", "estimate_of ="),
+    ldp("pooled estimates with the minimum", "        if not pooled:\n", "        if True:\n"),
     ldp("a share that the sites do not check", "        return self.share\n", "        return None\n"),
     ldp("sizes that a share discloses", "is not None or self.share is not None", "is not None"),
     ldp("answers are asked again", "state.answered if self.reuse else None", "None"),
@@ -964,7 +964,7 @@ MUTANTS = [
     clustered("the whole mass", "masses = (sizes * m) % total", "masses = sizes * m"),
     kmeans("only the own centre moves", "lower -= shift.max()", "lower -= shift[labels]"),
     quantization("a code too many", "codes.max() >= len(centres)", "codes.max() > len(centres)"),
-    aggregation("who is drawn twice counts once", "share * draws / (per_stratum", "share / (per_stratum"),
+    aggregation("who is drawn twice counts once", "share * selection.draws[returned]", "share"),
     roster(
         "who left is refilled",
         "self.available[rows] = self.present[rows]\n        for client in clients:",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedstrata.base.errors import SpecError
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch
-from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, updated
+from fedstrata.objectives.rebafl import averaged, class_means, merged, no_prototypes, updated
 
 
 def table(means: list[list[float]], samples: list[float]) -> dict[str, Tensor]:
@@ -100,12 +100,12 @@ def test_class_means_over_several_batches():
 
 
 def test_the_length_of_features_is_the_heads():
-    assert feature_size(Model(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3)))) == 7
+    assert Model(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))).feature_size == 7
     headed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Flatten(), nn.Linear(18, 3)))
     model = Model(headed, head="1")
-    assert feature_size(model) == 18
+    assert model.feature_size == 18
     x = torch.randn(4, 1, 5, 5)
     found = class_means(model, model.params(), lambda: [Batch(x, torch.zeros(4, dtype=torch.int64))], 3)
     torch.testing.assert_close(found["means"][0], headed[0](x).flatten(1).mean(0).detach())
     with pytest.raises(SpecError, match=r"^model\.head: the head '0' does not have an nn\.Linear"):
-        feature_size(Model(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten()), head="0"))
+        _ = Model(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten()), head="0").feature_size

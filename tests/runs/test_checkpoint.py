@@ -18,7 +18,7 @@ import fedstrata as fs
 from fedstrata.base.errors import CheckpointError
 from fedstrata.base.records import encode
 from fedstrata.cli import main
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.runs import checkpoint
 
 METHODS = {"scaffold": 2, "stratify": 1, "fedavg": 2}

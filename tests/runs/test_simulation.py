@@ -10,7 +10,7 @@ import torch
 
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.runs import checkpoint
 from fedstrata.runs.simulation import make_context

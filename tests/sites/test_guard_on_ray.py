@@ -12,7 +12,7 @@ import recorder
 from lazy import Lazy
 
 import fedstrata as fs
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.runs.simulation import make_context, run_prepared
 from fedstrata.sites.policy import Policy
 

@@ -279,4 +279,4 @@ def test_a_hospital_that_mends_its_file_is_taken_in(transport: Transport, tmp_pa
     threading.Timer(0.5, mend).start()
     history, engine = own_data(transport, tmp_path, 2, "wait")
     assert {record["clients_returned"] for record in history} == {2}
-    assert not [event for event in engine.events() if event[0] == "absent"]
+    assert not [event for event in engine.events if event[0] == "absent"]

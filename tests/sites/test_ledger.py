@@ -396,7 +396,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     engine = make_site_engine(
         prepared.config, Transport(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", log_heads=folder / HEADS
     )
-    history = run_prepared(prepared, folder, engine)
+    history = run_prepared(prepared, folder, engine, [engine.write_log_heads])
     assert history[-1]["clients_trained"] == 3
     for name, clients in (("a", 2), ("b", 1)):
         found = check(tmp_path / name / PLACE, heads_of(folder, name))

@@ -514,7 +514,7 @@ def test_a_site_that_lost_its_states_says_so(sites: Callable[..., Sites], tmp_pa
     sites(spec.model_copy(update={"training": spec.training})).run(tmp_path / "out", resume=True)
     made = sites(spec)
     made.engine.restore(2)
-    assert [(kind, clients) for kind, clients, _ in made.engine.events()] == [("state lost", [1])]
+    assert [(kind, clients) for kind, clients, _ in made.engine.events] == [("state lost", [1])]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedavg"])
@@ -544,7 +544,7 @@ def test_clients_that_are_dealt_to_other_sites_have_lost_their_states_and_the_ev
         made = sites(spec, site_of_client)
         made.engine.restore(2)
         made.engine.save(2)
-        notes = [(kind, clients) for kind, clients, _ in made.engine.events()]
+        notes = [(kind, clients) for kind, clients, _ in made.engine.events]
         left = {client for site_server in made.site_servers.values() for client in site_server._running().store.clients}
         return notes, left
 
@@ -1078,7 +1078,7 @@ def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
 ) -> None:
     made = sites(_spec(), data={"a": tmp_path / "secret.npz"}, own_data=False)
     made.engine.restore(0)
-    (note,) = made.engine.events()
+    (note,) = made.engine.events
     assert "data: this site has its own data file, but the run uses the data set of" in note[2]
 
 

@@ -15,8 +15,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.rng import torch_seeded
-from fedstrata.clients.client import Client
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import Client, StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.models.batchnorm import federate_batchnorm

@@ -16,7 +16,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.rng import torch_seeded
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Weights
 from fedstrata.models.batchnorm import federate_batchnorm

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedstrata as fs
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.label_counts import LabelReply

@@ -23,7 +23,7 @@ def reply(counts: dict[int, int]) -> LabelReply:
 def test_holders_by_hand():
     holders = Holders.of({0: reply({7: 5}), 3: reply({2: 1, 7: 4, 9: 6}), 4: reply({}), 8: reply({2: 3})})
     assert holders.placeholders.tolist() == [2, 7, 9]
-    assert holders.totals().tolist() == [4, 9, 6]
+    assert holders.totals.tolist() == [4, 9, 6]
     found = [tuple(part.tolist() for part in holders.of_placeholder(p)) for p in range(3)]
     assert found == [([3, 8], [1, 3]), ([0, 3], [5, 4]), ([3], [6])]
 
@@ -36,8 +36,8 @@ def test_a_uniform_schedule_has_the_mean_of_the_totals_rounded():
 @pytest.mark.parametrize("replies", [{}, {0: reply({}), 1: reply({})}])
 def test_nobody_holds_anything(replies):
     holders = Holders.of(replies)
-    assert len(holders.placeholders) == len(holders.totals()) == len(frequencies(holders.totals())) == 0
-    assert len(schedule(frequencies(holders.totals()), np.random.default_rng(0))) == 0
+    assert len(holders.placeholders) == len(holders.totals) == len(frequencies(holders.totals)) == 0
+    assert len(schedule(frequencies(holders.totals), np.random.default_rng(0))) == 0
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_holders_lose_nothing(clients):
         for k, n in zip(*holders.of_placeholder(p), strict=True):
             back[k][label] = int(n)
     assert back == clients
-    assert holders.totals().sum() == sum(sum(counts.values()) for counts in clients)
+    assert holders.totals.sum() == sum(sum(counts.values()) for counts in clients)
 
 
 @pytest.mark.parametrize(

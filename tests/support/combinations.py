@@ -24,7 +24,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import SpecError
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
 from fedstrata.engines.local import LocalEngine

@@ -10,7 +10,7 @@ import safetensors.torch
 from strangers import DRAWS, ZOO
 
 import fedstrata as fs
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.methods import base as registry
 from fedstrata.runs.simulation import make_context, run_prepared

@@ -282,11 +282,10 @@ class StratumMean(Aggregator):
         >>> StratumMean().coefficients(selection, np.array([0, 1, 2]), np.ones(3, int)).tolist()
         [0.25, 0.375, 0.375]
         """
-        stratum, draws = selection.stratum[returned], selection.draws[returned]
-        per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         sizes = selection.stratum_sizes if selection.stratum_samples is None else selection.stratum_samples
-        share = sizes[stratum] / _population(selection, sizes, per_stratum)
-        result: Floats = share * draws / (per_stratum[stratum] * _chance(selection)[stratum])
+        population, m, chance = _strata(selection, returned, sizes)
+        share = sizes[selection.stratum[returned]] / population
+        result: Floats = share * selection.draws[returned] / (m * chance)
         return result
 
 
@@ -324,31 +323,32 @@ class HorvitzThompson(Aggregator):
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
         """Return the weights draws_k / (N m_h p_k), where m_h counts only draws of clients that replied."""
-        stratum, draws = selection.stratum[returned], selection.draws[returned]
-        per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
-        population = _population(selection, selection.stratum_sizes, per_stratum)
-        p = selection.probability[returned] * _chance(selection)[stratum]
-        result: Floats = draws / (population * per_stratum[stratum] * p)
+        population, m, chance = _strata(selection, returned, selection.stratum_sizes)
+        result: Floats = selection.draws[returned] / (population * m * (selection.probability[returned] * chance))
         return result
 
 
-def _chance(selection: Selection) -> Floats:
-    """Return the probability that each of the H strata gets at least one draw, shape (H,)."""
-    chance = selection.stratum_chance
-    return np.ones(len(selection.stratum_sizes)) if chance is None else chance
+def _strata(selection: Selection, returned: Ints, sizes: Ints) -> tuple[int, NDArray[Any], Floats]:
+    """Describe the strata of the r clients that replied.
 
+    Args:
+        selection: The invited clients, and how they were drawn.
+        returned: The clients that replied, as indices into ``selection.clients``, shape (r,).
+        sizes: The size of each stratum, shape (H,).
 
-def _population(selection: Selection, sizes: Ints, per_stratum: NDArray[Any]) -> int:
-    """Return the total size of the strata from which at least one client replied.
-
-    If the numbers of draws per stratum are random (``stratum_chance``), strata without an invited client also count,
-    because ``_chance`` compensates for them.
+    Returns:
+        The total size of the strata from which at least one client replied, and two arrays of shape (r,). For each
+        client that replied, the first array contains the number m_h of draws from its stratum, and the second array
+        contains the probability that its stratum gets at least one draw. If this probability can be below 1, strata
+        without an invited client also count in the total size, because the probability compensates for these strata.
     """
-    missing = per_stratum == 0
+    stratum = selection.stratum[returned]
+    m = np.bincount(stratum, weights=selection.draws[returned], minlength=len(sizes))
+    missing, chance = m == 0, np.ones(len(returned))
     if selection.stratum_chance is not None:
-        invited = np.bincount(selection.stratum, minlength=len(sizes)) > 0
-        missing &= invited
-    return max(int(sizes[~missing].sum()), 1)
+        missing &= np.bincount(selection.stratum, minlength=len(sizes)) > 0
+        chance = selection.stratum_chance[stratum]
+    return max(int(sizes[~missing].sum()), 1), m[stratum], chance
 
 
 AGGREGATORS: Registry[Aggregator] = Registry(

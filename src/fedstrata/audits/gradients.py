@@ -42,8 +42,7 @@ from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.printable import printable
 from fedstrata.base.process import training_process
 from fedstrata.base.rng import rng, torch_seeded
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights

@@ -20,8 +20,7 @@ from typing_extensions import override
 from fedstrata.audits.server_view import UpdateTap
 from fedstrata.base.inputs import single
 from fedstrata.base.rng import rng
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.engines.local import LocalEngine

@@ -20,7 +20,7 @@ from fedstrata.base.rng import rng
 from fedstrata.clients.handlers.fit import BUFFERS
 from fedstrata.clients.training.local import OBJECTIVE
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.objectives.prototypes import Table
+from fedstrata.objectives.rebafl import Table
 from fedstrata.runs import checkpoint
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.preparation import Prepared

@@ -13,8 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedstrata.base.errors import SpecError, WithheldError
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.federation.engine import Failure, FederationConfig
 from fedstrata.federation.messages import ClientId, Fit, FitReply, Params, Reply, Request

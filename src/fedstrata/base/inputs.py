@@ -21,17 +21,6 @@ def each(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return change(x) if isinstance(x, Tensor) else {name: change(tensor) for name, tensor in x.items()}
 
 
-def selected(x: Inputs, where: Tensor) -> Inputs:
-    """Return the samples at the positions ``where``, in the memory format of the inputs."""
-    if not isinstance(x, Tensor):
-        return {name: single(selected(tensor, where)) for name, tensor in x.items()}
-    if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
-        return x.index_select(0, where)
-    # index_select alone would return the default memory format. Permute the axes before and after it to keep
-    # channels-last.
-    return x.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
-
-
 def tensors_of(x: Inputs) -> list[Tensor]:
     """Return a list of the inputs' tensors, in the order of the mapping."""
     return [x] if isinstance(x, Tensor) else list(x.values())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fedstrata.base.errors import SpecError, not_among
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.federation.engine import Engine
 
 ENGINES = {

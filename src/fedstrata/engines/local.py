@@ -10,9 +10,8 @@ from threading import Thread
 from fedstrata.base.errors import FedstrataError, SpecError, WithheldError
 from fedstrata.base.processes import can_fork
 from fedstrata.base.records import Tree
-from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.client import Client, ClientContext, StateStore
 from fedstrata.clients.handling import RelayHandler
-from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import CPU, on_device
 from fedstrata.engines.worker_pool import Answer, LocalWorkerPool, State
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession

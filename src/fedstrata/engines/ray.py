@@ -25,8 +25,7 @@ import numpy as np
 
 from fedstrata.base import records
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError, WireError
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.engines.ray_worker import VERSIONS, EncodedAnswer, Payload, Worker, WorkerPayload
 from fedstrata.federation.engine import Engine, Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights

@@ -22,8 +22,7 @@ from torch import Tensor
 from fedstrata.base import records
 from fedstrata.base.inputs import Inputs, each
 from fedstrata.base.process import prepare_process
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.mapped import MappedFile
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure

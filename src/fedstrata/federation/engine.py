@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -123,14 +124,17 @@ class Engine(ABC):
 
     - ``save`` and ``restore`` are for clients that store their states themselves (``keeps_states``). ``save`` lets the
       clients write their states to disk. ``restore`` resets the clients to their states after a given round.
-
-    - ``events`` returns events that do not belong to a reply, such as a lost connection to a site.
     """
 
     keeps_states: ClassVar[bool] = False
     """Whether clients store their own states, so that the server's checkpoints do not contain these states."""
     secure_sums: SecureSums | None = None
     """The server's part in secure sums, in a deployment. With None, secure sums are simulated."""
+
+    events: deque[EngineEvent] | None = None
+    """The events that do not belong to a reply, such as a lost connection to a site, in order of time.
+
+    The training loop removes events that it has recorded. With None, the engine reports no events."""
 
     secret = False
     """Whether clients take their noise from the operating system (in a deployment) instead of the spec's seed."""
@@ -179,10 +183,6 @@ class Engine(ABC):
         The server calls this method before each checkpoint.
         """
         return
-
-    def events(self) -> Iterable[EngineEvent]:
-        """Return the events that occurred since the last call."""
-        return ()
 
     @abstractmethod
     def close(self) -> None:

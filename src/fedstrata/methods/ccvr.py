@@ -19,7 +19,6 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Params, Weights
 from fedstrata.methods.head_tuning import HeadTuning
 from fedstrata.methods.recipe import Recipe, RecipeState
-from fedstrata.objectives.prototypes import feature_size
 
 
 @record("CCVRState")
@@ -61,7 +60,7 @@ class CCVR(Recipe, HeadTuning):
         """Raise ``SpecError`` if there are no classes or no suitable head, or if class counts must stay private."""
         super().check(config)
         self.require_head(config, "method")
-        feature_size(config.model)
+        _ = config.model.feature_size  # raises SpecError if the head has no nn.Linear
         if self.data_sampler.private:
             problem = (
                 "keeps the clients' numbers of samples private, but CCVR asks for them. Use another data sampler, or "
@@ -103,7 +102,7 @@ class CCVR(Recipe, HeadTuning):
     def calibrated_head(self, federation: Federation, weights: Weights) -> tuple[Params, float | None]:
         """Return the parameters of the calibrated head, and the last loss. Without replies, return ``{}`` and None."""
         config = federation.config
-        classes, size = config.outputs, feature_size(config.model)
+        classes, size = config.outputs, config.model.feature_size
         replies = federation.ask(
             federation.candidates().tolist(),
             Moments(federation.round, weights),

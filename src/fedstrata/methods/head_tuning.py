@@ -44,7 +44,7 @@ class HeadTuning(Setting):
         Raises:
             SpecError: The model has no head, the task has no classes, or clients keep their own BatchNorm statistics.
         """
-        config.model.require_head()
+        _ = config.model.head_name  # raises SpecError if the model has no head
         if not config.task.has_classes:
             problem = f"the server needs samples of each class, but the task {config.task.name!r} has no classes"
             raise SpecError(section, f"{problem}. Use another method, such as fedavg.")

@@ -49,6 +49,19 @@ class Head:
         inside = {local: names.get(id(tensor)) for local, tensor in modules[name].named_parameters()}
         return cls(name, modules[name], {local: full for local, full in inside.items() if full is not None})
 
+    def feature_size(self) -> int:
+        """Return the length d of a feature vector, which is the input size of the head's first linear layer.
+
+        Raises:
+            SpecError: The head has no linear layer.
+        """
+        for layer in self.module.modules():
+            if isinstance(layer, nn.Linear):
+                return layer.in_features
+        problem = f"the head {self.name!r} does not have an nn.Linear, so the number of features is unknown. Use a "
+        problem += "head that begins with nn.Linear."
+        raise SpecError("model.head", problem)
+
 
 def _find(module: nn.Module) -> str:
     head = getattr(module, "head", None)

@@ -66,15 +66,16 @@ class Model:
         self._shared: Params = {}
         self._collect()
         if head is not None:
-            self.require_head()
+            _ = self._head
 
     @cached_property
     def _head(self) -> Head:
         return Head.of(self.module, self._named_head, self._leaves)
 
-    def require_head(self) -> None:
-        """Raise ``SpecError`` if the module has no head."""
-        _ = self._head
+    @cached_property
+    def feature_size(self) -> int:
+        """The length d of a feature vector. Reading the length raises ``SpecError`` if it is unknown."""
+        return self._head.feature_size()
 
     @property
     def head_name(self) -> str:

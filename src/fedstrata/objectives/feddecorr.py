@@ -57,7 +57,7 @@ class Decorrelated(Objective):
         if config.task.name in ("next-token", "segmentation"):
             problem = f"needs one feature vector per sample, but the task {config.task.name!r} has one per target. "
             raise SpecError("method.objective", problem + "Use another objective, such as fedprox.", self.name)
-        config.model.require_head()
+        _ = config.model.head_name  # raises SpecError if the model has no head
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean loss of the task plus β times the mean squared correlation of the features, as a scalar."""

@@ -1,7 +1,9 @@
 """Define ReBaFL's local objective: relaxed balanced softmax and prototype feature augmentation (Xu et al., §4).
 
-A prototype is the mean feature vector of a class. With augmentation (μ > 0), prototypes are stored and sent as tables
-``{"means": (C, d), "samples": (C,)}`` (``fedstrata.objectives.prototypes``):
+A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. With
+augmentation (μ > 0), prototypes are stored and sent as tables of two tensors. The tensor ``means``, shape (C, d),
+contains the prototypes. The tensor ``samples``, shape (C,), contains the number of samples from which each prototype
+was computed. A class without a prototype has 0 samples and a row of zeros in ``means``.
 
 - The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. In this table, ``samples``
   is 0 for a class that no client has ever reported. For other classes, ``samples`` counts the samples of the last round
@@ -17,7 +19,7 @@ With μ = 0, prototypes are not computed, and the states of the server and of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -31,17 +33,12 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
 from fedstrata.federation.secure.fit import Bounds, Count, Numbers, Summands, Sums
-from fedstrata.models.model import Model
+from fedstrata.models.model import Model, evaluating
 from fedstrata.objectives.base import Batch, Batches, Context, Trained
 from fedstrata.objectives.calibrated import CountsIdle, log_prior
-from fedstrata.objectives.prototypes import (
-    averaged,
-    class_means,
-    feature_size,
-    merged,
-    no_prototypes,
-    updated,
-)
+
+Table = dict[str, Tensor]
+"""A table of prototypes: the keys ``means``, shape (C, d), and ``samples``, shape (C,), both float32."""
 
 
 class Rebalanced(CountsIdle):
@@ -100,7 +97,7 @@ class Rebalanced(CountsIdle):
         """If features are augmented, raise ``SpecError`` for an unknown number of features or a head with buffers."""
         if not self.mu:
             return
-        feature_size(config.model)
+        _ = config.model.feature_size  # raises SpecError if the head has no nn.Linear
         if buffers := [name for name, _ in config.model.module.get_submodule(config.model.head_name).named_buffers()]:
             problem = f"the head has buffers ({', '.join(buffers)}), which augmented samples would change. Use "
             problem += "mu = 0 in the settings of ReBaFL, or a head without buffers."
@@ -108,7 +105,7 @@ class Rebalanced(CountsIdle):
 
     @override
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        return no_prototypes(config.strata, feature_size(config.model)) if self.mu else None
+        return no_prototypes(config.strata, config.model.feature_size) if self.mu else None
 
     def message(self, state: Tree) -> Extra:
         """Return the message to clients, which contains the federation's prototypes."""
@@ -116,7 +113,7 @@ class Rebalanced(CountsIdle):
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """Return a template of a client's message: a table of zeros with the required shapes."""
-        return {"prototypes": no_prototypes(config.strata, feature_size(config.model))} if self.mu else {}
+        return {"prototypes": no_prototypes(config.strata, config.model.feature_size)} if self.mu else {}
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
@@ -136,7 +133,7 @@ class Rebalanced(CountsIdle):
         config, summed = bounds.config, super().summands(bounds)
         if not self.mu:
             return summed
-        table = no_prototypes(config.strata, feature_size(config.model))
+        table = no_prototypes(config.strata, config.model.feature_size)
         # The sum over clients of n_k(c) times the prototype of class c. A client's term is at most ``bounds.largest``
         # times its prototype.
         summed["means"] = Numbers(_totals, {"means": table["means"]}, config.privacy.message_range * bounds.largest)
@@ -216,3 +213,95 @@ def _totals(sent: Weights, reply: FitReply) -> Params:
 def _samples(label: int, reply: FitReply) -> int:
     """Return n_k(c), the number of samples from which client k computed its prototype of class c."""
     return int(reply.message["prototypes"]["samples"][label])
+
+
+def no_prototypes(classes: int, size: int) -> Table:
+    """Return a table of zeros, in which no class has a prototype. A prototype has the length ``size``."""
+    return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
+
+
+@torch.no_grad()
+def class_means(model: Model, params: Params, batches: Batches, classes: int, least: int = 1) -> Table:
+    """Return a client's prototypes, which are the mean feature vectors of each class in evaluation mode (Eq. 21).
+
+    Args:
+        model: The model, with the buffers that belong to ``params``.
+        params: The parameters that compute features.
+        batches: A function that iterates over the client's samples.
+        classes: The number C of classes.
+        least: The minimum number of samples per prototype. Classes with fewer samples are left out.
+    """
+    device = next(iter(params.values())).device
+    sums = torch.zeros(classes, model.feature_size, dtype=torch.float64, device=device)
+    samples = torch.zeros(classes, device=device)
+    with evaluating(model):
+        for batch in batches():
+            features = model.with_features(params, batch.x)[0].flatten(1)
+            if features.shape[1] != sums.shape[1]:
+                given, taken = features.shape[1], sums.shape[1]
+                problem = f"the head's input has {given} features, but the head's first nn.Linear takes {taken}. "
+                problem += "Use a head that begins with nn.Linear, or with nn.Flatten and nn.Linear."
+                raise SpecError("model.head", problem, model.head_name)
+            sums.index_add_(0, batch.y, features.double())
+            samples += torch.bincount(batch.y, minlength=classes)
+    means, enough = (sums / samples.clamp(min=1)[:, None]).float(), samples >= least
+    return {"means": torch.where(enough[:, None], means, 0.0), "samples": torch.where(enough, samples, 0.0)}
+
+
+def merged(first: Table, second: Table) -> Table:
+    """Return the first table; classes that lack a prototype get the prototype from the second table (Eq. 18)."""
+    known = first["samples"] > 0
+    return {
+        "means": torch.where(known[:, None], first["means"], second["means"]),
+        "samples": torch.where(known, first["samples"], second["samples"]),
+    }
+
+
+def updated(before: Table, new: Table, momentum: float) -> Table:
+    """Return the federation's prototypes after a round: the new prototypes, or moving averages (not in the paper).
+
+    A class that no client reported keeps its prototype from ``before``. A class without an earlier prototype gets the
+    new prototype.
+
+    Args:
+        before: The federation's prototypes before the round.
+        new: This round's prototypes, averaged over clients.
+        momentum: Weight β of the prototypes in ``before``. The new prototypes have the weight 1 − β.
+
+    >>> before = {"means": torch.tensor([[8.0], [0.0], [7.0]]), "samples": torch.tensor([1.0, 0.0, 1.0])}
+    >>> new = {"means": torch.tensor([[4.0], [5.0], [0.0]]), "samples": torch.tensor([2.0, 3.0, 0.0])}
+    >>> updated(before, new, 0.75)
+    {'means': tensor([[7.],
+            [5.],
+            [7.]]), 'samples': tensor([2., 3., 1.])}
+    """
+    if momentum:
+        # With this formula, rounding does not change a prototype that is equal in ``before`` and ``new``.
+        blended = new["means"] + momentum * (before["means"] - new["means"])
+        new = {**new, "means": torch.where(before["samples"][:, None] > 0, blended, new["means"])}
+    return merged(new, before)
+
+
+def averaged(before: Table, tables: Iterable[Table], momentum: float = 0.0) -> Table:
+    """Return the mean of the clients' prototypes for each class, weighted by sample counts (Eq. 23).
+
+    A class that no client reported keeps its prototype from ``before``.
+
+    Args:
+        before: The federation's prototypes before the round.
+        tables: One table for each client that replied.
+        momentum: Weight of the prototypes in ``before``; see ``updated``.
+
+    >>> one = {"means": torch.tensor([[1.0], [0.0]]), "samples": torch.tensor([3.0, 0.0])}
+    >>> two = {"means": torch.tensor([[5.0], [0.0]]), "samples": torch.tensor([1.0, 0.0])}
+    >>> averaged({"means": torch.tensor([[9.0], [7.0]]), "samples": torch.tensor([1.0, 1.0])}, [one, two])["means"]
+    tensor([[2.],
+            [7.]])
+    """
+    sums, samples = torch.zeros_like(before["means"], dtype=torch.float64), torch.zeros_like(before["samples"])
+    for table in tables:
+        counts = table["samples"].clamp(min=0)
+        sums += counts[:, None] * table["means"].double()
+        samples += counts
+    new = {"means": (sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}
+    return updated(before, new, momentum)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedstrata.aggregation.base import Aggregator, StratumMean
 from fedstrata.base.arrays import Ints
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.experiments.run import run
 from fedstrata.federation.federation import Federation

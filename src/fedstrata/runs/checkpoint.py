@@ -21,7 +21,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import CheckpointError, WireError
 from fedstrata.base.jsonl import replace_file
 from fedstrata.base.records import Tree, record
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"

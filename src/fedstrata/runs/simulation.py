@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.records import Tree
-from fedstrata.clients.client import ClientContext
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, masked, sampling, sequential
 from fedstrata.clients.handling import Handlers
-from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import on_device
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
@@ -404,7 +403,8 @@ class Simulation:
     def _collect_events(self) -> None:
         """Set ``events`` to the round's events and the engine's events."""
         self.events = []
-        for kind, clients, reason in self.engine.events():
+        while self.engine.events:
+            kind, clients, reason = self.engine.events.popleft()
             event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
             self.events.append(event)
         self.events += self.federation.log.events

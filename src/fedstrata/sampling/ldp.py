@@ -21,7 +21,6 @@ from fedstrata.sampling.client_sizes import (
     Epsilon,
     allowed_sizes,
     ask_new_sizes,
-    estimated_total_of_sum,
     unbiased_total,
 )
 
@@ -100,7 +99,8 @@ class FedSTaSData(DataSampler):
         return self.share
 
     @property
-    def private(self) -> bool:
+    @override
+    def private(self) -> bool:  # type: ignore[override]
         """Whether clients keep their numbers of samples private: True with ``epsilon`` or ``share``."""
         return self.epsilon is not None or self.share is not None
 
@@ -135,10 +135,11 @@ class FedSTaSData(DataSampler):
             return self.fraction, state, {}
         responses, bound, alpha = answered.responses, answered.bound, answered.alpha
         pooled = self.estimates == "pooled"
-        # The pooled estimate is a mean over rounds. Errors in both directions average out only if the estimate of each
-        # round has no lower limit. The other function has the lower limit 1.
-        estimate_of = unbiased_total if pooled else estimated_total_of_sum
-        estimate = estimate_of(sum(responses), len(responses), bound, alpha)
+        estimate = unbiased_total(sum(responses), len(responses), bound, alpha)
+        if not pooled:
+            # A pooled estimate is a mean over rounds. Errors in both directions average out only if the estimate of
+            # each round has no lower limit.
+            estimate = max(1.0, estimate)
         state = replace(state, total=state.total + estimate, rounds=state.rounds + 1)
         if self.reuse:
             state = replace(state, answered=answered.state)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ class NVFlareEngine(Engine):
         """A mapping from each site to the fingerprint of its data file; see ``fedstrata.sites.manifest``."""
         self.most_samples: dict[ClientId, int] = {}
         """A mapping from each client to the number of training samples that its site reported in ``survey``."""
-        self._pending_events: list[EngineEvent] = []
+        self.events: deque[EngineEvent] = deque()
         self._unsaved: set[str] = set()
         self._asked: dict[str, list[ClientId]] = {}
         """A mapping from each site to the ids of its clients that got a request in the last exchange."""
@@ -182,7 +183,7 @@ class NVFlareEngine(Engine):
 
     def _note(self, kind: str, site: str, reason: str, clients: list[ClientId] | None = None) -> None:
         """Add an event about some clients of a site, by default about all its clients."""
-        self._pending_events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
+        self.events.append((kind, self.directory.clients_of(site) if clients is None else clients, reason))
 
     def restore(self, round: int) -> None:
         """Let each site restore its clients' states from the end of ``round``. If ``round`` is 0, begin a new run.
@@ -227,12 +228,6 @@ class NVFlareEngine(Engine):
             elif site not in self._unsaved:
                 self._unsaved.add(site)
                 self._note("state not stored", site, str(outcome))
-
-    @override
-    def events(self) -> Iterator[EngineEvent]:
-        self._write_log_heads()
-        while self._pending_events:
-            yield self._pending_events.pop(0)
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """Send each site one message with the requests to all its clients, and return the reply of each client."""
@@ -324,8 +319,11 @@ class NVFlareEngine(Engine):
             self.messenger.acknowledge(site, ack)
         self._asked = {}
 
-    def _write_log_heads(self) -> None:
-        """Append new heads of the sites' ledgers to the file, so that a check can find entries that a site removed."""
+    def write_log_heads(self, record: object = None) -> None:
+        """Append new heads of the sites' ledgers to the file, so that a check can find entries that a site removed.
+
+        The run calls this method with the record of each round, which is not used.
+        """
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:
@@ -336,5 +334,5 @@ class NVFlareEngine(Engine):
 
     @override
     def close(self) -> None:
-        self._write_log_heads()
+        self.write_log_heads()
         self.messenger.close()

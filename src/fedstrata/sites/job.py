@@ -179,7 +179,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             with progress.writing():
                 if plan.own_data:
                     prepared = surveyed(prepared, engine, folder, resume=resume)
-                run_prepared(prepared, folder, engine, [progress], resume=resume)
+                run_prepared(prepared, folder, engine, [engine.write_log_heads, progress], resume=resume)
         except (RunAborted, SiteLostError):
             raise  # the run is resumed when the job is submitted again
         except Exception as error:

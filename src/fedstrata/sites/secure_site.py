@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from fedstrata.base.errors import DataError, SpecError, WireError
 from fedstrata.base.locking import LOCK
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.secure.certificates import Identity, IssuedBy, Trust
 from fedstrata.federation.secure.member import KeyIsCertificate, Member

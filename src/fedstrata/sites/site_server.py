@@ -21,9 +21,8 @@ from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, 
 from fedstrata.base.loading import only_from
 from fedstrata.base.process import prepare_process
 from fedstrata.base.records import Message, Tree
-from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.client import Client, ClientContext, StateStore
 from fedstrata.clients.handlers.masked import forms
-from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.federation.engine import Failure, FederationConfig
 from fedstrata.federation.messages import ClientId, Fit, Reply, Request, Weights

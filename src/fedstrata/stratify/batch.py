@@ -134,7 +134,7 @@ class BatchMode:
     def _factors(self, roster: Roster, wanted: Ints) -> Tensor:
         """Return the weight of each placeholder's label in the loss, shape (C,); 1 for unused placeholders."""
         holders = roster.holders
-        weights = label_weights(holders.totals(), np.bincount(wanted, minlength=len(holders.placeholders)))
+        weights = label_weights(holders.totals, np.bincount(wanted, minlength=len(holders.placeholders)))
         factors = torch.ones(roster.federation.config.strata)
         factors[torch.from_numpy(holders.placeholders)] = torch.from_numpy(weights).float()
         return factors

@@ -219,7 +219,7 @@ class Stratify(Method):
         mode, window = self._mode, ALL
         if isinstance(mode, HybridMode):
             mode, window = mode.phase(config, federation.round)
-        totals = holders.totals()
+        totals = holders.totals
         if window != ALL:
             totals = (totals * (window[1] - window[0])).round().astype(totals.dtype)
         wanted = schedule(frequencies(totals, self.schedule, self.cap), federation.rng("schedule"))

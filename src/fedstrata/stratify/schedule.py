@@ -9,6 +9,7 @@ A *placeholder* is a number that stands for a label, so that the server does not
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -53,8 +54,9 @@ class Holders:
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         return cls(placeholders.astype(np.int64), offsets, clients[order], counts[order])
 
+    @cached_property
     def totals(self) -> Ints:
-        """Return the number of samples of each label over all clients, in the order of ``placeholders``, shape (P,)."""
+        """The number of samples of each label over all clients, in the order of ``placeholders``, shape (P,)."""
         if len(self.clients) == 0:
             return np.zeros(len(self.placeholders), dtype=np.int64)
         return np.add.reduceat(self.counts, self.offsets[:-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fedstrata as fs
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine, Failure
 from fedstrata.runs.preparation import Prepared

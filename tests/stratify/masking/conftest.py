@@ -11,8 +11,7 @@ import pytest
 from torch import nn
 
 from fedstrata.base import records
-from fedstrata.clients.client import ClientContext
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.dataset import from_arrays
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.engines.local import LocalEngine

@@ -82,7 +82,7 @@ def check_against(federation: Any, roll: Roll, holdings: list[dict[Any, int]], c
     assert found == dict(expected)
     holders = roll.holders()
     present = np.flatnonzero(roll.totals)
-    assert holders.totals().tolist() == roll.totals[present].tolist()
+    assert holders.totals.tolist() == roll.totals[present].tolist()
     assert holders.placeholders.tolist() == roll.names[present].tolist()
     for place, p in enumerate(present.tolist()):
         who, counts = holders.of_placeholder(place)

@@ -20,7 +20,7 @@ import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.runs.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing, Keys

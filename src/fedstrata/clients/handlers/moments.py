@@ -16,7 +16,6 @@ from fedstrata.clients.handling import handles
 from fedstrata.clients.training.local import LocalData
 from fedstrata.federation.messages import ModelRequest, Reply, RequestRule, Weights
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.objectives.prototypes import feature_size
 
 
 @record("MomentsReply")
@@ -75,7 +74,7 @@ def report_moments(client: Client, request: Moments) -> MomentsReply:
     """Return the moments of each class's features in evaluation mode; 0 for classes with too few samples."""
     client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
-    classes, size = client.context.config.outputs, feature_size(client.model)
+    classes, size = client.context.config.outputs, client.model.feature_size
     samples = torch.zeros(classes, dtype=torch.float64)
     first, second = samples.new_zeros(classes, size), samples.new_zeros(classes, size, size)
     with client.model.loaded(weights.params, weights.buffers) as params:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.base.inputs import Inputs, each, selected, split
+from fedstrata.base.inputs import Inputs, each, single, split
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -132,6 +132,17 @@ class LocalData:
         there = where.to(self.device)
         x = self._read(self._indices[where]) if once and self._gathered is None else selected(self._inputs(), there)
         return Batch(x, self.y.index_select(0, there))
+
+
+def selected(x: Inputs, where: Tensor) -> Inputs:
+    """Return the samples at the positions ``where``, in the memory format of the inputs."""
+    if not isinstance(x, Tensor):
+        return {name: single(selected(tensor, where)) for name, tensor in x.items()}
+    if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+        return x.index_select(0, where)
+    # index_select alone would return the default memory format. Permute the axes before and after it to keep
+    # channels-last.
+    return x.permute(0, 2, 3, 1).index_select(0, where).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)

@@ -359,8 +359,7 @@ class Site:
         self._require("peers", not unknown, f"{who}its certificate is not on the list policy.peers")
 
     def _check_members(self, joined: _Joined, members: list[str]) -> None:
-        names = set(joined.roster.names)
-        ordered = members == sorted(set(members) & names)
+        ordered = members == sorted(set(members).intersection(joined.roster.names))
         self._require("members", ordered, "the members are not sites of the roster in the order of their names")
         self._require("members", self.name in members, "the members do not contain this site")
         self._require("members", len(members) >= joined.roster.threshold, "there are too few members")

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedstrata.base.arrays import Bools
 from fedstrata.base.config import under
-from fedstrata.clients.store import StateStore
+from fedstrata.clients.client import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Population
 from fedstrata.federation.federation import Federation
