@@ -253,9 +253,6 @@ class DataSampler(Setting):
     """The reason why the server needs individual replies, as a verb phrase. See ``Aggregator.needs_replies``.
     """
 
-    private: ClassVar[bool] = False
-    """Whether clients keep private how many samples they have, and how many samples they use in training."""
-
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings are not compatible with the federation."""
 
@@ -275,6 +272,11 @@ class DataSampler(Setting):
     def fixed_share(self) -> float | None:
         """The fraction of samples that each participant uses in all rounds; None if the fraction varies."""
         return None
+
+    @property
+    def private(self) -> bool:
+        """Whether clients keep private how many samples they have, and how many samples they use in training."""
+        return False
 
     @abstractmethod
     def keep(self, federation: Federation, state: Tree, clients: Sequence[int]) -> KeepResult:

@@ -99,8 +99,7 @@ class FedSTaSData(DataSampler):
         return self.share
 
     @property
-    @override
-    def private(self) -> bool:  # type: ignore[override]
+    def private(self) -> bool:
         """Whether clients keep their numbers of samples private: True with ``epsilon`` or ``share``."""
         return self.epsilon is not None or self.share is not None
 
