@@ -159,7 +159,7 @@ def test_labels_are_flipped_at_the_attackers_only_and_not_in_tests():
 
 def test_methods_and_tasks_that_an_attack_does_not_fit_are_refused():
     for method in ("stratify", "sfl"):
-        with pytest.raises(SpecError, match="attack = 'alie': changes updates of local training"):
+        with pytest.raises(SpecError, match="attack = 'alie': needs updates from local training"):
             prepare(digits("size", "alie", method=method))
         prepare(digits("size", "label-flip", method=method))
     with pytest.raises(SpecError, match="attack = 'label-flip': needs classes, but the task is 'regression'"):

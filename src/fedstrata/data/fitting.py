@@ -102,7 +102,7 @@ class Statistics(Message):
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:
-            problem = f"no training row has a value that may be used, so the {column.impute} value cannot be computed. "
+            problem = f"too few training rows have a value, so the {column.impute} value cannot be computed. "
             problem += "Use impute = 'constant', or a smaller privacy.min_samples."
             raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":

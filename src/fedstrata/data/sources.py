@@ -66,8 +66,8 @@ with warnings.catch_warnings():
             limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
             client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
-            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
-                uses only the samples that clients train on.
+            shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, the
+                statistics for normalisation are computed only from samples that clients train on.
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.

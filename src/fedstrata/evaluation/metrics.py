@@ -328,14 +328,15 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: of the second class if there are two classes, otherwise averaged over all classes.
+    """Area under the ROC curve. With two classes, the curve of the second class; otherwise, the mean over classes.
 
     The ROC curve of a class compares samples of this class with all other samples. The mean leaves out a class if all
     samples, or none of the samples, belong to this class. If real sites send histograms, the value is approximate, and
     the record also contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in each class's histogram of scores, which sites of a deployment send instead of scores.
+        bins: Number of bins in each class's histogram of scores. Sites of a deployment send these histograms instead of
+            scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -415,7 +416,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats."""
+    """Exponential of the mean cross-entropy per token, in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -437,7 +438,7 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: the mean absolute difference between confidence and accuracy.
+    """Expected calibration error: the mean absolute difference between confidence and accuracy over confidence bins.
 
     Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
     error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,

@@ -34,7 +34,7 @@ class CCVRState(RecipeState):
 
 
 class CCVR(Recipe, HeadTuning):
-    """FedAvg whose server retrains the head after the last round, on features drawn from a Gaussian per class.
+    """FedAvg whose server retrains the head after the last round, on features drawn from one Gaussian per class.
 
     All clients send the moments of their features z. For each class c, the moments are the number of samples n_k(c), Σ
     z and Σ z zᵀ. From the sums over clients, the server computes the mean μ_c and the covariance Σ_c of the features of
@@ -64,7 +64,7 @@ class CCVR(Recipe, HeadTuning):
         feature_size(config.model)
         if self.data_sampler.private:
             problem = (
-                "keeps the clients' numbers of samples private, but CCVR asks for them. Use another data sampler, or "
+                "keeps clients' numbers of samples private, but CCVR needs these numbers. Use another data sampler or "
                 "another method."
             )
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)

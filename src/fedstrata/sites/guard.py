@@ -217,7 +217,8 @@ class Quota:
                 known = f"client(s) {self.home[1:]} of {self.home[0]}"
                 raise RuleError(
                     rule,
-                    f"this site is client(s) {clients} of {total}, but earlier it was {known}. Keep the same clients.",
+                    f"the job assigns client(s) {clients} of {total} to this site, but earlier the site had {known}. "
+                    "Keep the earlier assignment.",
                 )
             self.home = home
 
