@@ -949,7 +949,7 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
             "data.schema.columns.age.step: is required for impute = 'median' in a deployment",
         ),
-        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data. Remove it."),
+        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data."),
         ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),
     ],
 )  # fmt: skip

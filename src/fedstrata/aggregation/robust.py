@@ -187,8 +187,7 @@ class MultiKrum(Krum):
 
     Args:
         attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
-        chosen: Number of updates to average. Maximum and default: n − f, where n is the number of replies, and f is the
-            setting ``attackers``.
+        chosen: Number of updates to average. Maximum and default: n − f, for n replies and f ``attackers``.
     """
 
     chosen: PositiveInt | None = None

@@ -95,7 +95,9 @@ class Statistics(Message):
             DataError: ``impute`` is not set for the column, or no training sample has a value.
         """
         if column.impute is None:
-            problem = f"column {name!r}: some values are missing. Add them, or set a rule such as impute = 'mean'."
+            problem = (
+                f"column {name!r}: some values are missing. Add these values, or set a rule such as impute = 'mean'."
+            )
             raise DataError(problem).publicly(problem)
         if column.impute == "separate-category":
             return -1.0  # stands for a missing value, because no category has the index -1

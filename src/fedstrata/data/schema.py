@@ -47,7 +47,7 @@ class Column(Setting):
     Args:
         type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
             implied by other keys such as ``categories``, otherwise guessed from the cells (``number`` in deployments).
-        unit: Unit of the numbers, such as ``mm``, which error messages show.
+        unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
         missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
@@ -213,7 +213,7 @@ class Schema(Setting):
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
         test: Fraction of each client's rows held out for testing, stratified by class. Alternatively, the name of a
-            column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+            column with ``test`` or ``train`` (or ``true`` for test and ``false`` for train) in each row.
         delimiter: Character that separates the cells of a CSV file.
     """
 
@@ -238,7 +238,7 @@ class Schema(Setting):
     def _agree(self) -> Schema:
         if self.features is not None and self.ignore:
             raise SpecError(
-                "ignore", "has no effect, because 'features' is set. Remove one of the two.", list(self.ignore)
+                "ignore", "has no effect, because 'features' is set. Remove one of the two keys.", list(self.ignore)
             )
         label = self.target
         if any(getattr(label, key) for key in ("categories", "impute", "indicator")) or label.type != "number":
@@ -533,7 +533,7 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     """
     texts = [text_of(cell) for cell in _known(table, column, schema)]
     if (row := next((row for row, text in enumerate(texts) if text.endswith("\0")), None)) is not None:
-        problem = "ends with a NUL character, which NumPy cuts off. Remove it."
+        problem = "ends with a NUL character, which NumPy cuts off. Remove the character."
         raise table.wrong(row, column, problem, f"a string {problem}")
     if column == schema.label:
         schema.refuse_target()

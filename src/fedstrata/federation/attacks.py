@@ -29,8 +29,8 @@ class Attack(Setting):
     """Base class of attacks, which chooses the clients that attack.
 
     Args:
-        share: Fraction of clients that are attackers. The same clients, drawn with the experiment's seed, attack in
-            every round. Default: 0.2.
+        share: Fraction of clients that are attackers, drawn with the experiment's seed. They attack in every round.
+            Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 
@@ -43,7 +43,7 @@ class Attack(Setting):
     @model_validator(mode="after")
     def _one_of_both(self) -> Attack:
         if self.share is not None and self.clients is not None:
-            raise SpecError("share", "is set together with clients. Remove one of the two settings.", self.share)
+            raise SpecError("share", "cannot be set together with clients. Remove one of the two settings.", self.share)
         return self
 
     def attackers(self, clients: int, seed: int) -> tuple[ClientId, ...]:

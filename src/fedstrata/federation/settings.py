@@ -94,8 +94,8 @@ class ClientDP(Setting):
             amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal their noise to the server without weakening the guarantee. With 0,
-            ε does not protect against other clients, because each client knows its own noise.
+        colluding: Number of clients that may reveal their noise to the server without weakening ε. With 0, ε does not
+            protect against other clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -115,8 +115,8 @@ class Privacy(Setting):
     spec.
 
     Args:
-        min_samples: Minimum number of samples from which a client computes each value that it sends, such as an update
-            or a column's mean.
+        min_samples: Minimum number of samples from which a client computes each sent value, such as an update or a
+            column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
             ends.
@@ -129,8 +129,8 @@ class Privacy(Setting):
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
             down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
-        message_range: Maximum absolute value of other numbers in a secure sum, namely the changes of SCAFFOLD's control
-            variates and ReBaFL's prototypes.
+        message_range: Maximum absolute value of changes of control variates (SCAFFOLD) and of prototypes (ReBaFL) in a
+            secure sum.
         largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
             the largest client's number of samples. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.

@@ -355,7 +355,7 @@ def _empty(data: Data, task: Task) -> Dataset:
     for key in ("limit", "client"):
         if getattr(data, key) is not None:
             raise SpecError(
-                f"data.{key}", ("has no effect, because sites use their own data. Remove it."), getattr(data, key)
+                f"data.{key}", ("has no effect, because sites use their own data. Remove the key."), getattr(data, key)
             )
     if data.schema is not None:
         schema = data.schema.closed(classes=task.has_classes)
