@@ -180,7 +180,7 @@ def test_tasks_without_classes_are_refused():
 def test_private_sizes_are_refused():
     sampler = {"name": "fedstas", "epsilon": 3.0}
     spec = fs.Experiment(method={"name": "fedentopt", "data_sampler": sampler})
-    with pytest.raises(SpecError, match=r"^method\.client_sampler.*keeps them private"):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler.*keeps private"):
         fs.prepare(spec)
 
 
