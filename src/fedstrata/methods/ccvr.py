@@ -64,8 +64,8 @@ class CCVR(Recipe, HeadTuning):
         feature_size(config.model)
         if self.data_sampler.private:
             problem = (
-                "keeps clients' numbers of samples private, but CCVR needs these numbers. Use another data sampler or "
-                "another method."
+                "keeps the clients' numbers of samples private, but CCVR needs these numbers. "
+                "Use another data sampler, or another method."
             )
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
