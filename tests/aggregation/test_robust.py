@@ -239,7 +239,9 @@ def spec(aggregator, **sections) -> fs.Experiment:
     ],
 )
 def test_a_round_that_invites_too_few_clients_is_refused(aggregator, needed):
-    with pytest.raises(SpecError, match=f"needs at least {needed} replies, but a round invites 6 clients") as caught:
+    with pytest.raises(
+        SpecError, match=f"needs at least {needed} replies, but each round invites only 6 clients"
+    ) as caught:
         prepare(spec(aggregator))
     assert caught.value.key == "method.aggregator"
 

@@ -106,7 +106,7 @@ def test_a_folder_without_runs(capsys):
 
 def test_a_sweep_is_refused_before_anything_is_written(capsys):
     for arguments, message in [
-        (["training.lr=0.1,0.2"], "evaluation.validation: is required for a sweep, which never uses the test set"),
+        (["training.lr=0.1,0.2"], "evaluation.validation: is required, because a sweep selects settings with"),
         (["training.lr=0.1"], "--set: a sweep needs a setting with several values"),
         (["training.lr=0.1,-1"], "training.lr = -1: must be greater than 0"),
         (["training.lr.x=0.1,1"], "training.lr"),

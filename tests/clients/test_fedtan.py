@@ -222,5 +222,5 @@ def test_what_it_does_not_do_is_refused(seven, section, change):
 
 
 def test_without_batchnorm_it_is_refused(seven):
-    with pytest.raises(SpecError, match=r"FedTAN requires a model with BatchNorm layers\. Use"):
+    with pytest.raises(SpecError, match=r"FedTAN requires a model with BatchNorm layers\. Without"):
         prepare(spec_of(), data=seven, model=nn.Linear(2, 3))

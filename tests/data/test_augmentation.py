@@ -132,7 +132,7 @@ def test_images_that_are_not_larger_than_the_padding_are_refused():
 
 def test_targets_of_single_pixels_are_refused():
     problem = error_of(data_of("segmentation"), {"name": "crop-flip", "padding": 1}, Networks("segmentation"))
-    assert "moves pixels, but each pixel has a target of its own." in problem
+    assert "moves pixels, but each pixel has its own target." in problem
 
 
 # A function of the user's own

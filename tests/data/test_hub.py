@@ -79,7 +79,7 @@ def test_unclear_columns_are_named():
         label_column(datasets.Features(image=image))
     with pytest.raises(DataError, match=r"no column of images.*text \(Value\)"):
         input_columns(datasets.Features(text=datasets.Value("string"), label=label))
-    with pytest.raises(DataError, match=r"the data set has no split 'train', only: all"):
+    with pytest.raises(DataError, match=r"the data set has the splits all, but not 'train'"):
         from_hub(datasets.DatasetDict(all=split({"x": [0.0], "y": [0]})))
 
 

@@ -35,7 +35,7 @@ def test_a_client_an_id_in_their_order():
 
 def test_small_clients_are_left_out_and_that_is_said():
     with pytest.warns(
-        UserWarning, match=r"2 of 4 clients have fewer than partition.min_size = 2 samples and are left out"
+        UserWarning, match=r"2 of 4 clients have fewer than partition.min_size = 2 samples\. The run leaves out"
     ):
         assignment = fs.Natural(min_size=2).split(data(), 0)
     assert assignment.names(data()) == ["ann", "zoe"]

@@ -154,7 +154,7 @@ def test_classes_that_cannot_be(labelled):
         SpecError, match=r"partition.per_client = 11: the data have only 10 different class labels\. Use at most 10\."
     ):
         Classes(clients=4, per_client=11).split(dataset, 0)
-    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples, but 12 clients need one"):
+    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples, but 12 clients need at"):
         Classes(clients=60, per_client=2).split(dataset, 0)
 
 

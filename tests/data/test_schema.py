@@ -84,7 +84,7 @@ def test_rules(rule, expected):
         ({"age": ["63", "41", "1", "121"]}, {}, "line 6, column 'age' = '121': is out of range. Use numbers from 0"),
         ({"sex": ["f", "m", "F", "m"]}, {}, "line 4, column 'sex' = 'F': is not a category; did you mean 'f'? Use"),
         ({"smoker": ["yes", "2", "no", "no"]}, {}, "line 3, column 'smoker' = '2': is neither true nor false. Use"),
-        ({"age": ["", "", "", ""]}, {}, "column 'age': no training row has a value that may be used"),
+        ({"age": ["", "", "", ""]}, {}, "column 'age': too few training rows have a value"),
         ({"age": [[1], "1", "1", "2"]}, {}, "column 'age' = [1]: is not a finite number"),
     ],
 )  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_cell_that_cannot_be(columns, meaning, message):
         ({"test": "part"}, "data.schema.test = 'part': t.csv has no such column"),
         ({"ignore": ["nothing"]}, "data.schema.ignore = 'nothing': t.csv has no such column"),
         ({"columns": {"Age": "number"}}, "data.schema.columns.Age = 'Age': t.csv has no such column"),
-        ({"columns": {"sick": "category"}}, "columns.sick: is the column of the label, and cannot be a feature."),
+        ({"columns": {"sick": "category"}}, "columns.sick: is the label column, and cannot be a feature."),
         ({"columns": {"site": "category"}, "client": "site"}, "data.schema.columns.site: is the column of data"),
         ({"features": []}, "data.schema.features = ['age', 'sex', 'smoker', 'site', 'sick']: no column is left"),
         ({"features": ["Age"]}, "data.schema.features = 'Age': t.csv has no such column"),
@@ -165,8 +165,8 @@ def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
     assert size.startswith("column 'size'")
     assert "numbers: '?', 'NA'. If these cells mean a missing value, set missing = ['?', 'NA'] in [data.schema]" in size
     assert name.startswith("column 'name'")
-    assert "each of its 30 values in 30 rows becomes" in name
-    assert "To leave the column out, set ignore = ['name'] in [data.schema]." in name
+    assert "each of its 30 values (in 30 rows) becomes" in name
+    assert "To omit the column, set ignore = ['name'] in [data.schema]." in name
     mended = Schema(label="y", missing=["NA", "?"], ignore=["name"]).completed(rows).columns  # as they say
     assert {name: column.type for name, column in mended.items()} == {"size": "number"}
     Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it

@@ -177,7 +177,7 @@ def test_parquet_without_its_extra(tmp_path, monkeypatch):
     ("settings", "message"),
     [
         ({"name": "a.csv"}, r"data.schema: is required for a table, but not set. Add \[data.schema\] with"),
-        ({"name": "digits", "schema": "y"}, "data.schema: .*, and data.name is 'digits'"),
+        ({"name": "digits", "schema": "y"}, "data.schema: .*, but data.name is 'digits'"),
         ({"name": "a.csv", "schema": "y", "client": "c"}, "data.client = 'c': has an effect only for a data set from"),
         ({"name": "a.npz", "client": "c"}, "only for a data set from Hugging Face. For a .npz file, store cl"),
     ],

@@ -179,7 +179,7 @@ def test_the_same_seed_holds_out_the_same():
         (
             {"test_clients": 0.9},
             fs.IID(clients=2),
-            r"evaluation.test_clients = 0.9: 2 of 2 clients would never train, but at least one must\. Use a smaller",
+            r"evaluation.test_clients = 0.9: none of the 2 clients would be left for training\. Use a smaller",
         ),
         (
             {"validation": 0.1},

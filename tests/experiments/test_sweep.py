@@ -158,7 +158,7 @@ def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
 
 def test_nothing_is_judged_by_the_test_set() -> None:
     without = {key: value for key, value in TABLES.items() if key != "evaluation"}
-    with pytest.raises(SpecError, match=r"evaluation\.validation: is required for a sweep"):
+    with pytest.raises(SpecError, match=r"evaluation\.validation: is required, because a sweep"):
         cells(without, GRID)
 
 

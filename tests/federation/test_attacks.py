@@ -108,7 +108,10 @@ def test_the_seed_draws_the_share_of_attackers():
             r"attack\.clients = 10: is not the id of a client",
         ),
         ({"name": "sign-flip", "share": 0.01}, r"attack\.share = 0\.01: is rounded to 0 of 10 clients"),
-        ({"name": "sign-flip", "share": 0.2, "clients": [1]}, r"attack\.share = 0\.2: is set together with clients"),
+        (
+            {"name": "sign-flip", "share": 0.2, "clients": [1]},
+            r"attack\.share = 0\.2: cannot be set together with clients",
+        ),
         ({"name": "sign-flip", "clients": []}, r"attack\.clients"),
         ({"name": "sign-flip", "clients": [-1]}, r"attack\.clients\.0"),
         ({"name": "sign-flip", "share": 1.0}, r"attack\.share"),
@@ -159,7 +162,7 @@ def test_labels_are_flipped_at_the_attackers_only_and_not_in_tests():
 
 def test_methods_and_tasks_that_an_attack_does_not_fit_are_refused():
     for method in ("stratify", "sfl"):
-        with pytest.raises(SpecError, match="attack = 'alie': changes updates of local training"):
+        with pytest.raises(SpecError, match="attack = 'alie': needs updates from local training"):
             prepare(digits("size", "alie", method=method))
         prepare(digits("size", "label-flip", method=method))
     with pytest.raises(SpecError, match="attack = 'label-flip': needs classes, but the task is 'regression'"):

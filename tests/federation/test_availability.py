@@ -208,7 +208,7 @@ def test_the_first_table_has_the_common_settings():
     assert (model.deadline, model.announced, model.simulates_time) == (3.0, True, True)
     work = np.full(400, 100.0)
     assert (model.seconds(EVERYBODY, work, 2) == fs.Bernoulli(speed_spread=0.5).seconds(EVERYBODY, work, 2)).all()
-    with pytest.raises(SpecError, match=r"availability\.1\.announced = True: has no effect outside the first"):
+    with pytest.raises(SpecError, match=r"availability\.1\.announced = True: has an effect only in the first"):
         combined("markov", slow)
 
 

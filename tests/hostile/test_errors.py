@@ -252,7 +252,7 @@ def test_what_a_server_says_of_all_samples_finds_no_missing_values(tmp_path: Pat
         count[place] = 0
         lie = type(true)(true.samples, count, true.mean, true.squares, true.low, true.high, true.counts)
         reasons.append(site.call(Begin("run", spec.to_toml(), lie, [0], 2, 0)).reason)
-    assert "column 'age': no training row has a value that may be used" in reasons[0]
+    assert "column 'age': too few training rows have a value" in reasons[0]
     assert "policy.surveys" in reasons[1]
 
 

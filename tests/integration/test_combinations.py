@@ -137,4 +137,4 @@ def test_what_stands_in_no_array_is_refused():
     private = c.plain(c.RECIPES, method="fedavg", client_sampler="weighted", data_sampler="fedstas private")
     assert "method.client_sampler: needs the clients' numbers of samples" in str(c.refusal(private))
     drawn_once = c.plain(c.RECIPES, method="fedavg", client_sampler="weighted once", aggregator="horvitz-thompson")
-    assert "Set this key to true" in str(c.refusal(drawn_once))
+    assert "Set replacement = true" in str(c.refusal(drawn_once))

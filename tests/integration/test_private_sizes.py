@@ -35,7 +35,9 @@ def test_under_privacy_no_reply_tells_a_size(monkeypatch):
 
 def test_private_sizes_cannot_be_weights():
     spec = fs.Experiment(method={"name": "fedstas", "epsilon": 3.0, "aggregator": "size"}, partition=fs.IID(clients=20))
-    with pytest.raises(SpecError, match=r"method\.aggregator: weights models by the clients' numbers of samples, but"):
+    with pytest.raises(
+        SpecError, match=r"method\.aggregator: weights models by the clients' numbers of samples, which"
+    ):
         fs.prepare(spec)
 
 
@@ -89,11 +91,11 @@ def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeyp
         ),
         (
             {"client_sampler": "weighted"},
-            r"^method\.client_sampler: needs the clients' numbers of samples, but",
+            r"^method\.client_sampler: needs the clients' numbers of samples, which",
         ),
         (
             {"client_sampler": "clustered"},
-            r"^method\.client_sampler: needs the clients' numbers of samples, but",
+            r"^method\.client_sampler: needs the clients' numbers of samples, which",
         ),
         ({"client_sampler": "power-of-choice"}, r"^method\.client_sampler: needs the clients' numbers of samples"),
     ],

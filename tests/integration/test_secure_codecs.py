@@ -350,10 +350,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"communication": {"up": {"name": "powersgd", "start": 2}}},
         r"communication.up.start = 2: is not supported with privacy.sums = 'secure'. Use start = 1.",
     ),
-    "control variates": ({"method": "scaffold"}, "communication.up = 'powersgd': secure sums with a codec need a"),
-    "squared norms": ({"method": "fedexp"}, "communication.up = 'powersgd': secure sums with a codec need a method"),
-    "frozen layers": ({"method": "fedbabu"}, "communication.up = 'powersgd': secure sums with a codec need a method"),
-    "prototypes": ({"method": "rebafl"}, "communication.up = 'powersgd': secure sums with a codec need a method"),
+    "control variates": ({"method": "scaffold"}, "communication.up = 'powersgd': with secure sums, a codec requires"),
+    "squared norms": (
+        {"method": "fedexp"},
+        "communication.up = 'powersgd': with secure sums, a codec requires that",
+    ),
+    "frozen layers": (
+        {"method": "fedbabu"},
+        "communication.up = 'powersgd': with secure sums, a codec requires that",
+    ),
+    "prototypes": ({"method": "rebafl"}, "communication.up = 'powersgd': with secure sums, a codec requires that"),
 }
 
 
@@ -365,5 +371,5 @@ def test_codecs_without_a_secure_sum_are_refused_before_the_first_round(what: st
 
 
 def test_codecs_with_buffers_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"communication\.up = 'powersgd': secure sums with a codec"):
+    with pytest.raises(SpecError, match=r"communication\.up = 'powersgd': with secure sums, a codec"):
         prepared_of("classification", norm=True, privacy={"sums": "secure"}, communication=POWERSGD)

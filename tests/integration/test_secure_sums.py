@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a sampler by size": (
         {"method": {"name": "fedavg", "client_sampler": "weighted"}},
-        "method.client_sampler = 'weighted': asks each client for its number of samples, but the server sees only sums",
+        "method.client_sampler = 'weighted': asks each client for its number of samples, but with privacy.sums",
     ),
     "sizes of single clients": (
         {"method": {"name": "fedavg", "data_sampler": "fedsampling"}},
@@ -411,7 +411,7 @@ def test_settings_that_need_single_updates_are_refused_before_the_first_round(wh
 
 @pytest.mark.parametrize("name", NEEDS_REPLIES)
 def test_methods_that_need_single_replies_are_refused_with_the_reason(name: str) -> None:
-    problem = rf"^method\.\w+ = .*: {NEEDS_REPLIES[name]}, but the server sees only sums .* Use another "
+    problem = rf"^method\.\w+ = .*: {NEEDS_REPLIES[name]}, but with .* the server sees only sums.* Use another "
     with pytest.raises(SpecError, match=problem):
         fs.prepare(spec(method={"name": name}))
 
@@ -453,7 +453,9 @@ def test_a_job_declares_only_requests_for_sums() -> None:
     declaration = declaration_of(spec(evaluation={"client_test": 0.2}), own_data=True)
     assert [allowed.label for allowed in declaration.allowed or ()] == ["Masked of Fit", "SiteStep"]
     assert declaration_of(spec(), own_data=False).discloses == frozenset()
-    with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': the reply to SizeReport has no secure sum"):
+    with pytest.raises(
+        SpecError, match=r"privacy\.sums = 'secure': secure sums do not support the reply to SizeReport"
+    ):
         declaration_of(spec(method={"name": "fedsampling", "reuse": False}))
 
 

@@ -43,7 +43,7 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         for case in NOT_CLASSES
     },
     **{
-        (method, task): (f"needs classes, and the task {task!r} has none", remedy)
+        (method, task): (f"needs classes, but the task {task!r} has no classes", remedy)
         for method in ("stratify", "fedentopt", "fedgs")
         for task, remedy in (
             ("regression", "Set task.bins"),

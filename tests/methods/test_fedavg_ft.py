@@ -41,9 +41,9 @@ def test_the_reference_is_better_than_fedavg_where_labels_are_skewed():
 
 
 def test_without_samples_left_over_it_is_refused():
-    with pytest.raises(SpecError, match="the partition leaves the server only 0 samples of its rarest class"):
+    with pytest.raises(SpecError, match="the server has only 0 samples of the rarest class"):
         fs.run({**LEFT_OVER, "partition": {"name": "classes", "clients": 10}})
-    with pytest.raises(SpecError, match=r"^method\.per_class = 100: .* samples of its rarest class"):
+    with pytest.raises(SpecError, match=r"^method\.per_class = 100: .* samples of the rarest class"):
         fs.run({**LEFT_OVER, "method": {"name": "fedavg-ft", "per_class": 100}})
 
 

@@ -177,7 +177,7 @@ def test_a_run_ends_before_the_budget_is_exceeded():
     assert len(limited) == 2
     assert limited[-1]["epsilon"] == second
     assert "privacy budget" in limited.stopped
-    with pytest.raises(SpecError, match=r"budget = .*: one round spends ε ="):
+    with pytest.raises(SpecError, match=r"budget = .*: the first round would spend ε ="):
         fs.prepare(spec(privacy=dp(budget=free[0]["epsilon"] * 0.99)))
 
 

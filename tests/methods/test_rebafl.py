@@ -196,7 +196,7 @@ def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():
     private = {"name": "fedstas", "epsilon": 3.0, "objective": "rebafl", "strata": 2}
     with pytest.raises(
         SpecError,
-        match=r"^method\.objective = 'rebafl': discloses the clients' numbers of samples, but method.data_sampler",
+        match=r"^method\.objective = 'rebafl': discloses the clients' numbers of samples, which method.data_sampler",
     ):
         run(private, training={"rounds": 1})
     silent = run({**private, "objective": {"name": "rebafl", "mu": 0}}, training={"rounds": 1})

@@ -75,7 +75,7 @@ def test_buffers_that_a_trial_changes_travel_also_if_it_changes_their_data():
 def test_a_later_change_of_a_constant_buffer_and_a_change_of_a_frozen_parameter_are_refused():
     model = Model(Adapted())
     draws_random_numbers(model, torch.ones(2, 64))
-    with pytest.raises(SpecError, match=r"^model: scale is not sent"), model.loaded(model.params()):
+    with pytest.raises(SpecError, match=r"^model: scale was constant"), model.loaded(model.params()):
         model.module.scale.add_(1)
 
     class Moving(Adapted):

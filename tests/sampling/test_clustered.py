@@ -125,7 +125,9 @@ def test_two_labels_two_groups_after_a_few_rounds(tiny):
 def test_too_many_clients_for_ward_are_refused_with_advice(tiny, monkeypatch):
     monkeypatch.setattr(clustered, "LARGEST", 3)
     config = tiny(4, clients_per_round=2).config
-    with pytest.raises(SpecError, match="computes the distances between all clients, and supports at most 3") as caught:
+    with pytest.raises(
+        SpecError, match="computes distances between all pairs of clients, and supports at most 3"
+    ) as caught:
         Clustered().check(config)
     assert caught.value.key == "method.client_sampler.algorithm"
     Clustered(algorithm=1).check(config)

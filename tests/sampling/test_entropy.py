@@ -173,14 +173,14 @@ def test_the_labels_of_a_round_are_more_even_than_with_a_uniform_draw():
 def test_tasks_without_classes_are_refused():
     data = fs.from_arrays(np.zeros((9, 2)), np.arange(9.0), np.zeros((3, 2)), np.arange(3.0), task="regression")
     spec = fs.Experiment(method="fedentopt", partition={"name": "iid", "clients": 3})
-    with pytest.raises(SpecError, match=r"^method\.client_sampler = .*: needs classes, and the task 'regression' has"):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler = .*: needs classes, but the task 'regression' has"):
         fs.prepare(spec, data=data)
 
 
 def test_private_sizes_are_refused():
     sampler = {"name": "fedstas", "epsilon": 3.0}
     spec = fs.Experiment(method={"name": "fedentopt", "data_sampler": sampler})
-    with pytest.raises(SpecError, match=r"^method\.client_sampler.*keeps them private"):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler.*keeps private"):
         fs.prepare(spec)
 
 

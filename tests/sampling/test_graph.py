@@ -176,7 +176,7 @@ def test_metrics_by_hand(tiny):
 def test_tasks_without_classes_and_too_many_clients_are_refused(monkeypatch):
     data = fs.from_arrays(np.zeros((9, 2)), np.arange(9.0), np.zeros((3, 2)), np.arange(3.0), task="regression")
     spec = fs.Experiment(method="fedgs", partition={"name": "iid", "clients": 3})
-    with pytest.raises(SpecError, match=r"^method\.client_sampler = .*: needs classes, and the task 'regression' has"):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler = .*: needs classes, but the task 'regression' has"):
         fs.prepare(spec, data=data)
     monkeypatch.setattr(graph, "MOST_CLIENTS", 9)
     with pytest.raises(SpecError, match=r"paths between 10 clients, which takes too long\. Use at most 9 clients"):

@@ -178,19 +178,19 @@ def test_an_attack_is_not_deployed(tmp_path: Path, attack: str) -> None:
 @pytest.mark.parametrize(
     ("privacy", "evaluation", "sites", "problem"),
     [
-        ({}, {}, "", r"privacy\.sums = 'secure': the metrics of individual sites are not sums\. Give the server test"),
+        ({}, {}, "", r"privacy\.sums = 'secure': sites would send metrics, which are not sums\. Give the server test"),
         ({}, {}, "server.data = 't.csv'", r"privacy\.largest: is required, because the server"),
         (
             {"largest": 9},
             {"validation": 0.2},
             "server.data = 't.csv'",
-            r"evaluation\.validation = 0\.2: metrics of individual",
+            r"evaluation\.validation = 0\.2: would disclose metrics",
         ),
         (
             {"largest": 9},
             {"client_test": 0.2},
             "server.data = 't.csv'",
-            r"evaluation\.client_test = 0\.2: metrics of individual",
+            r"evaluation\.client_test = 0\.2: would disclose metrics",
         ),
         ({"largest": 9}, {}, "server.data = 't.csv'\npolicy.parties = 4", r"site\.a: .*'policy\.parties'.*requires 4"),
     ],

@@ -675,7 +675,7 @@ def test_what_a_job_spends_in_two_processes_adds_up(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match="began 2 times"):
         Quota(tmp_path, "job").start(Policy(starts=2))
     one.settle([0], 3, "bounds")
-    with pytest.raises(RuleError, match="but earlier it was"):
+    with pytest.raises(RuleError, match="but earlier the site had"):
         other.settle([1], 3, "bounds")
 
 

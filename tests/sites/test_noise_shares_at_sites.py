@@ -274,7 +274,7 @@ def test_a_site_answers_only_as_often_as_epsilon_allows(
         other = Weights({name: w + number for name, w in server.weights.params.items()}, {})
         outcomes.append(ask_first(server, other))
     assert [type(each) for each in outcomes] == [MaskedReply, MaskedReply, Failed, MaskedReply]
-    assert "the site adds noise to at most 2 replies to this job" in outcomes[2].reason
+    assert "the site has already sent 2 replies to this job" in outcomes[2].reason
 
 
 def own_data(folder: Path, sites: int = 4) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def test_the_list_of_requests_names_the_noise() -> None:
 def test_real_sites_refuse_noise_of_the_server(tmp_path: Path) -> None:
     from_server: dict[str, Any] = {"privacy": {"sums": "plain"}, "dp": {"noise_from": "server", "colluding": 0}}
     outcome = begun(Deployment(noisy(), tmp_path), noisy(**from_server))
-    assert "the rule 'policy.client_noise': the server's noise follows from the spec's seed" in outcome.reason
+    assert "the rule 'policy.client_noise': the server computes its noise from the spec's seed" in outcome.reason
     data = own_data(tmp_path)
     (tmp_path / "sites.toml").write_text(f"own_data = true\nserver.data = 'test.npz'\n{sections('abcd')}")
     made = noisy(data=data, partition="natural", **from_server)

@@ -53,7 +53,7 @@ SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "train
         ({"min_samples": 129}, TWICE, "policy.min_samples", "batch_size × training.accumulate = 2 × 32 × 2 = 128 sa"),
         ({"min_samples": 9}, SMALL, "policy.min_samples", "FitTogether uses a batch, which has at most tra"),
         ({"min_samples": 33, "below": "refuse"}, {"method": "stratify"}, "policy.min_samples", "Gradient uses a pa"),
-        ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' discloses the smallest and the"),
+        ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' discloses the smallest and"),
         ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport discloses labels, which this site"),
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit discloses labels"),
         ({"ldp": True}, {}, "policy.ldp", "Fit discloses numbers of samples, which this site does not allow. Use a"),

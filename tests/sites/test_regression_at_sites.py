@@ -262,7 +262,7 @@ def test_a_label_that_cannot_be_a_target(
             "t")),
         (None, {}, "data.schema.columns.days: describes the label as a number, but the task has classes. Set task ="),
         (None, {"columns": {"age": {}}}, "data.schema.classes: is required in a deployment, because the sites' rows "),
-        (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': is the column of the"),
+        (BINS, {"columns": {"days": {}}, "features": ["days"]}, "data.schema.features = 'days': is the label column"),
         (BINS, {"columns": {"days": {}}}, "data.schema.columns: describes no feature. Describe at least one "),
         ("multilabel", {}, "task = 'multilabel': cannot be used in a deployment, where the label of a sample must be "),
         ("next-token", {}, "task = 'next-token': cannot be used in a deployment"),
@@ -287,9 +287,9 @@ def test_arrays_of_sites_are_classes() -> None:
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ({"categories": ["1", "2"]}, "columns.days: is the column of the label, and cannot be a feature. Remove i"),
-        ({"impute": "mean"}, "columns.days: is the column of the label"),
-        ({"type": "number", "indicator": True}, "columns.days: is the column of the label"),
+        ({"categories": ["1", "2"]}, "columns.days: is the label column, and cannot be a feature. Remove this"),
+        ({"impute": "mean"}, "columns.days: is the label column"),
+        ({"type": "number", "indicator": True}, "columns.days: is the label column"),
     ],
 )
 def test_a_label_is_described_as_a_number_only(column: Any, problem: str) -> None:
@@ -379,7 +379,7 @@ def test_targets_are_labels_that_a_job_tells(place: Path) -> None:
     told = spec_of(place, TOLD, data={"normalize": "none"})
     assert (declaration_of(told).survey, declaration_of(told).discloses) == ("", {"sizes"})
     masked = spec_of(place, BINS, method={"name": "stratify", "masking": "prf"})
-    with pytest.raises(SpecError, match="task = 'regression': the statistics of the sites' targets disclose their la"):
+    with pytest.raises(SpecError, match="task = 'regression': statistics of the targets would disclose the la"):
         prepare_server(masked, place / "pooled.csv", 3)
 
 

@@ -140,7 +140,7 @@ def test_a_rehearsal_does_not_go_on_with_other_data(place: Path, changed: bool) 
     reasons = [event["reason"] for event in read_jsonl(place / "part" / "events.jsonl") if event["kind"] == "absent"]
     assert [record["clients_returned"] for record in fs.History.load(place / "part")] == [2, 1 if changed else 2]
     assert bool(reasons) == changed
-    problem = "site switzerland does not take part: its data have changed since the run began"
+    problem = "site switzerland does not take part: the site's data have changed since the run began"
     assert all(problem in reason for reason in reasons)
 
 

@@ -877,7 +877,7 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     reasons = [event["reason"] for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "absent"]
     assert len(reasons) == 1
     assert (
-        "site west does not take part: its data have changed since the run began, or the fingerprint key in its"
+        "site west does not take part: the site's data have changed since the run began, or the site has lost its"
         in reasons[0]
     )
     assert [record["clients_returned"] for record in history] == [3, 2]
@@ -949,7 +949,7 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
             {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
             "data.schema.columns.age.step: is required for impute = 'median' in a deployment",
         ),
-        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data. Remove it."),
+        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: has no effect, because sites use their own data."),
         ({"name": "digits"}, "data: the sites' own data must be described. Set [data.schema] for tables, or"),
     ],
 )  # fmt: skip
@@ -1034,7 +1034,7 @@ def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> N
         ),
         (
             {"client_test": 0.2, "test_clients": 0.5},
-            r"evaluation.test_clients = 0.5: has no effect at real sites\. Remove the key, and",
+            r"evaluation.test_clients = 0.5: has no effect in a deployment\. Remove the key\.",
         ),
     ],
 )
@@ -1058,16 +1058,12 @@ def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, 
     plain, _, test = own
     spec = _spec(method["name"], method=method, data=plain.data.to_spec())
     measured = spec.model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
-    with pytest.raises(
-        SpecError, match=f"client_test = 0.2: the sites' replies would disclose their {what}, which the"
-    ):
+    with pytest.raises(SpecError, match=f"client_test = 0.2: replies would disclose the {what} of sites, which the"):
         prepare_server(measured, test, 3)
-    with pytest.raises(
-        SpecError, match=f"evaluation.client_test = None: the sites' replies would disclose their {what}"
-    ):
+    with pytest.raises(SpecError, match=f"evaluation.client_test = None: replies would disclose the {what} of sites"):
         prepare_server(spec, None, 3)
     if what == "numbers of samples":
-        with pytest.raises(SpecError, match=r"data.normalize = 'standard': the statistics of the sites' samples would"):
+        with pytest.raises(SpecError, match=r"data.normalize = 'standard': statistics of the samples would"):
             prepare_server(spec, test, 3)
         spec = spec.model_copy(update={"data": plain.data.model_copy(update={"normalize": "none"})})
     prepare_server(spec, test, 3)

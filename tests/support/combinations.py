@@ -343,7 +343,7 @@ def refusals(row: Mapping[str, str], agreed: Sequence[tuple[str, str]]) -> list[
         return found
 
 
-OPEN = "BatchNorm requires more than 1 to train"
+OPEN = "BatchNorm needs at least 2 values per channel for training"
 """The failure of a client that is alone in a batch with BatchNorm, because the others are late. It is allowed."""
 
 

@@ -260,7 +260,7 @@ class Mean(Aggregator):
 
 
 class StratumMean(Aggregator):
-    """The mean model of each stratum, averaged over strata with weights by size (FedSTS, FedSTaS).
+    """The mean model of each stratum, averaged over strata in proportion to their sizes (FedSTS, FedSTaS).
 
     The new model is w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k. N is the number of all clients, and N_h is the number of
     clients in stratum h. S_h is the set of the m_h clients of stratum h that replied. Strata without a reply do not
@@ -311,13 +311,13 @@ class HorvitzThompson(Aggregator):
         )
         if not all_drawn:
             problem = (
-                f"with {draws} clients per round, some strata may never be drawn, and weights cannot correct this "
+                f"with {draws} clients per round, some strata may never be drawn. Weights cannot correct the resulting "
             )
             problem += "bias. Set method.allocation = 'neyman-random', the default of this aggregator."
             raise SpecError("method.allocation", problem, allocation)
         known = isinstance(sampler, Uniform) or getattr(sampler, "draws", None) == "systematic"
         if getattr(sampler, "replacement", None) is False and not known:
-            problem = "the aggregator 'horvitz-thompson' requires draws with replacement. Set this key to true. With "
+            problem = "the aggregator 'horvitz-thompson' requires draws with replacement. Set replacement = true. With "
             problem += "fedsts or fedstas, set method.aggregation = 'horvitz-thompson' or 'inclusion' instead."
             raise SpecError("method.client_sampler.replacement", problem, False)
 

@@ -166,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean model. Each update is multiplied by the number of rounds since the client's last reply (FedAWE).
+    """The mean of the clients' models, with updates multiplied by the rounds since the last reply (FedAWE).
 
     In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. Client k last replied in
     round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the initial model,

@@ -41,10 +41,9 @@ class RobustAggregator(Aggregator):
         """Raise ``SpecError`` if a round invites fewer clients than ``least_replies``."""
         invited = sampler.most_invited(config)
         if invited < self.least_replies:
-            problem = f"needs at least {self.least_replies} replies, but a round invites {invited} clients. "
-            raise SpecError(
-                "method.aggregator", f"{problem}Invite more clients, or reduce the setting 'attackers'.", self.name
-            )
+            problem = f"needs at least {self.least_replies} replies, but each round invites only {invited} clients. "
+            problem += "Increase training.clients_per_round, or reduce method.aggregator.attackers."
+            raise SpecError("method.aggregator", problem, self.name)
 
     def shortage(self, replies: int) -> str:
         """Return an error message if there are too few replies to change the model; otherwise an empty string."""
@@ -186,7 +185,7 @@ class MultiKrum(Krum):
 
     Args:
         attackers: Maximum number f of replies from attackers per round. A round needs at least 2 f + 3 replies.
-        chosen: Number of updates to average. Maximum and default: n − f, with n replies and f attackers.
+        chosen: Number of updates to average. Maximum and default: n − f, for n replies and f ``attackers``.
     """
 
     chosen: PositiveInt | None = None
@@ -218,8 +217,8 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         steps: Number of steps of the Weiszfeld algorithm.
-        smoothing: Constant ν. The weight of an update is 1 / max(ν, d), where d is its distance to the current
-            estimate.
+        smoothing: Constant ν that limits the weights of updates. An update at the distance d from the current estimate
+            has the weight 1 / max(ν, d).
     """
 
     steps: PositiveInt = Field(default=3, le=1000)

@@ -118,7 +118,7 @@ class Extrapolated(Mean):
     weights updates by numbers of samples.
 
     Args:
-        eps: Constant ε that limits the factor of the mean update, if the mean update is near zero.
+        eps: Constant ε that limits the factor when the mean update is near zero.
     """
 
     needs_replies = ""

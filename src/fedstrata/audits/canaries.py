@@ -225,7 +225,7 @@ def require_canaries(prepared: Prepared) -> Recipe:
     Pixels.of(prepared.data)
     method = require_updates(prepared)
     if type(method.objective) is not CrossEntropy:
-        problem = "the audit requires the loss of FedAvg. Audit a run of a method with this loss, such as fedavg."
+        problem = "the audit requires the objective 'cross-entropy'. Audit a run of a method such as fedavg."
         raise SpecError("method.objective", problem, method.objective.name or type(method.objective).__name__)
     if prepared.config.augment is not None:
         raise SpecError("data.augment", "would change the canaries. Audit a run without augmentation.")

@@ -282,11 +282,13 @@ def _require_parts(prepared: Prepared) -> None:
     spec, task = prepared.spec, prepared.data.task
     if not task.plain:
         problem = (
-            "the attacks assume classification with cross-entropy and equal class weights. Audit a run of such a task."
+            "the attacks require classification without class weights or label smoothing. Audit a run without them."
         )
         raise SpecError("task", problem, task.name)
     if spec.method.name != "stratify" or getattr(spec.method, "mode", "") != "batch":
-        problem = "does not send gradients for parts of batches. Audit a run of stratify with method.mode = 'batch'."
+        problem = (
+            "clients do not send gradients of parts of a batch. Audit a run of stratify with method.mode = 'batch'."
+        )
         raise SpecError("method", problem, spec.method.name)
     if not spec.communication.plain:
         raise SpecError("communication", "the audit requires uncompressed gradients. Audit a run without codecs.")

@@ -52,7 +52,7 @@ class CropFlip(Augmentation):
 
     Args:
         padding: Number of pixels added on each side before cropping.
-        flip: Whether to mirror images. Use false if mirroring changes an image's meaning.
+        flip: Whether to mirror images. Set false if mirroring changes the class, as for digits.
     """
 
     padding: NonNegativeInt = 4
@@ -83,7 +83,7 @@ class CropFlip(Augmentation):
             problem = f"must be smaller than the sides of the images, {shape[1]}x{shape[2]}. Use a smaller padding."
             raise SpecError(f"{KEY}.padding", problem, self.padding)
         if data.y_train.shape[1:] == shape[1:]:
-            problem = "moves pixels, but each pixel has a target of its own. Use a function that does not move pixels."
+            problem = "moves pixels, but each pixel has its own target. Use a function that does not move pixels."
             raise SpecError(KEY, problem, self.name)
 
 

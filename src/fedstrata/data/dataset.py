@@ -133,7 +133,7 @@ class Dataset:
             SpecError: The samples have no strata; the message says how to define strata.
         """
         if self.strata is None:
-            problem = f"needs classes, and the task {self.task.name!r} has none. {self.task.stratum_hint}"
+            problem = f"needs classes, but the task {self.task.name!r} has no classes. {self.task.stratum_hint}"
             raise SpecError(key, problem.rstrip(), value)
         return self.strata
 

@@ -96,14 +96,16 @@ class Statistics(Message):
             DataError: ``impute`` is not set for the column, or the column has no value in any training sample.
         """
         if column.impute is None:
-            problem = f"column {name!r}: some values are missing. Add them, or set a rule such as impute = 'mean'."
+            problem = (
+                f"column {name!r}: some values are missing. Add these values, or set a rule such as impute = 'mean'."
+            )
             raise DataError(problem).publicly(problem)
         if column.impute == "separate-category":
             return -1.0  # stands for a missing value, because no category has the index -1
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[index]:
-            problem = f"no training row has a value that may be used, so the {column.impute} value cannot be computed. "
+            problem = f"too few training rows have a value, so the {column.impute} value cannot be computed. "
             problem += "Use impute = 'constant', or a smaller privacy.min_samples."
             raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":

@@ -68,7 +68,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """
     if "train" not in splits:
         names = ", ".join(splits)
-        raise DataError(f"the data set has no split 'train', only: {names}. Use a data set with a split 'train'.")
+        raise DataError(f"the data set has the splits {names}, but not 'train'. Use a data set with the split 'train'.")
     train = splits["train"]
     if client is not None:
         _check_client(client, train.features)

@@ -46,15 +46,15 @@ class Column(Setting):
     Args:
         type: Type of the column: ``number``, ``boolean`` or ``category`` (a 0/1 feature for each value). Default:
             implied by other keys such as ``categories``, otherwise guessed from the cells (``number`` in deployments).
-        unit: Unit of the numbers, such as ``mm``, for messages.
+        unit: Unit of the numbers, such as ``mm``, shown in error messages.
         range: Minimum and maximum allowed number.
         categories: Allowed categories. Default: all categories in the table.
         missing: Cell contents that mark missing values, in addition to the schema's setting ``missing``.
         impute: Replacement of missing values. ``mean``, ``median`` (the lower of two middle values) and
             ``most-frequent``: a statistic of the training rows. ``constant``: the setting ``value``.
             ``separate-category``: an additional category. Default: a missing value is an error.
-        step: Rounding unit of numbers when ``median`` or ``most-frequent`` is computed. In deployments, both require
-            ``step``.
+        step: Unit to which numbers are rounded before ``median`` or ``most-frequent`` is computed. In deployments,
+            these two rules require ``step``.
         value: Value that replaces missing values, with ``impute = "constant"``.
         indicator: Whether to add a feature that is 1 if the value is missing, and 0 otherwise.
     """
@@ -110,7 +110,7 @@ class Column(Setting):
         if self.step is not None and not (self.type == "number" and self.counted):
             raise SpecError(
                 "step",
-                "has an effect only for a column of numbers with impute = 'median' or 'most-frequent'. Remove it.",
+                "has an effect only for a column of numbers with impute = 'median' or 'most-frequent'. Remove the key.",
                 self.step,
             )
         if (self.impute == "constant") != (self.value is not None):
@@ -204,15 +204,15 @@ class Schema(Setting):
     Args:
         label: Name of the column with the label.
         client: Name of the column with each row's client, for the partition ``natural``.
-        features: Names of the feature columns. Default: all columns without another role, or the keys of ``columns`` in
-            deployments.
+        features: Names of the feature columns. Default: all columns without another role (in deployments: the keys of
+            ``columns``).
         columns: Type or settings of each feature column, and of a numeric label column. Simulations guess the types of
             other columns. Deployments require an entry for every feature.
         classes: Names of all classes, in the order of the model's outputs. Default: the table's labels, sorted.
         missing: Cell contents, such as ``NA``, that mark missing values. Empty cells always mark missing values.
         ignore: Names of columns that the model does not use. Set either ``ignore`` or ``features``.
         test: Fraction of each client's rows held out for testing, stratified by class. Alternatively, the name of a
-            column that marks rows as ``test`` or ``train``, or as ``true`` (test) or ``false`` (train).
+            column with ``test`` or ``train`` (or ``true`` for test and ``false`` for train) in each row.
         delimiter: Character that separates the cells of a CSV file.
     """
 
@@ -237,11 +237,11 @@ class Schema(Setting):
     def _agree(self) -> Schema:
         if self.features is not None and self.ignore:
             raise SpecError(
-                "ignore", "has no effect, because 'features' is set. Remove one of the two.", list(self.ignore)
+                "ignore", "has no effect, because 'features' is set. Remove one of the two keys.", list(self.ignore)
             )
         label = self.target
         if any(getattr(label, key) for key in ("categories", "impute", "indicator")) or label.type != "number":
-            problem = "is the column of the label, and cannot be a feature. Remove it. If the label is a number, set "
+            problem = "is the label column, and cannot be a feature. Remove this key. If the label is a number, set "
             raise SpecError(f"columns.{self.label}", problem + "only unit, range and missing.")
         for name in self.inputs:
             if name in self.ignore or (self.features is not None and name not in self.features):
@@ -345,7 +345,7 @@ class Schema(Setting):
         columns: dict[str, Column] = {}
         for name in self.features or self.inputs:
             if name == self.label:
-                problem = "is the column of the label, and cannot be a feature. Remove the column."
+                problem = "is the label column, and cannot be a feature. Remove the column."
                 raise SpecError("data.schema.features", problem, name)
             key = f"data.schema.columns.{name}"
             if (given := (self.columns or {}).get(name)) is None:
@@ -534,7 +534,7 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     """
     texts = [text_of(cell) for cell in _known(table, column, schema)]
     if (row := next((row for row, text in enumerate(texts) if text.endswith("\0")), None)) is not None:
-        problem = "ends with a NUL character, which NumPy cuts off. Remove it."
+        problem = "ends with a NUL character, which NumPy cuts off. Remove the character."
         raise table.wrong(row, column, problem, f"a string {problem}")
     if column == schema.label:
         schema.refuse_target()
@@ -667,9 +667,9 @@ def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "
         message += f"missing = {odd[:SHOWN]}"
     elif len(known) > MANY and 2 * len(values) > len(known) and len(values) <= MOST_CATEGORIES:
         message = (
-            f"although each of its {len(values)} values in {len(known)} rows becomes a feature. To leave the column "
+            f"so each of its {len(values)} values (in {len(known)} rows) becomes a feature. To omit the column, set "
         )
-        message += f"out, set ignore = {[name]}"
+        message += f"ignore = {[name]}"
     else:
         return "category"
     warnings.warn(f"column {name!r} is read as a category, {message} in [data.schema].", stacklevel=2)

@@ -72,7 +72,7 @@ with warnings.catch_warnings():
             client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
-                uses only the samples that clients train on.
+                statistics come only from samples that clients train on.
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
@@ -258,10 +258,8 @@ with warnings.catch_warnings():
                 problem += "client_test in the file."
                 raise SpecError("data.client", problem, self.client)
             if self.schema is not None:
-                problem = (
-                    f"has an effect only for a .csv or .parquet file, and data.name is {self.name!r}. Remove it, or "
-                )
-                raise SpecError("data.schema", f"{problem}change data.name.")
+                problem = f"has an effect only for a .csv or .parquet file, but data.name is {self.name!r}. "
+                raise SpecError("data.schema", f"{problem}Remove the key, or change data.name.")
             return load_hub(self.name.removeprefix("hub:"), seed, self.client) if hub else _read(self.name)
 
 
@@ -348,9 +346,9 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             there = {*archive, *(name.partition(".")[0] for name in several)}
             if missing := [key for key in needed if key not in there]:
                 error = DataError(
-                    f"{path} lacks the arrays {', '.join(missing)}, and has only {', '.join(archive)}. Add them."
+                    f"{path} lacks the arrays {', '.join(missing)}, and has only {', '.join(archive)}. Add the arrays."
                 )
-                raise error.publicly(f"these arrays are missing: {', '.join(missing)}. Add them.")
+                raise error.publicly(f"these arrays are missing: {', '.join(missing)}. Add the arrays.")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} contains {size / 2**30:,.1f} GiB of arrays. Use at most {MOST >> 30} GiB.")
             if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes

@@ -305,8 +305,9 @@ def refuse_random(config: FederationConfig) -> None:
     """
     if config.random:
         # Threads share PyTorch's random generator, so the numbers that each thread draws would depend on timing.
-        problem = "draws random numbers, which is not reproducible when clients train at the same time. Use a model "
-        problem += "without random numbers (nn.Dropout: p = 0) or, with Stratify, training.execution = 'fused'."
+        problem = "draws random numbers, so results are not reproducible when clients train in parallel. Use a model "
+        problem += "without random numbers (for example, nn.Dropout with p = 0). With Stratify, alternatively set "
+        problem += "training.execution = 'fused'."
         raise SpecError("model", problem)
 
 

@@ -143,7 +143,9 @@ def hold_out(
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
         if not everybody:
-            problem = "has no effect at real sites. Remove the key, and do not invite sites that must not train."
+            problem = (
+                "has no effect in a deployment. Remove the key. To exclude sites from training, do not invite them."
+            )
             raise SpecError("evaluation.test_clients", problem, settings.test_clients)
         training, testing = _deal_clients(len(assignment), settings.test_clients, seed)
         numbers = np.concatenate([training, testing])
@@ -257,7 +259,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
     """
     count = max(1, round(share * clients))
     if count >= clients:
-        problem = f"{count} of {clients} clients would never train, but at least one must. Use a smaller fraction."
+        problem = f"none of the {clients} clients would be left for training. Use a smaller fraction."
         raise SpecError("evaluation.test_clients", problem, share)
     shuffled = rng(seed, "test-clients").permutation(clients)
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])

@@ -331,14 +331,15 @@ class R2(_OfErrors):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: for two classes, of the second class; for more classes, averaged over the classes.
+    """Area under the ROC curve. With two classes, the curve of the second class; otherwise, the mean over classes.
 
     The ROC curve of a class compares samples of this class with all other samples. The mean leaves out classes to which
     all samples, or none of the samples, belong. If real sites send histograms, the value is approximate, and the record
     also contains an upper bound on its error.
 
     Args:
-        bins: Number of bins in each class's histogram of scores, which sites of a deployment send instead of scores.
+        bins: Number of bins in each class's histogram of scores. Sites of a deployment send these histograms instead of
+            scores.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -418,7 +419,7 @@ class LogLoss(Metric):
 
 
 class Perplexity(LogLoss):
-    """Exponential of the mean cross-entropy in nats."""
+    """Exponential of the mean cross-entropy per token, in nats."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -440,7 +441,7 @@ class Perplexity(LogLoss):
 
 
 class ECE(_ByClient):
-    """Expected calibration error: the mean absolute difference between confidence and accuracy.
+    """Expected calibration error: the mean absolute difference between confidence and accuracy over confidence bins.
 
     Samples are divided into bins by their confidence, which is the largest predicted probability. In each bin, the
     error is the absolute difference between mean confidence and accuracy. The result is the mean error of all bins,

@@ -284,7 +284,7 @@ def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
     """
     if failures:
         lost = "; ".join(f"the run in {folder} {reason}" for folder, reason in failures.items())
-        advice = "Repeat the same call to resume these runs from their last checkpoints. Fewer jobs need less memory."
+        advice = "Repeat the same call to resume these runs. If memory ran out, use fewer jobs."
         raise FedstrataError(f"the processes of {len(failures)} of {runs} runs ended unexpectedly: {lost}. {advice}")
 
 

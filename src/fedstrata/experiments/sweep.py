@@ -171,8 +171,8 @@ def refuse_unvalidated(spec: Experiment) -> None:
     """Raise ``SpecError`` if no samples are held out for validation."""
     if spec.evaluation.validation is None:
         problem = (
-            "is required for a sweep, which never uses the test set to select settings. Use, for example, "
-            "evaluation.validation = 0.1."
+            "is required, because a sweep selects settings with validation samples, not with the test set. Use, for "
+            "example, evaluation.validation = 0.1."
         )
         raise SpecError("evaluation.validation", problem)
 

@@ -28,7 +28,8 @@ class Attack(Setting):
     """Base class of attacks. It chooses the clients that attack.
 
     Args:
-        share: Fraction of clients that attack in every round, drawn with the experiment's seed. Default: 0.2.
+        share: Fraction of clients that are attackers, drawn with the experiment's seed. They attack in every round.
+            Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 
@@ -41,7 +42,7 @@ class Attack(Setting):
     @model_validator(mode="after")
     def _one_of_both(self) -> Attack:
         if self.share is not None and self.clients is not None:
-            raise SpecError("share", "is set together with clients. Remove one of the two settings.", self.share)
+            raise SpecError("share", "cannot be set together with clients. Remove one of the two settings.", self.share)
         return self
 
     def attackers(self, clients: int, seed: int) -> tuple[ClientId, ...]:

@@ -61,10 +61,10 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server invites only online clients.
+        announced: Whether the server knows which clients are online, and invites only these clients.
         deadline: Simulated seconds that the server waits for replies. Default: unlimited.
         seconds_per_sample: Simulated seconds that a client of median speed needs to compute the gradient of one sample.
-        speed_spread: Standard deviation of the clients' logarithmic speeds.
+        speed_spread: Standard deviation of the logarithms of the clients' speeds. With 0, all clients are equally fast.
         bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
         bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
         latency: Simulated latency of each message, in seconds.
@@ -243,7 +243,7 @@ class Combined(Availability):
         for place, model in enumerate(self.models):
             for key, value in common.items():
                 if (other := getattr(model, key)) not in (value, Availability.model_fields[key].default):
-                    problem = "has no effect outside the first model. Set this key in the first model, or remove it."
+                    problem = "has an effect only in the first table. Set the key there, or remove the key."
                     raise SpecError(f"{place}.{key}", problem, other)
         self.__dict__.update(common)
         return self

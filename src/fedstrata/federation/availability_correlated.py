@@ -61,15 +61,15 @@ class Correlated(Availability):
 
 
 class LabelCorrelated(Correlated):
-    """A client's probability of being online depends on its labels (FedAU).
+    """Clients with certain labels are online more often than other clients (FedAU).
 
     Each of the C labels c gets a random weight w_c, and the weights add up to 1. Let q_c be the fraction of a client's
     samples that are in class c. The client is online with probability ``mean`` · C · Σ_c q_c w_c. If labels are
     balanced, the average probability over the clients is ``mean``.
 
     Args:
-        concentration: Concentration of the Dirichlet distribution of label weights. Clients whose labels have large
-            weights are online more often.
+        concentration: Concentration of the Dirichlet distribution from which the labels' weights are drawn. Clients
+            whose labels have large weights are online more often.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)

@@ -58,7 +58,7 @@ class LocalOptimizer(Setting):
             elif value:
                 raise SpecError(
                     f"training.{key}",
-                    f"is not an argument of {self.label}. Set it to 0, or set training.optimizer = 'sgd'.",
+                    f"is not an argument of {self.label}. Set the key to 0, or set training.optimizer = 'sgd'.",
                     value,
                 )
         try:

@@ -93,8 +93,8 @@ class ClientDP(Setting):
             amplification by client sampling.
         noise_from: Parties that add the noise: the ``server``, or the clients (``sites``). The value ``sites`` needs
             ``privacy.sums = "secure"``.
-        colluding: Number of clients that may reveal their noise to the server. With 0, ε does not protect against other
-            clients, because each client knows its own noise.
+        colluding: Number of clients that may reveal their noise to the server without weakening ε. With 0, ε does not
+            protect against other clients, because each client knows its own noise.
     """
 
     clip: PositiveFloat
@@ -114,7 +114,7 @@ class Privacy(Setting):
     the spec.
 
     Args:
-        min_samples: Minimum number of samples that a client uses for each value it sends, such as an update or a
+        min_samples: Minimum number of samples from which a client computes each sent value, such as an update or a
             column's mean.
         below: Behaviour of a client with fewer than ``min_samples`` samples in a batch of Stratify. ``hold-back``: the
             client adds these samples to a neighbouring batch. ``refuse``: the client does not reply until the epoch
@@ -128,8 +128,8 @@ class Privacy(Setting):
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
             down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
-        message_range: Maximum absolute value of other numbers in a secure sum: changes of SCAFFOLD's control variates,
-            and ReBaFL's prototypes.
+        message_range: Maximum absolute value of changes of control variates (SCAFFOLD) and of prototypes (ReBaFL) in a
+            secure sum.
         largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
             the largest client's number of samples. Required if sites use their own data.
         parties: Minimum number of clients in a secure sum.
@@ -152,7 +152,7 @@ class Privacy(Setting):
         secure = ("simulate_masks", "range", "buffer_range", "message_range", "largest", "parties")
         for key in secure if self.sums == "plain" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
-                problem = "has an effect only with sums = 'secure'. Remove it, or set privacy.sums = 'secure'."
+                problem = "has an effect only with sums = 'secure'. Remove the key, or set privacy.sums = 'secure'."
                 raise SpecError(key, problem, getattr(self, key))
         return self
 
@@ -163,7 +163,7 @@ class Privacy(Setting):
             return self
         if clients.noise_from == "server":
             if clients.colluding:
-                problem = "has an effect only with noise_from = 'sites'. Remove it, or set noise_from = 'sites'."
+                problem = "has an effect only with noise_from = 'sites'. Remove the key, or set noise_from = 'sites'."
                 raise SpecError("clients.colluding", problem, clients.colluding)
             return self
         if self.sums == "plain":
@@ -172,7 +172,7 @@ class Privacy(Setting):
         for key in ("range", "buffer_range", "message_range", "largest"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 problem = "has no effect with clients.noise_from = 'sites', because clients.clip limits updates. "
-                raise SpecError(key, f"{problem}Remove it.", getattr(self, key))
+                raise SpecError(key, f"{problem}Remove the key.", getattr(self, key))
         return self
 
     @property
@@ -202,8 +202,8 @@ class Training(Setting):
             ``accumulate`` samples.
         optimizer: The clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
         optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
-            or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores
-            twice as many numbers as the model has.
+            or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores two
+            numbers per model parameter.
         lr: Learning rate η of the clients.
         momentum: Momentum of the clients' optimiser ``sgd``.
         weight_decay: Weight decay factor. ``sgd`` adds the decay to the gradient, and ``adamw`` applies it separately.

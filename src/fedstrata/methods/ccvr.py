@@ -63,8 +63,8 @@ class CCVR(Recipe, HeadTuning):
         _ = config.model.feature_size  # raises SpecError if the head has no nn.Linear
         if self.data_sampler.private:
             problem = (
-                "keeps the clients' numbers of samples private, but CCVR asks for them. Use another data sampler, or "
-                "another method."
+                "keeps the clients' numbers of samples private, but CCVR needs these numbers. "
+                "Use another data sampler, or another method."
             )
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 

@@ -13,7 +13,7 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class FedBABU(Recipe):
-    """FedAvg that trains only the body (the layers before the head); the head keeps its initial values.
+    """FedAvg that trains only the body (the layers before the head). The head keeps its initial values.
 
     With ``fine_tune``, the server trains a copy of the head for each evaluation and for the final model. Clients never
     receive this copy. In the paper, each client instead fine-tunes the model on its own data; set

@@ -60,7 +60,7 @@ class FedSTS(Recipe):
 
 
 class FedSTaS(FedSTS):
-    """FedSTS in which each client trains on a random subset of its samples.
+    """FedSTS, except that each client trains on a random subset of its samples.
 
     All clients of a round use the same fraction of their samples. The server chooses the fraction so that the total
     number of samples used in training is similar in all rounds.

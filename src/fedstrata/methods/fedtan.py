@@ -18,7 +18,7 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """FedAvg with common BatchNorm statistics, which all clients of a round compute together in the first local step.
+    """FedAvg whose clients jointly compute BatchNorm statistics in the first local step of a round.
 
     In this step, every BatchNorm layer normalises with means and variances that are averaged over the round's clients.
     In the backward pass, the gradients of the mean and of the variance are also averaged. In each pass, clients
@@ -39,8 +39,8 @@ class FedTAN(Recipe):
         super().check(config)
         if not config.model.has_batchnorm:
             problem = (
-                "FedTAN requires a model with BatchNorm layers. Use fedavg, which is equivalent for models "
-                "without them."
+                "FedTAN requires a model with BatchNorm layers. Without such layers, fedavg computes "
+                "the same model. Use fedavg."
             )
             raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":

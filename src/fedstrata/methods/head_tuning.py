@@ -73,8 +73,9 @@ class HeadTuning(Setting):
         fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:
             problem = (
-                f"the partition leaves the server only {fewest} samples of its rarest class. Use a smaller value, or "
-                "a partition that does not give all samples to clients, such as classes with size."
+                f"the server has only {fewest} samples of the rarest class, because clients get all other samples. "
+                "Use a smaller value, or give clients fewer samples. For example, set partition.name = 'classes' and "
+                "partition.size."
             )
             raise SpecError(key, problem, self.per_class)
 

@@ -223,12 +223,12 @@ class Recipe(Method):
             accepted = "'mean', 'stratum', 'horvitz-thompson' or a robust aggregator"
             raise SpecError(
                 "method.aggregator",
-                "weights models by the clients' numbers of samples, but method.data_sampler keeps them "
-                f"private. Use {accepted}.",
+                "weights models by the clients' numbers of samples, which method.data_sampler keeps private. "
+                f"Use {accepted}.",
             )
         if objective.tells_counts(config):
             problem = (
-                "discloses the clients' numbers of samples, but method.data_sampler keeps them private. Use "
+                "discloses the clients' numbers of samples, which method.data_sampler keeps private. Use "
                 "another objective."
             )
             by_steps = replace(config, training=config.training.model_copy(update={"local_steps": 1}))

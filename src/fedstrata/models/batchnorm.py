@@ -121,7 +121,7 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     m = int(total[-1])
     if m <= 1:
         raise ValueError(
-            f"the clients together have {m} value(s) per channel, but BatchNorm requires more than 1 to train"
+            f"BatchNorm needs at least 2 values per channel for training, but all clients together have {m}"
         )
     mean, squares = (total[:-1] / m).view(2, channels)
     return mean, (squares - mean.square()).clamp_(min=0.0), m

@@ -109,11 +109,11 @@ class Untrained:
         for name in sorted(self.frozen.keys() & changed):
             if name in self.constant:
                 problem = (
-                    "is not sent, because a trial before the run did not change this buffer. A later pass changed it"
+                    "was constant in a test run, so clients do not send this buffer. Training then changed the buffer"
                 )
                 advice = "Change the buffer in every training pass, or register it with persistent=False."
             else:
-                problem = "is frozen and not sent, but a forward pass changed it"
+                problem = "is frozen, so clients do not send it. However, a forward pass changed its value"
                 advice = "Register the parameter as a buffer."
             raise SpecError("model", f"{name} {problem}. {advice}")
 

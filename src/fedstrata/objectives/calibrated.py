@@ -140,7 +140,7 @@ class LogitMargins(CountsIdle, Calibrated):
 
     Args:
         tau: Factor τ of all margins. With 0, logits are unchanged.
-        missing: Classes that the client lacks are left out of the softmax (``excluded``), or treated as if the client
+        missing: Treatment of classes that the client lacks: left out of the softmax (``excluded``), or as if the client
             had one sample of each (``one``).
     """
 

@@ -17,7 +17,7 @@ from fedstrata.objectives.base import Context, Objective, Trained
 
 
 class Scaffold(Objective):
-    """The task's loss. Client k adds c − c_k to each gradient: the server's minus the client's control variate.
+    """The task's loss. Client k adds c − c_k (the server's minus the client's control variate) to each gradient.
 
     The control variate c belongs to the server, and c_k belongs to client k. A step with gradient g is w ← w − η (g −
     c_k + c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and sends Δc_k = c_k⁺ − c_k.

@@ -33,7 +33,7 @@ def add_reproduce(commands: common.Commands) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="run small experiments within minutes, which test the software but not the papers' claims",
+        help="run only small experiments (minutes), which test the software but not the papers' claims",
     )
     parser.add_argument("--seeds", help="comma-separated seeds to run (default: the seeds of each table)")
     help = "device on which the clients train: cpu, auto, cuda or cuda:N (default: cpu)"
@@ -45,7 +45,7 @@ def add_reproduce(commands: common.Commands) -> None:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="list the tables with their numbers of runs, and with the expected time for missing runs",
+        help="list the tables, their numbers of runs, and the expected time for missing runs",
     )
     parser.add_argument("--show", action="store_true", help="write the pages from existing results, without new runs")
     common.add_output(parser)

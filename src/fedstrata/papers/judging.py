@@ -161,7 +161,7 @@ class _Case:
         if {other for _, (other, _) in places} != set(self.others):
             raise SpecError(
                 f"{self.claim.paper}/claims",
-                f"the table {self.name} lacks rows of this claim. Set the claim's row and than to rows of this table.",
+                f"the table {self.name} lacks rows of this claim. Set 'row' and 'than' to rows of this table.",
                 self.claim.statement,
             )
         return places

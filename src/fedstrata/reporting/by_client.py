@@ -49,7 +49,7 @@ def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -
         problem = (
             "each seed assigns samples to clients differently, so results of a client cannot be averaged over seeds"
         )
-        raise SpecError("--by-client", f"{problem}. Use runs of one seed, or data that define the clients.")
+        raise SpecError("--by-client", f"{problem}. Use runs with one seed, or data with client ids.")
     names = dict.fromkeys(str(row.get("name", row["client"])) for row in rows)
     values = {
         label: [{str(row.get("name", row["client"])): _number(row[column]) for row in table} for table in members]

@@ -161,7 +161,9 @@ def _read(path: Path) -> Checkpoint:
     if _name(manifest["round"]) != path.name:
         # The folder was renamed. ``save`` finds the newest checkpoint by the names of folders, and copies its list of
         # the clients' states. With a renamed folder, these states could belong to another round.
-        raise ValueError(f"the folder's name does not match its content, the checkpoint of round {manifest['round']}")
+        raise ValueError(
+            f"the folder contains the checkpoint of round {manifest['round']}, but has the name of another round"
+        )
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
         raise ValueError(f"the file {STATE} is damaged (its checksum is wrong)")

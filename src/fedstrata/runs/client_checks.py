@@ -89,7 +89,7 @@ def check_client_privacy(spec: Experiment, config: FederationConfig) -> None:
         raise SpecError("method.client_sampler", problem, "poisson")
     accountant = client_accountant_of(spec, config)
     if accountant.ending({}):
-        problem = f"one round spends ε = {accountant.epsilon(1):.3g}. Use a larger budget, or more noise."
+        problem = f"the first round would spend ε = {accountant.epsilon(1):.3g}. Use a larger budget, or more noise."
         raise SpecError("privacy.clients.budget", problem, dp.budget)
     if config.clients < FEW:
         warnings.warn(

@@ -36,8 +36,8 @@ def check_privacy(method: Method, config: FederationConfig, data: Dataset) -> No
         refuse(problem, "training.clip", training.clip)
     if training.accumulate > 1:
         problem = (
-            "is not needed, because privacy.dp computes the gradients of a few samples at a time. Use a larger "
-            "batch_size."
+            "cannot be used with privacy.dp, which already computes gradients for a few samples at a time. Remove the "
+            "key, and increase training.batch_size."
         )
         refuse(problem, "training.accumulate", training.accumulate)
     if config.model.has_batchnorm:

@@ -220,7 +220,7 @@ def check_method(spec: Experiment, config: FederationConfig, dataset: Dataset, h
         held: The samples that are not used for training.
     """
     if spec.attack is not None and spec.attack.alters_replies and not isinstance(spec.method, Recipe):
-        problem = f"changes updates of local training, but clients of {spec.method.name!r} do not send such updates. "
+        problem = f"needs updates from local training, which clients of {spec.method.name!r} do not send. "
         raise SpecError("attack", f"{problem}Use attack 'label-flip', or a method such as fedavg.", spec.attack.name)
     if spec.privacy.sums == "secure":
         check_secure_sums(spec, config, held)
@@ -334,7 +334,7 @@ def _check_task(method: Method, config: FederationConfig) -> None:
             )
             raise SpecError("method", f"{problem}another method, such as fedavg or fedprox.", method.name)
     if method.needs_strata and not config.strata:
-        problem = f"needs classes, and the task {task!r} has none. {config.task.stratum_hint}".rstrip()
+        problem = f"needs classes, but the task {task!r} has no classes. {config.task.stratum_hint}".rstrip()
         raise SpecError("method", problem, method.name)
 
 
@@ -392,7 +392,9 @@ def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
     if isinstance(data, Mapping):
         accepted = inspect.signature(from_arrays).parameters
         if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
-            problem = f"a mapping must have the keys {', '.join(ARRAYS)}, and may also have arguments of from_arrays"
+            problem = (
+                f"give a mapping with the keys {', '.join(ARRAYS)} and, optionally, other arguments of from_arrays"
+            )
             raise SpecError("data", problem, sorted(map(str, wrong)))
         return from_arrays(**{"normalize": spec.data.normalize, "task": spec.task, **data})
     if not isinstance(data, Sequence) or len(data) != len(ARRAYS):

@@ -117,7 +117,7 @@ def check_replies(method: Method) -> None:
             reason = UNDECLARED
         if reason:
             key, other = ("method.name", "method") if part is method else (f"method.{kind}", kind.replace("_", " "))
-            problem = f"{reason}, but the server sees only sums with privacy.sums = 'secure'."
+            problem = f"{reason}, but with privacy.sums = 'secure' the server sees only sums."
             raise SpecError(key, f"{problem} Use another {other}, or privacy.sums = 'plain'.", part.name)
 
 
@@ -125,7 +125,10 @@ def _check_sites(spec: Experiment) -> None:
     """Raise ``SpecError`` if sites would send more than sums, or if the summed numbers do not have a known bound."""
     for key in ("client_test", "validation"):
         if (share := getattr(spec.evaluation, key)) is not None:
-            problem = "metrics of individual sites are not sums. Remove the setting, and give the server test samples."
+            problem = (
+                "would disclose metrics of individual sites, but the server may see only sums. Remove the setting, "
+            )
+            problem += "and give the server test samples."
             raise SpecError(f"evaluation.{key}", problem, share)
     if spec.privacy.largest is None and spec.privacy.clients is None:
         problem = "is required, because the server does not know the sites' numbers of samples"

@@ -145,7 +145,7 @@ class ClientSampler(Setting):
         if self.tells_sizes:
             raise SpecError(
                 "method.client_sampler",
-                "needs the clients' numbers of samples, but method.data_sampler keeps them private. Use "
+                "needs the clients' numbers of samples, which method.data_sampler keeps private. Use "
                 "another client sampler.",
             )
 

@@ -96,7 +96,7 @@ class Clustered(ClientSampler):
         super().check(config)
         if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
-                f"computes the distances between all clients, and supports at most {LARGEST} clients, not "
+                f"computes distances between all pairs of clients, and supports at most {LARGEST} clients, not "
                 f"{config.clients}. Set algorithm = 1, or use the sampler fedsts with refresh = 'participants'."
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)

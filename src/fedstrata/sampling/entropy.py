@@ -57,7 +57,9 @@ class Entropy(ClientSampler):
         """Raise ``SpecError`` if the task has neither classes nor other strata of samples."""
         super().check(config)
         if not config.strata:
-            problem = f"needs classes, and the task {config.task.name!r} has none. {config.task.stratum_hint}".rstrip()
+            problem = (
+                f"needs classes, but the task {config.task.name!r} has no classes. {config.task.stratum_hint}".rstrip()
+            )
             raise SpecError("method.client_sampler", problem, self.name)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:

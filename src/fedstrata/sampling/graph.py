@@ -59,9 +59,9 @@ class Graph(ClientSampler):
     Args:
         alpha: Weight α of the mean distance between the chosen clients. With 0, the sampler ignores distances.
         epsilon: Similarity ε above which the sampler's graph connects two clients.
-        sigma: Constant σ² in the length exp(−V² / σ²) of the graph's edge between two clients with similarity V.
-        counted: What counts as an earlier participation of a client. ``invited``: each invitation, as in the paper.
-            ``returned``: each reply that the server used.
+        sigma: Constant σ² of edge lengths. An edge between two clients with similarity V has the length exp(−V² / σ²).
+        counted: Events that count as earlier participations of a client. ``invited``: invitations, as in the paper.
+            ``returned``: replies that the server used.
     """
 
     tells_sizes = True
@@ -76,7 +76,9 @@ class Graph(ClientSampler):
         """Raise ``SpecError`` if samples are not divided into classes or strata, or if there are too many clients."""
         super().check(config)
         if not config.strata:
-            problem = f"needs classes, and the task {config.task.name!r} has none. {config.task.stratum_hint}".rstrip()
+            problem = (
+                f"needs classes, but the task {config.task.name!r} has no classes. {config.task.stratum_hint}".rstrip()
+            )
             raise SpecError("method.client_sampler", problem, self.name)
         if config.clients > MOST_CLIENTS:
             problem = (

@@ -125,7 +125,7 @@ def require_home(clients: list[int], total: int) -> None:
     if type(total) is not int or not 1 <= total <= MOST_CLIENTS:
         raise RuleError("bounds", f"the job has {total!r:.40} clients, but must have 1 to {MOST_CLIENTS}")
     if not isinstance(clients, list) or len(clients) > total:
-        raise RuleError("bounds", f"this site has more clients than the job, which has {total}")
+        raise RuleError("bounds", f"this site has more clients than the whole job ({total})")
     for client in clients:
         if type(client) is not int or not 0 <= client < total:
             raise RuleError("bounds", f"client {client!r:.40} is not between 0 and {total - 1}")
@@ -253,7 +253,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     evaluation = spec.evaluation
     if test is None and spec.privacy.sums == "secure":
         problem = (
-            "the metrics of individual sites are not sums. Give the server test samples (server.data in sites.toml)."
+            "sites would send metrics, which are not sums. Give the server test samples (server.data in sites.toml)."
         )
         raise SpecError("privacy.sums", problem, spec.privacy.sums)
     empty, task = _empty(spec.data, task_of(spec)), task_of(spec)
@@ -326,16 +326,16 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
         if measures and conceals:
             problem = (
-                f"the sites' replies would disclose their {what}, which the method keeps private. Remove this key, "
+                f"replies would disclose the {what} of sites, which the method keeps private. Remove this key, "
                 "and give "
             )
             raise SpecError(f"evaluation.{key}", problem + "the server test samples.", getattr(evaluation, key))
     if conceals and empty.task.fits:
-        problem = f"the statistics of the sites' targets disclose their {what}, which the method keeps private. "
+        problem = f"statistics of the targets would disclose the {what} of sites, which the method keeps private. "
         advice = "Set task.mean and task.deviation, and task.edges instead of task.bins."
         raise SpecError("task", problem + advice, empty.task.name)
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
-        problem = f"the statistics of the sites' samples would disclose their {what}, which the method keeps private"
+        problem = f"statistics of the samples would disclose the {what} of sites, which the method keeps private"
         accepted = "Use 'none', or data.shift and data.scale, and impute = 'constant' for missing values."
         raise SpecError("data.normalize", f"{problem}. {accepted}", spec.data.normalize)
 
@@ -354,7 +354,7 @@ def _empty(data: Data, task: Task) -> Dataset:
     for key in ("limit", "client"):
         if getattr(data, key) is not None:
             raise SpecError(
-                f"data.{key}", ("has no effect, because sites use their own data. Remove it."), getattr(data, key)
+                f"data.{key}", ("has no effect, because sites use their own data. Remove the key."), getattr(data, key)
             )
     if data.schema is not None:
         schema = data.schema.closed(classes=task.has_classes)

@@ -198,7 +198,7 @@ class NVFlareEngine(Engine):
 
         def check(site: str, answer: Begun) -> None:
             if answer.fingerprint != self.fingerprints.get(site, answer.fingerprint):
-                problem = "its data have changed since the run began, or the fingerprint key in its folder was lost"
+                problem = "the site's data have changed since the run began, or the site has lost its fingerprint key"
                 raise FedstrataError(
                     f"{problem}. Restore the data or the key, or start a new run, for example with another seed."
                 )

@@ -217,7 +217,8 @@ class Quota:
                 known = f"client(s) {self.home[1:]} of {self.home[0]}"
                 raise RuleError(
                     rule,
-                    f"this site is client(s) {clients} of {total}, but earlier it was {known}. Keep the same clients.",
+                    f"the job assigns client(s) {clients} of {total} to this site, but earlier the site had {known}. "
+                    "Keep the earlier assignment.",
                 )
             self.home = home
 
@@ -456,9 +457,9 @@ class Guard:
         label, rule, rounds = allowed.label, allowed.rule, self.declaration.rounds
         if relay != rule.relay:
             way = "for a relay" if rule.relay else "outside relays"
-            raise RuleError("kind", f"{label} is declared only {way}")
+            raise RuleError("kind", f"the job declares {label} only {way}")
         if together and not rule.together:
-            raise RuleError("kind", f"{label} is not declared for groups of clients that add up tensors")
+            raise RuleError("kind", f"the job does not declare {label} for clients that add up tensors in a group")
         round = _round_of(request, rule.phase, self.round)
         inside = getattr(request, "request", None)
         if allowed.inside is not None and _round_of(inside, rule.phase, round) != round:

@@ -206,7 +206,7 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
     for number, line in enumerate(lines, start=1):
         entry = json.loads(line) if checksum_of(line, digests[-1]) else {}
         if entry.get("n") != number:
-            problem = "was changed, or lines before it were removed or moved. The lines before it are intact."
+            problem = "was changed, or lines directly before it were removed or moved. All earlier lines are intact."
             checked.problems.append(f"line {number} of {len(lines)} {problem}")
             break
         digests.append(entry.pop(CHECKSUM))

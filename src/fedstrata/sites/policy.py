@@ -160,7 +160,9 @@ class Policy(Setting):
                 )
                 raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
-            problem = "data.normalize = 'unit' discloses the smallest and the largest value, each of a single sample"
+            problem = (
+                "data.normalize = 'unit' discloses the smallest and largest values, which belong to single samples"
+            )
             accepted = "Use 'standard' or 'none', or set data.shift and data.scale."
             raise RuleError("policy.min_samples", f"{problem}. {accepted}")
         if self.requires_dp:
@@ -199,7 +201,7 @@ class Policy(Setting):
         """Raise an error if sites add less noise to their updates than this site requires."""
         dp = privacy.clients
         if dp is not None and dp.noise_from == "server":
-            problem = "the server's noise follows from the spec's seed, so it does not protect this site"
+            problem = "the server computes its noise from the spec's seed, so this noise does not protect this site"
             raise RuleError("policy.client_noise", f"{problem}. Set privacy.clients.noise_from = 'sites'")
         noise, colluding = (0.0, None) if dp is None else (dp.noise, dp.colluding)
         if noise < self.client_noise:
@@ -252,7 +254,7 @@ class Policy(Setting):
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
-            problem = f"other jobs already learned {topic}, and this site sends at most {self.surveys} such replies"
+            problem = f"other jobs already learned {topic}, and this site answers at most {self.surveys} such requests"
             raise RuleError("policy.surveys", f"{problem}. To approve this job too, {_remedy(job)}.")
 
     def check_counts(self, job: str, counts: Iterable[Tensor], least: int) -> None:

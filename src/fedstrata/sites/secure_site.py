@@ -123,7 +123,9 @@ class Answered:
             if question in known:
                 raise RefusedError("question", "this request was answered before")
             if self._most is not None and len(known) >= self._most:
-                raise RefusedError("participations", f"the site adds noise to at most {self._most} replies to this job")
+                raise RefusedError(
+                    "participations", f"the site has already sent {self._most} replies to this job, the allowed maximum"
+                )
             with open(self._path, "ab", opener=partial(os.open, mode=0o600)) as file:
                 file.truncate(file.tell() // KEY_BYTES * KEY_BYTES)  # removes an incomplete hash
                 file.write(question)

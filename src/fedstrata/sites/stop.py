@@ -47,7 +47,7 @@ def stop(kit: Path) -> int:
         if process is None or process in roots or _began_after(process, path):
             path.unlink(missing_ok=True)
         else:
-            text = f"the process {process.pid} in the file {path} does not belong to this kit, and is not stopped"
+            text = f"process {process.pid}, listed in {path}, does not belong to this kit and was not stopped"
             print(f"fedstrata: {text}", flush=True)
     text = f"stopped the processes of {kit}" if roots else f"no process of {kit} is running"
     print(f"fedstrata: {text}", flush=True)

@@ -119,7 +119,7 @@ class EarlyStopping(_Best):
     round becomes the final model, even if the run is not stopped early.
 
     Args:
-        patience: Number of consecutive evaluations without an improvement after which the run stops.
+        patience: Number of consecutive evaluations without an improvement before the run stops.
         min_delta: Minimum change of the metric that counts as an improvement.
     """
 

@@ -26,7 +26,7 @@ class HybridMode:
         before, rounds = self.batch_rounds(config), config.training.rounds
         if before >= rounds:
             smaller = f"Set pretraining to at most {rounds - 1}, or set" if rounds > 1 else "Set"
-            problem = f"does not leave rounds for mode 'single'. {smaller} training.rounds to at least {before + 1}."
+            problem = f"leaves no rounds for mode 'single'. {smaller} training.rounds to at least {before + 1}."
             raise SpecError("method.pretraining", problem, before)
 
     def batch_rounds(self, agreed: Agreed) -> int:

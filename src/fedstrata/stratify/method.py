@@ -62,8 +62,8 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to weight each sample's loss by its label's fraction of all samples, divided by the
-            label's fraction of the epoch. Only for ``mode = "batch"``.
+        label_weights: Whether to weight each sample's loss by p / q, where p is its label's fraction of all samples,
+            and q of the epoch's samples. Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch, with ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
@@ -79,7 +79,8 @@ class Stratify(Method):
             single-sample mode. Larger chunks mean fewer transfers of the model.
         retain: Fraction of the clients with a label that may train on this label within a chunk, in single-sample mode.
             Larger values mean fewer transfers, but favour clients with many labels.
-        pretraining: Number of initial rounds in batch mode, with ``mode = "hybrid"``. Default: half of all rounds.
+        pretraining: Number of initial rounds that use batch mode, with ``mode = "hybrid"``. Default: half of all
+            rounds.
         stream: Fraction of each client's samples that arrive only after the initial rounds (``pretraining``), with
             ``mode = "hybrid"``.
         masking: How labels are hidden from the server: not at all (``none``), as keyed hashes (``prf``) or by

@@ -120,7 +120,7 @@ def test_refuses_methods_with_a_loss_of_their_own(method):
 @pytest.mark.parametrize("table", [{"partition": {"name": "dirichlet", "clients": 2}}, {"method": "stratify"}])
 def test_label_aware_settings_need_a_stratum(table):
     words = refusal(generated(), spec(**table))
-    assert "needs classes, and the task 'multilabel' has none. Set task.stratum to the name of a label." in words
+    assert "needs classes, but the task 'multilabel' has no classes. Set task.stratum to the name of a label." in words
 
 
 def test_one_client_equals_centralised_training():

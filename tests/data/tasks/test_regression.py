@@ -195,7 +195,7 @@ def test_refuses_methods_with_a_loss_of_their_own(method):
 @pytest.mark.parametrize("table", [{"partition": {"name": "dirichlet", "clients": 2}}, {"method": "stratify"}])
 def test_label_aware_settings_need_strata(table):
     words = refusal(arrays(), spec(**table))
-    assert "needs classes, and the task 'regression' has none. Set task.bins, such as task.bins = 10" in words
+    assert "needs classes, but the task 'regression' has no classes. Set task.bins, such as task.bins = 10" in words
 
 
 # Laws.

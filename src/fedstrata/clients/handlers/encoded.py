@@ -210,7 +210,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
             raise FedstrataError(
-                f"after the changes, this client's model differs from the server's version {delivery.version}"
+                f"after applying the changes, this client's model differs from the server's version {delivery.version}"
             )
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)

@@ -30,7 +30,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     inner, before = request.request, dict(client.state)
     form = client.context.cached(forms).get(type(inner))
     if form is None:
-        raise FedstrataError(f"replies to {type(inner).__name__} cannot be added up in secure sums.")
+        raise FedstrataError(f"secure sums do not support replies to {type(inner).__name__}.")
     if continues := isinstance(form, SecondForm):
         assert isinstance(inner, Coefficients)
         second = second_term(client, inner)
@@ -44,7 +44,7 @@ def answer(client: Client, request: Masked) -> MaskedReply:
     site = client.context.member
     if not isinstance(request.begin, Begin):
         if site is not None:
-            raise FedstrataError("in secure sums, sites of a deployment do not send vectors without masks.")
+            raise FedstrataError("the server asked for a vector without masks, which sites of a deployment never send.")
         return reply_of(words)
     member = _member(client)
     # At a real site, a vector without samples does not count as a party of the sum, because such a vector does not hide

@@ -185,7 +185,7 @@ def _held(
     quota = None
     if size is None:
         wanted = np.bincount(held) * min(partition.min_size, 1)
-        problem = "clients need one each. Use fewer clients, or min_size = 0."
+        problem = "clients need at least one each. Use fewer clients, or min_size = 0."
         size_key, value = "clients", partition.clients
     else:
         if size < most:

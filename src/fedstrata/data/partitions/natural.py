@@ -60,7 +60,7 @@ class Natural(Partition):
         if small := len(every) - len(kept):
             samples = int(sizes.sum() - sizes[kept].sum())
             problem = f"{small} of {len(every)} clients have fewer than partition.min_size = {self.min_size} samples"
-            warnings.warn(f"{problem} and are left out, with their {samples} samples", stacklevel=2)
+            warnings.warn(f"{problem}. The run leaves out these clients and their {samples} samples", stacklevel=2)
         if self.clients is not None:
             kept = np.sort(rng(seed, "partition").choice(kept, size=self.clients, replace=False))
         number = np.full(len(sizes), UNUSED, dtype=np.int64)

@@ -57,7 +57,7 @@ class Dirichlet(Partition):
     @model_validator(mode="after")
     def _prior_of_mixes(self) -> Dirichlet:
         if self.prior != "shares" and self.balance != "client":
-            problem = "has no effect with balance = 'class'. Remove it, or set balance = 'client'."
+            problem = "has no effect with balance = 'class'. Remove the key, or set balance = 'client'."
             raise SpecError("prior", problem, self.prior)
         return self
 

@@ -185,8 +185,8 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata if the task does not define strata."""
-    problem = f"needs classes, and the task {task.name!r} has none. {task.stratum_hint}".rstrip()
+    """Return the error for a setting that needs strata, although the task has no strata."""
+    problem = f"needs classes, but the task {task.name!r} has no classes. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 
 

@@ -270,7 +270,7 @@ class WithMemory(Codec):
     settings ``damping`` and ``forget_after`` limit this effect.
 
     Args:
-        damping: Factor by which a client's stored encoding error is multiplied per round since the client's last
+        damping: Factor by which a client's stored encoding error is multiplied, once per round since the client's last
             update.
         forget_after: Number of rounds after which a client's stored encoding error is deleted. Default: never.
         start: First round (counted from 1) in which updates are compressed.
@@ -328,7 +328,7 @@ class TopK(WithMemory):
 
 
 class PowerSGD(WithMemory):
-    """A low-rank approximation of each matrix, with error feedback (Vogels et al. 2019).
+    """A low-rank approximation of each parameter matrix, with error feedback (Vogels et al. 2019).
 
     Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
     sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P = Σ M_k Q with

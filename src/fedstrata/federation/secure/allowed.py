@@ -32,7 +32,7 @@ def masked(allowed: Iterable[Allowed], parties: int) -> list[Allowed]:
             single.append(inside)
             continue
         if not issubclass(inside.innermost.request, ModelRequest | Coefficients):
-            problem = f"the reply to {inside.label} has no secure sum"
+            problem = f"secure sums do not support the reply to {inside.label}"
             problem += ". Use another method, or set privacy.sums = 'plain'."
             raise SpecError("privacy.sums", problem, "secure")
         description = f"{inside.rule.description}, masked so that the server reads only the sum over {parties} or more"

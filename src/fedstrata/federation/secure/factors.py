@@ -180,7 +180,9 @@ def update_of(form: ModelForm) -> tuple[str, Update]:
     numbers = form.summands[name]
     assert isinstance(numbers, Numbers)
     if len(others) > 1 or numbers.update is None or numbers.like.keys() != form.config.model.params().keys():
-        problem = "secure sums with a codec need a method that adds up only one update of all parameters"
+        problem = (
+            "with secure sums, a codec requires that clients send only one update, and that it covers all parameters"
+        )
         raise SpecError("communication.up", f"{problem}. Use 'none', or another method or model.", "powersgd")
     return name, numbers.update
 

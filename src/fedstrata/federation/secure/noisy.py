@@ -39,8 +39,10 @@ class NoisyForm:
         assert dp is not None
         most = max(0, min(least - 2, 2 * least - clients - 1))  # see the proof in ``protocol``
         if dp.colluding > most:
-            problem = f"with {clients} clients per round, a sum has at least {least} clients, and their masks protect "
-            problem += f"them only if at most {most} collude. Use at most {most}, or increase privacy.parties."
+            problem = (
+                f"with {clients} clients per round, a sum may have only {least} clients. Their masks protect them "
+            )
+            problem += f"only if at most {most} clients collude. Use at most {most}, or increase privacy.parties."
             raise SpecError("privacy.clients.colluding", problem, dp.colluding)
         self.dp, self.least, self.seed, self.params = dp, least, config.seed, params
         size, share = sum(tensor.numel() for tensor in params.values()), math.sqrt(least - dp.colluding)

@@ -51,7 +51,9 @@ class Part:
     def __post_init__(self) -> None:
         if not 0 < self.range < math.inf:
             raise SpecError(
-                "range", "must be positive and finite. Set it to the maximum absolute value in an update.", self.range
+                "range",
+                "must be positive and finite. Set range to the maximum absolute value in an update.",
+                self.range,
             )
 
 

@@ -47,7 +47,9 @@ def _deploy(options: argparse.Namespace) -> int:
     sites, out, base_dir = Sites.read(options.sites), options.out, options.sites.parent
     if options.trial:
         if options.requests is not None:
-            raise SpecError("--requests", "cannot be combined with --try, which needs all private keys. Remove one.")
+            raise SpecError(
+                "--requests", "cannot be combined with --try, which needs all private keys. Remove one option."
+            )
         folder = common.located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
         return common.show_run(History.load(folder), options.json)
     common.located(options, lambda: provision(spec, sites, out, requests=options.requests))
