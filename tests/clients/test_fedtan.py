@@ -162,7 +162,7 @@ def test_a_client_without_a_sample_does_not_hold_up_the_rest(start, seven):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(20, 20, 23, 1), (16, 1, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param((20, 20, 23, 1), marks=pytest.mark.long), (16, 1, 0)], ids=str)
 def test_a_client_of_one_sample_does_not_hold_up_the_rest_for_ever(start, sizes):
     """BatchNorm has no statistics of one sample, so that its holder takes no step; but it takes part in the sums."""
     ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lazy import Lazy
 from sklearn.metrics import average_precision_score
 from task_cases import prepared_of
 
@@ -19,8 +20,14 @@ from fedstrata.evaluation.metrics import METRICS, values_of
 from fedstrata.evaluation.predictions import Rows
 from fedstrata.evaluation.sums import task_sums
 
-torchmetrics = pytest.importorskip("torchmetrics")
+torchmetrics = Lazy("torchmetrics")
 CLASSES = "torchmetrics.classification"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    """Import torchmetrics when the first test of this file runs, because the import takes seconds."""
+    pytest.importorskip("torchmetrics")
 
 
 def rows(n: int = 60, labels: int = 3) -> Rows:

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from lazy import Lazy
 from processes import started
 
 import fedstrata as fs
@@ -20,7 +21,14 @@ from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED
 from fedstrata.runs.run_folder import rounds_done
 from fedstrata.spec.experiment import Experiment
 
-optuna = pytest.importorskip("optuna")
+optuna = Lazy("optuna")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    """Import optuna when the first test of this file runs, because the import takes seconds."""
+    pytest.importorskip("optuna")
+
 
 TABLES = {
     "partition": {"clients": 4},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def probes() -> list[dict[str, Any]]:
     return [{**SCHEMA, **probe} for probe in (*category, *narrow, *units, *odd)]
 
 
+@cache
+def probing() -> list[tuple[fs.Experiment, str]]:
+    """The jobs of all probes, each with its hash. All tests share them, because making them takes long."""
+    specs = [job(table) for table in tables_of(probes())]
+    return [(spec, hash_of(spec)) for spec in specs]
+
+
 def tables_of(schemas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [{"data": {"name": "x.csv", "schema": schema, "normalize": "none"}} for schema in schemas]
     few = {"partition": {"name": "natural", "min_size": 500}}
@@ -116,9 +124,8 @@ def attack(folder: Path, seed: int, policy: Callable[[list[str]], Policy]) -> tu
     """All probes at a site, which starts again in between; its cells, and what they were answered."""
     folder.mkdir()
     cells = write(folder / "own.csv", seed)
-    specs = [job(table) for table in tables_of(probes())]
-    site, answers = Hospital(folder, folder / "own.csv", policy([hash_of(spec) for spec in specs])), []
-    for number, spec in enumerate(specs):
+    site, answers = Hospital(folder, folder / "own.csv", policy([each for _, each in probing()])), []
+    for number, (spec, _) in enumerate(probing()):
         if number == 40:
             site.start()
         answers.append(site.survey(spec))
@@ -159,7 +166,7 @@ def test_no_cell_leaves_in_an_error_and_all_probes_are_in_the_ledger(tmp_path: P
     assert [entry.get("failed", entry.get("refused")) for entry in entries] == [
         "UnusableDataError" if "policy." not in answer.reason else rule for answer in answers
     ]
-    assert [entry["run"] for entry in entries] == [hash_of(job(table)) for table in tables_of(probes())]
+    assert [entry["run"] for entry in entries] == [each for _, each in probing()]
 
 
 def test_the_site_itself_is_told_all_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -338,11 +345,16 @@ def spoilt(spec: fs.Experiment) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("jobs", ["approved", "within-policy"])
+@pytest.mark.parametrize(
+    ("surveys", "jobs"),
+    [
+        *[(1, "within-policy"), (3, "within-policy"), (1, "approved")],
+        pytest.param(3, "approved", marks=pytest.mark.long),  # the number of surveys does not limit approved jobs
+    ],
+)
 @pytest.mark.parametrize(
     "min_samples", [pytest.param(1, marks=pytest.mark.long), 5, pytest.param(50, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("surveys", [1, 3])
 def test_no_policy_lets_values_lines_or_small_counts_leave(
     tmp_path: Path, jobs: Any, min_samples: int, surveys: int
 ) -> None:

@@ -8,13 +8,16 @@ import pytest
 
 pytest.importorskip("cryptography")
 
-from secure_fuzz import Conversation
+from secure_fuzz import ROUNDS, Conversation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
-def test_sites_keep_their_promises_whatever_request_is_mutated(seed: int, tmp_path: Path) -> None:
-    conversation = Conversation(tmp_path, seed)
+@pytest.mark.parametrize(
+    ("seed", "rounds"),
+    [(0, 16), *(pytest.param(seed, ROUNDS, marks=pytest.mark.long) for seed in range(3))],
+)
+def test_sites_keep_their_promises_whatever_request_is_mutated(seed: int, rounds: int, tmp_path: Path) -> None:
+    conversation = Conversation(tmp_path, seed, rounds)
     conversation.run()
     kinds = {"Masked", "request for keys", "Roster", "RevealAll", "Propose", "RevealSet", "Opened"}
     assert kinds <= conversation.sent.keys()

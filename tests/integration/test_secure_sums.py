@@ -90,8 +90,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+LONG = ("all answer", "kept states", "a server optimiser", "steps instead of epochs", "noise")
+"""Cases that are in quick tests together with other settings, such as dropouts, and compared with plain sums."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
+)
 def test_masks_change_no_byte_of_a_run(case: str, tmp_path: Path) -> None:
     sections = CASES[case]
     results = []
@@ -216,6 +222,7 @@ STRATIFY: dict[str, dict[str, Any]] = {
 )
 def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) -> None:
     own = {"training": {"rounds": 2, "batch_size": 100, "execution": "per-client"}, "method": "stratify"}
+    own["data"] = {"name": "digits", "limit": 600}
     least = STRATIFY[case].get("privacy", {})
     results = []
     for privacy in ({}, {"sums": "secure", "range": 16.0}, {"sums": "secure", "range": 16.0, "simulate_masks": True}):
@@ -224,10 +231,10 @@ def test_stratify_sums_the_gradients_of_each_batch(case: str, tmp_path: Path) ->
     plain, summed, masked = results
     assert summed == masked
     expected, found = (safetensors.torch.load(result["model"]) for result in (plain, summed))
-    # Each of the 30 steps starts at a rounded model, so the difference is larger than after one round of training.
+    # Each of the 12 steps starts at a rounded model, so the difference is larger than after one round of training.
     assert all(torch.allclose(w, found[name], atol=1e-3) for name, w in expected.items())
     for one, other in zip(plain["records"], summed["records"], strict=True):
-        assert one["samples"] == other["samples"] > 1000
+        assert one["samples"] == other["samples"] > 400
         assert one["train_loss"] == pytest.approx(other["train_loss"], abs=1e-4)
         assert other["scaled"] == 0
 

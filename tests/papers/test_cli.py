@@ -8,7 +8,8 @@ import pytest
 from fedstrata.cli import main
 from fedstrata.papers.tables import tables
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+# The readings take seconds to compute, so the files that need them run in the same process.
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.xdist_group("readings")]
 
 
 def test_what_there_is_and_what_it_lacks(capsys):

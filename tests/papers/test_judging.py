@@ -14,6 +14,8 @@ from fedstrata.papers.judging import Claim, judged
 from fedstrata.papers.tables import read
 from fedstrata.reporting.statistics import paired_difference
 
+pytestmark = pytest.mark.xdist_group("readings")  # they take seconds to compute, once per process
+
 TEXT = """
 title = "Three methods"
 source = "Table 9"

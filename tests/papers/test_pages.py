@@ -17,6 +17,8 @@ from fedstrata.papers.running import known
 from fedstrata.papers.table_lines import markdown
 from fedstrata.papers.tables import PAPERS, read
 
+pytestmark = pytest.mark.xdist_group("readings")  # they take seconds to compute, once per process
+
 DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 TEXT = """

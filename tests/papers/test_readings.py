@@ -32,6 +32,8 @@ from fedstrata.papers.judging import claims
 from fedstrata.papers.readings import readings
 from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
 
+pytestmark = pytest.mark.xdist_group("readings")  # they take seconds to compute, once per process
+
 
 def test_fedssar_is_unbiased_where_shares_are_whole_and_only_there():
     assert fedssar_bias([50, 30, 20]) == pytest.approx(0)

@@ -17,6 +17,8 @@ from fedstrata.papers.running import about_strata, figures, keep, known, results
 from fedstrata.papers.tables import experiment_of, read
 from fedstrata.reporting.replayed_strata import strata_of_folder
 
+pytestmark = pytest.mark.xdist_group("readings")  # they take seconds to compute, once per process
+
 TEXT = """
 title = "Digits"
 source = "Table 9"

@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("nvflare")
-
 from asked import Site
 from near_sites import near_sites, through_the_server
 
 import fedstrata as fs
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.wire import Begun, Refused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    """Import nvflare when the first test of this file runs, because the import takes seconds."""
+    pytest.importorskip("nvflare")
+
 
 METHODS: dict[str, Any] = {
     "asks": "fedavg",

@@ -20,7 +20,7 @@ from fedstrata.sites.local_deployment import Processes
 from fedstrata.sites.policy import FILE, Policy
 from fedstrata.sites.provision import ADMIN, SERVER, provision
 
-pytest.importorskip("nvflare")
+pytest.importorskip("cryptography")
 from secure_sites import spec, without
 
 pytestmark = [
@@ -29,6 +29,12 @@ pytestmark = [
     pytest.mark.xdist_group("servers"),
     pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    """Import nvflare when the first test of this file runs, because the import takes seconds."""
+    pytest.importorskip("nvflare")
 
 
 def federation(names: str) -> Sites:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lazy import Lazy
 
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
@@ -15,12 +17,9 @@ from fedstrata.experiments.compare import compare
 from fedstrata.runs.identity import identity_of
 from fedstrata.spec.experiment import variants
 
-pytest.importorskip("tensorboard")
-pytest.importorskip("mlflow")
-
-from mlflow import MlflowClient
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
+mlflow = Lazy("mlflow")
+event_accumulator = Lazy("tensorboard.backend.event_processing.event_accumulator")
+plugin_data_pb2 = Lazy("tensorboard.plugins.hparams.plugin_data_pb2")
 
 # MLflow's own, of its own store.
 pytestmark = [
@@ -28,6 +27,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    """Import both libraries when the first test of this file runs, because the imports take seconds."""
+    for module in ("tensorboard.backend.event_processing.event_accumulator", "mlflow"):
+        pytest.importorskip(module)
+
 
 TABLE = {
     "seed": 3,
@@ -44,7 +51,7 @@ def spec(**more: object) -> fs.Experiment:
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows, by tag."""
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
     found.Reload()
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
@@ -58,7 +65,7 @@ def expected(history: fs.History) -> dict[str, list[tuple[int, float]]]:
     return columns
 
 
-def metrics(client: MlflowClient, run: str) -> dict[str, list[tuple[int, float]]]:
+def metrics(client: Any, run: str) -> dict[str, list[tuple[int, float]]]:
     names = client.get_run(run).data.metrics
     return {name: [(m.step, m.value) for m in client.get_metric_history(run, name)] for name in names}
 
@@ -67,7 +74,7 @@ def dotted(history: fs.History) -> dict[str, list[tuple[int, float]]]:
     return {name: list(zip(*map(list, history.column(name)), strict=True)) for name in history.columns}
 
 
-def runs_of(client: MlflowClient, experiment: str = "fedstrata"):
+def runs_of(client: Any, experiment: str = "fedstrata"):
     return client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
 
 
@@ -76,7 +83,7 @@ def store(tmp_path_factory) -> str:
     """A local store of MLflow's, made once: that takes a second."""
     place = tmp_path_factory.mktemp("mlflow")
     uri = f"sqlite:///{place / 'mlflow.db'}"
-    client = MlflowClient(uri)
+    client = mlflow.MlflowClient(uri)
     for name in ("fedstrata", "killed", "failed", "several", "spec"):
         client.create_experiment(name, artifact_location=str(place / name))
     return uri
@@ -111,7 +118,7 @@ def test_tensorboard_shows_every_number_of_every_round(tmp_path):
     assert place.name.startswith("fedavg-digits-seed-3-")
     assert scalars(place) == expected(history)
     assert [step for step, _ in scalars(place)["validation/accuracy"]] == [2, 4, 6, 7]
-    found = EventAccumulator(str(place))
+    found = event_accumulator.EventAccumulator(str(place))
     found.Reload()
     (text,) = found.Tensors("spec/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
@@ -134,7 +141,7 @@ def test_tensorboard_of_a_run_that_was_killed_has_no_round_twice(tmp_path, unclo
     assert [step for step, _ in before["samples"]] == [1, 2, 3, 4, 5]
     history = fs.run(tracked, out=tmp_path / "run", resume=True)
     assert scalars(tmp_path / "run" / "tensorboard") == expected(history)
-    again = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    again = event_accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     again.Reload()
     assert len(again.Tensors("spec/text_summary")) == 1
 
@@ -159,7 +166,7 @@ def test_tensorboard_needs_a_place():
 @pytest.mark.long
 def test_mlflow_has_metrics_settings_tags_and_files(tmp_path, store):
     history = fs.run(spec(), out=tmp_path / "run", callbacks=[fs.MLflow(uri=store, tags={"why": "a test"})])
-    client = MlflowClient(store)
+    client = mlflow.MlflowClient(store)
     (run,) = runs_of(client)
     assert metrics(client, run.info.run_id) == dotted(history)
     assert run.info.status == "FINISHED"
@@ -181,7 +188,7 @@ def test_a_run_that_was_killed_goes_on_in_the_same_run_of_mlflow(tmp_path, store
     tracked = spec(tracking={"mlflow": {"uri": store, "experiment": "killed", "artifacts": False}})
     with pytest.raises(Killed):
         fs.run(tracked, out=tmp_path / "run", callbacks=[KilledAfter(round=5)])
-    client = MlflowClient(store)
+    client = mlflow.MlflowClient(store)
     (run,) = runs_of(client, "killed")
     assert run.info.status == "RUNNING"
     assert len(metrics(client, run.info.run_id)["samples"]) == 5
@@ -208,7 +215,7 @@ def test_mlflow_is_told_how_a_run_broke_off(tmp_path, store):
             out=tmp_path / "run",
             callbacks=[fs.MLflow(uri=store, experiment="failed")],
         )
-    client = MlflowClient(store)
+    client = mlflow.MlflowClient(store)
     assert [run.info.status for run in runs_of(client, "failed")] == ["FAILED"]
     with pytest.raises(KeyboardInterrupt):
         fs.run(spec(), callbacks=[fs.MLflow(uri=store, experiment="failed"), interrupt])
@@ -227,7 +234,7 @@ def test_several_at_once_make_a_store_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
     monkeypatch.chdir(tmp_path)
     found = compare(variants(table, ["fedavg", "scaffold"]), out=tmp_path / "out", jobs=2)
-    client = MlflowClient(uri)
+    client = mlflow.MlflowClient(uri)
     shown = {run.data.tags["method"]: run.data.metrics["accuracy"] for run in runs_of(client, "several")}
     assert shown == {label: runs[0].final_accuracy for label, runs in found.items()}
 

@@ -48,11 +48,12 @@ def test_the_columns(protocol):
 
 def test_all_entries_have_valid_trials_and_equally_many(protocol):
     assert len(protocol.entries()) > 41
-    for column in every_column(protocol):
-        for entry in protocol.entries():
+    """In the first column, all trials are valid. Each other column has one trial per entry, and all in turn."""
+    for place, column in enumerate(every_column(protocol)):
+        for number, entry in enumerate(protocol.entries()):
             trials = protocol.trials(column, entry)
             assert len({cell.hash for cell, _ in trials}) == len(protocol.rates) == 4, entry.name
-            for cell, settings in trials:
+            for cell, settings in [trials[(place + number) % 4]] if place else trials:
                 spec = experiment_of(cell)
                 assert spec.training.lr == settings["training"]["lr"]
                 assert spec.to_spec()["method"].items() >= settings.get("method", {}).items()

@@ -124,14 +124,15 @@ class Conversation:
     Args:
         folder: The folder of the sites.
         seed: The seed of the mutants.
+        rounds: The number of rounds. Each round has one sum.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, rounds: int = ROUNDS) -> None:
         training = {"local_steps": 1, "momentum": 0.0, "optimizer_state": "reset"}
-        made = spec(4, rounds=ROUNDS, training=training)
+        made = spec(4, rounds=rounds, training=training)
         self.names = list("abcd")
         self.deployment = Deployment(made, folder, {name: {"sums": "secure"} for name in self.names})
-        self.chance, self.numbers, self.round = random.Random(seed), count(1), 0
+        self.chance, self.numbers, self.round, self.rounds = random.Random(seed), count(1), 0, rounds
         self.text, config = made.to_toml(), self.deployment.prepared.config
         self.promises, self.sent = Promises(job_of(self.text)), Counter[str]()
         self.weights = Weights(config.model.params(), config.model.buffers())
@@ -148,7 +149,7 @@ class Conversation:
         """Begin a run, and have one sum per round."""
         for client, name in enumerate(self.names):
             self.packages[name] = self._begin(client, name).package
-        for round in range(1, ROUNDS + 1):
+        for round in range(1, self.rounds + 1):
             self._sum(round)
         for client, name in enumerate(self.names):
             assert isinstance(self._begin(client, name), wire.BegunWithKeys), "no message has broken the site"
