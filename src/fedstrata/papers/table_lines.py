@@ -59,9 +59,7 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
         figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
         figures += [_mean(cells, row, column, key) for key in also]
         rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
-    origin = (
-        f"Source in the paper: {table.source}. The command `fedstrata reproduce {name}` repeats the runs of this table."
-    )
+    origin = f"Source in the paper: {table.source}. Repeat the runs with `fedstrata reproduce {name}`."
     lines = [origin, "", table.notes.strip(), "", *markdown(rows)]
     more = [[c, f"{a} − {b}", text] for (c, a, b), text in differences.items() if b != table.baseline]
     if more:
