@@ -61,13 +61,13 @@ class Availability(Setting):
     """A model that simulates which clients are online, and how long clients need to answer.
 
     Args:
-        announced: Whether the server knows which clients are online, and invites only these clients.
+        announced: Whether the server knows which clients are online, and invites only these.
         deadline: Simulated seconds that the server waits for replies. Default: unlimited.
-        seconds_per_sample: Simulated seconds that a client of median speed needs to compute the gradient of one sample.
-        speed_spread: Standard deviation of the logarithms of the clients' speeds. With 0, all clients are equally fast.
-        bandwidth_up: Upload bandwidth of each client, in megabits per simulated second. Default: unlimited.
-        bandwidth_down: Download bandwidth of each client, in megabits per simulated second. Default: unlimited.
-        latency: Simulated latency of each message, in seconds.
+        seconds_per_sample: Simulated seconds that a client of median speed needs for the gradient of one sample.
+        speed_spread: Standard deviation of the logarithms of the clients' speeds.
+        bandwidth_up: Upload bandwidth per client, in megabits per simulated second. Default: unlimited.
+        bandwidth_down: Download bandwidth per client, in megabits per simulated second. Default: unlimited.
+        latency: Latency per message, in simulated seconds.
     """
 
     always_online: ClassVar[bool] = False
@@ -170,7 +170,7 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client stays online or offline for a period of several rounds (ReBaFL §5.5.3).
+    """Each client stays online or offline for several rounds (ReBaFL §5.5.3).
 
     Args:
         p: Probability that a client is online during a period.
@@ -201,8 +201,7 @@ class Grouped(Availability):
     """Each group of clients has its own probability of being online (ReBaFL).
 
     Args:
-        groups: Groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Each
-            client is online with its group's probability ``p``.
+        groups: Groups in the order of client ids, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)

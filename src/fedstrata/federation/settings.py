@@ -201,7 +201,7 @@ class Training(Setting):
         accumulate: Number of mini-batches per step. Each step uses the mean gradient over ``batch_size`` ×
             ``accumulate`` samples.
         optimizer: The clients' optimiser: ``sgd``, ``adamw``, or ``"module:Class"`` for another PyTorch optimiser.
-        optimizer_state: State of a client's optimiser, such as momentum, at the start of each round: empty (``reset``),
+        optimizer_state: State of a client's optimiser at the start of each round: empty (``reset``),
             or the state after the client's latest round (``keep``). With ``keep`` and ``adamw``, each client stores two
             numbers per model parameter.
         lr: Learning rate η of the clients.

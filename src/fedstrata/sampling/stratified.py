@@ -109,7 +109,7 @@ class Stratified(ClientSampler):
             ``participants``. Default: ``participants`` with more than 1,000 clients or with ``gradients = "updates"``,
             otherwise ``all``.
         gradients: Gradients by which clients are grouped. ``asked``: each client computes its gradient at the global
-            model, on all its data. ``updates``: the client's last update, divided by the learning rate and the number
+            model. ``updates``: the client's last update, divided by the learning rate and the number
             of steps. Default: ``asked`` with ``refresh = "all"``, otherwise ``updates``.
         compared: Values by which clients are compared: the compressed gradient (``restored``), as in the paper, or only
             its d' distinct values (``centroids``), as in FedSTaS's code.
@@ -118,7 +118,7 @@ class Stratified(ClientSampler):
         draws: How clients are drawn from a stratum without replacement. ``sequential``: one after another, as in the
             paper. ``systematic``: at equal distances along a list, so that probabilities are known (Madow 1949).
         allocation: Number of clients drawn from each stratum. ``neyman``: in proportion to the stratum's size times the
-            spread of its gradients, possibly zero. ``neyman-random``: as ``neyman``, with unbiased random rounding.
+            spread of its gradients. ``neyman-random``: as ``neyman``, with unbiased random rounding.
             ``neyman-at-least-one``: as ``neyman``, but at least one draw. ``proportional``: in proportion to the
             stratum's size, but at least one draw. Default: ``neyman-random`` with replacement or systematic draws.
             Otherwise ``neyman`` with ``refresh = "all"``, and ``neyman-at-least-one`` with ``refresh =

@@ -134,9 +134,9 @@ class Given(Partition):
 
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
-        file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. The
-            array ``indices`` lists the samples of one client after another. The array ``offsets`` lists where each
-            client's samples begin in ``indices``, followed by the length of ``indices``.
+        file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. Its
+            array ``indices`` lists the samples client by client. Its array ``offsets`` lists where each client begins
+            in ``indices``, followed by the length of ``indices``.
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()
