@@ -358,8 +358,8 @@ def _change(case: _Case) -> Judgement:
     return case.judged(texts, case.places(), metric, percent, wanted, "%")
 
 
-COUNTED = {"bytes_up": "bytes that clients send", "bytes_down": "bytes that clients receive"}
-"""Descriptions of the counts that are compared without a statistical test, by metric."""
+COUNTED = {"bytes_up": "send", "bytes_down": "receive"}
+"""Numbers of bytes that are compared without a statistical test, as a mapping from metrics to verbs."""
 
 
 def _ratio(case: _Case) -> Judgement:
