@@ -253,3 +253,9 @@ def test_the_first_page_has_a_narrow_picture_on_narrow_screens(site, theme, tmp_
             page.wait("document.readyState === 'complete'")
             page.value("document.querySelectorAll('picture img').forEach(each => each.loading = 'eager')")
             assert [Path(each).stem for each in page.value(drawn)] == [name]
+
+
+def test_no_line_of_a_page_is_a_comment_by_mistake():
+    # MyST leaves out lines that begin with a percent sign, such as the second line of "95\n% of the clients".
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "build" not in path.parts]
+    assert not [path for path in pages if re.search(r"^%", path.read_text(encoding="utf-8"), re.MULTILINE)]

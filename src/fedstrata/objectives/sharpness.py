@@ -31,7 +31,7 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
 
 
 class SharpnessAware(Objective):
-    """The task's loss. Gradients are computed at w + ρ g / ‖g‖, where g is the batch's gradient at w.
+    """The task's loss, with gradients at w + ρ g / ‖g‖, where g is the batch's gradient at w.
 
     The norm includes all parameters that the client trains. A step is w ← w − η ∇F_k(w + ρ g / ‖g‖). Training thus
     prefers flat minima of the client's loss. A client computes two gradients per step.
@@ -53,7 +53,7 @@ class SharpnessAware(Objective):
 
 
 class GloballySharpnessAware(Objective):
-    """The task's loss. Gradients are computed at a point that is shifted towards an earlier global model.
+    """The task's loss, with gradients at a point that is shifted towards an earlier global model.
 
     The gradient for a step from w is computed at w + ρ d / ‖d‖, where d = w_old − w_t and w_t is the current global
     model. The client received w_old in the last round in which the server used its reply. The difference d estimates
