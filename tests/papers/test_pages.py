@@ -126,7 +126,7 @@ def test_a_single_published_figure_is_compared_with_the_prediction_interval(tabl
     outside = "In these rows, the paper's number is outside our 95 % prediction interval for one more run: "
     for published, said in ((71.25, False), (59.70, False), (59.68, True)):
         table.published["b"]["x"] = published
-        assert (f"{outside}`b` with `x`." in page_of(table, results(table))) == said
+        assert (f"{outside}`b` (`x`)." in page_of(table, results(table))) == said
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_published_margin_is_compared_with_the_prediction_interval_of_our_diff
     )
     for published, said in ((85.28, False), (85.27, True), (86.79, False), (86.80, True)):
         table.published["b"]["x"] = published
-        assert (f"{outside}`b` with `x`." in page_of(table, results(table))) == said
+        assert (f"{outside}`b` (`x`)." in page_of(table, results(table))) == said
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(ta
     assert "earlier version" not in page_of(table, there)
     for old in (first, second):
         old["source"] = "old.json"
-    taken = "† 2 runs with the same specs are from an earlier version of fedstrata (`old.json`)."
+    taken = "† 2 of these runs were made with an earlier version of fedstrata and the same specs (`old.json`)."
     assert f"{taken}\n" in page_of(table, there)
     assert page_of(table, there).count(" | 3† | ") == 2, "one of a and one of b"
     first["repeated"] = {"rounds": 10, "points": 0.25}

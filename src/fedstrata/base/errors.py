@@ -54,7 +54,7 @@ class DataError(FedstrataError):
 
 
 class WireError(FedstrataError):
-    """Bytes that are not a message of fedstrata: damaged, too large or of an unknown type."""
+    """Bytes that are not a fedstrata message: damaged, too large or of an unknown type."""
 
 
 class ReplyRefusedError(FedstrataError):

@@ -255,7 +255,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
     except WireError:
         raise
     except Exception as error:
-        raise WireError(f"these bytes are not a message of fedstrata: {type(error).__name__}: {error}") from error
+        raise WireError(f"these bytes are not a fedstrata message: {type(error).__name__}: {error}") from error
 
 
 @dataclasses.dataclass

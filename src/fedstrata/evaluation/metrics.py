@@ -159,7 +159,7 @@ class Metric(Setting):
         return none_for_nan(self.of_tables(tables, np.array([sums.loss]), np.array([sums.weight]))[0])
 
     def check(self, classes: int) -> None:
-        """Check that the metric works, on a few artificial predictions that contain all classes.
+        """Test the metric on a few artificial predictions that cover all classes.
 
         Raises:
             SpecError: The metric fails, or returns neither a number nor None.

@@ -132,7 +132,7 @@ class Engine(ABC):
     """The server's part in secure sums, in a deployment. With None, secure sums are simulated."""
 
     events: deque[EngineEvent] | None = None
-    """The events that do not belong to a reply, such as a lost connection to a site, in order of time.
+    """The events that do not belong to a reply, such as a lost connection to a site, in chronological order.
 
     The training loop removes events that it has recorded. With None, the engine reports no events."""
 

@@ -10,7 +10,7 @@ from fedstrata.objectives.feddecorr import Decorrelated
 
 
 class FedDecorr(Recipe):
-    """FedAvg with a loss that decorrelates the features, which label skew makes correlated."""
+    """FedAvg with a loss that reduces the correlation of features, which label skew increases."""
 
     paper = "Shi et al. 2023, Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous FL (ICLR)"
 

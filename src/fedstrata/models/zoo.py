@@ -110,7 +110,7 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A PyTorch module that is passed from Python. Only fedstrata writes this section.
+    """A PyTorch module that is passed from Python. fedstrata writes this section itself.
 
     Args:
         custom: Description of the module.

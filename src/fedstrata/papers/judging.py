@@ -304,7 +304,8 @@ def _margin(case: _Case) -> Judgement:
     """
     ((mine, theirs),) = case.places()
     published = [float(margin) for margin in case.about["published"]]
-    margins = f"The paper's margin of `{mine[0]}` over `{theirs[0]}` is {' or '.join(map(signed, published))} points"
+    margins = f"margin of `{mine[0]}` over `{theirs[0]}` is {' or '.join(map(signed, published))} points"
+    margins = f"The paper leaves open whether its {margins}" if len(published) > 1 else f"The paper's {margins}"
     command = f"fedstrata reproduce {case.name}"
 
     def judge(metric: str) -> Judgement:

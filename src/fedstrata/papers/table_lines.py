@@ -50,12 +50,13 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
     paired = {(c, a, b): compared(values(a, c), values(b, c)) for c, a, b in table.comparisons()}
     differences = {place: difference_text(each) for place, each in paired.items() if each.n >= least}
     heads = ["setting", "method", "paper", f"paper: − {table.baseline}", "ours", "seeds"]
-    rows, outside, margins = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]], [], []
+    rows = [[*heads, *(SHOWN[key] for key in also), f"ours: − {table.baseline}"]]
+    outside, margins = dict[str, list[str]](), dict[str, list[str]]()
     for column, row, paper, estimate in shown:
         if _is_outside(paper, estimate):
-            outside.append(f"`{row}` with `{column}`")
+            outside.setdefault(column, []).append(f"`{row}`")
         if _margin_is_outside(table, row, column, paired.get((column, row, table.baseline))):
-            margins.append(f"`{row}` with `{column}`")
+            margins.setdefault(column, []).append(f"`{row}`")
         figures = [*_published(table, row, column), _here(estimate), _seeds(cells, row, column)]
         figures += [_mean(cells, row, column, key) for key in also]
         rows.append([column, row, *figures, differences.get((column, row, table.baseline), "")])
@@ -67,7 +68,8 @@ def lines_of_table(name: str, table: Table, results: Results, *, quick: bool) ->
     for what, places in (("number", outside), (f"difference from `{table.baseline}`", margins)):
         if places:
             text = f"In these rows, the paper's {what} is outside our 95 % prediction interval for one more run"
-            lines += ["", f"{text}: {'; '.join(places)}."]
+            listed = (f"{', '.join(methods)} (`{column}`)" for column, methods in places.items())
+            lines += ["", f"{text}: {'; '.join(listed)}."]
     lines += _taken_over([result for result in cells.values() if "source" in result])
     lines += _on_gpus(cells.values())
     missing = "" if quick else missing_runs(table, results)
@@ -142,7 +144,9 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     sources = ", ".join(sorted({f"`{result['source']}`" for result in results}))
-    line = f"† {len(results)} runs with the same specs are from an earlier version of fedstrata ({sources})."
+    line = (
+        f"† {len(results)} of these runs were made with an earlier version of fedstrata and the same specs ({sources})."
+    )
     if repeated := [result["repeated"] for result in results if "repeated" in result]:
         rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
         line += (

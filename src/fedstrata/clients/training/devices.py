@@ -24,7 +24,7 @@ RESIDENT = 0.25
 
 @dataclass(frozen=True)
 class Placed:
-    """A device, and the model and the data for computations on it.
+    """A device, with the model and the data that are stored on it.
 
     Args:
         device: The device.
@@ -60,7 +60,7 @@ def device_of(setting: str) -> torch.device:
 
 
 def on_device(context: ClientContext) -> Placed:
-    """Return the device that ``training.device`` selects, with the model and the data for computations on it.
+    """Return the device that ``training.device`` selects, with the model and the data that are stored on it.
 
     Raises:
         SpecError: This machine does not have the device.

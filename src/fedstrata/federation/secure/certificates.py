@@ -56,7 +56,7 @@ class Trust(Protocol):
         """Return the reason why a signature is not accepted; an empty string if the signature is accepted.
 
         Args:
-            name: The name of the site that claims to have signed.
+            name: The name of the site that supposedly signed the message.
             certificate: The site's certificate, DER-encoded.
             signature: The signature.
             signed: The bytes that were signed.
