@@ -179,3 +179,11 @@ def test_lines_overlap_if_ranks_cannot_be_distinguished():
 def test_a_method_in_two_columns_is_one_method(protocol, out):
     verdicts = judge(protocol, out)
     assert f"This page ranks {len(ACCURACY)} tuned methods" in pages.page(protocol, [verdicts, verdicts])
+
+
+def test_the_page_says_which_differences_of_ranks_are_significant(protocol, out):
+    verdicts = judge(protocol, out)
+    text = pages.page(protocol, [verdicts, verdicts])
+    # Nemenyi's critical difference of four methods is 2.569 · √(4 · 5 / 6n): 2.1 for five seeds, 3.3 for two columns.
+    assert "two methods differ significantly only if their average ranks differ by 2.1 or more" in text
+    assert "With 2 columns, the ranks of two methods cannot differ significantly" in text

@@ -129,10 +129,17 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     sentences = (
         f"The picture ranks {len(ranking.ranks)} methods by their mean accuracy in {len(complete)} columns.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
-        f"Two methods differ significantly only if their average ranks differ by {ranking.critical:.1f} or more.",
+        f"With {len(complete)} columns, {_rank_rule(ranking)}.",
         "All columns use the same data set, so the ranking may differ for other data.",
     )
     return " ".join(sentences)
+
+
+def _rank_rule(ranking: Ranking) -> str:
+    """Return a clause that says which differences of average ranks are significant."""
+    if ranking.critical > len(ranking.ranks) - 1:  # the largest possible difference
+        return "the ranks of two methods cannot differ significantly"
+    return f"two methods differ significantly only if their average ranks differ by {ranking.critical:.1f} or more"
 
 
 def _column(verdicts: Verdicts) -> list[str]:
@@ -161,8 +168,7 @@ def _sentences(verdicts: Verdicts) -> list[str]:
     else:
         lines.append(f"None of the {others} other methods differs significantly from FedAvg.")
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
-        rule = f"differ significantly only if their average ranks differ by {ranking.critical:.1f} or more"
-        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so two methods {rule}.")
+        lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {_rank_rule(ranking)}.")
     lines += [_best(verdicts, measure) for measure in BUDGETS]
     return [f"- {line}" for line in lines]
 
