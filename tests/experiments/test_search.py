@@ -104,7 +104,7 @@ def test_ranges_say_what_specs_can_hold():
     ("space", "changes", "message"),
     [
         ({}, {}, r"--search: is required for a search\. Give a setting and its range, such as"),
-        ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: is required, because a sweep selects settings"),
+        ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: is required, because a sweep"),
         ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: must be greater than 0"),
         ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: is not a known key"),
         ({"training.clients_per_round": "int:1..5"}, {}, "training.clients_per_round = 5"),
