@@ -143,34 +143,42 @@ def _rank_rule(ranking: Ranking) -> str:
 
 
 def _column(verdicts: Verdicts) -> list[str]:
-    """Return the lines of the page about a column."""
-    label = verdicts.column.label
-    lines = [f"## {label}", ""]
+    """Return the lines of the page about a column: the comparison with the baseline, and folded details."""
+    lines = [f"## {verdicts.column.label}", ""]
     if verdicts.complete:
-        lines += [*_sentences(verdicts), ""]
-    if "accuracy" in verdicts.rankings:
-        lines += [f"![Average rank of each method over the seeds](board-{label}.svg)", ""]
+        lines += [*_bullets(_comparison(verdicts)), ""]
     if verdicts.missing:
         count = len(verdicts.missing)
         has = f"{count} method{'s have' if count > 1 else ' has'} not finished all seeds"
         lines += [f"All verdicts in this column are provisional, because {has}.", ""]
-    return lines + _folded(f"{len(verdicts.outcomes)} methods: accuracies in %, and costs", _table(verdicts))
+    details = [*_ranking(verdicts), *_table(verdicts)]
+    return lines + _folded(f"{len(verdicts.outcomes)} methods: ranks, accuracies in %, and costs", details)
 
 
-def _sentences(verdicts: Verdicts) -> list[str]:
-    """Return sentences about a column: comparison with the baseline, ranking, and best entries at equal cost."""
+def _comparison(verdicts: Verdicts) -> list[str]:
+    """Return sentences that compare the entries with the baseline."""
     above = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) > 0]
     below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
     others = len(verdicts.complete) - 1 - len(above) - len(below)
     lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
     if lines:
-        lines.append(f"Methods that do not differ significantly from FedAvg: {others}.")
-    else:
-        lines.append(f"None of the {others} other methods differs significantly from FedAvg.")
+        return [*lines, f"Methods that do not differ significantly from FedAvg: {others}."]
+    return [f"None of the {others} other methods differs significantly from FedAvg."]
+
+
+def _ranking(verdicts: Verdicts) -> list[str]:
+    """Return lines about the best entries at equal cost and about the ranking, with its picture."""
+    if not verdicts.complete:
+        return []
+    lines, picture = [_best(verdicts, measure) for measure in BUDGETS], list[str]()
     if (ranking := verdicts.rankings.get("accuracy")) is not None:
         lines.append(f"The ranking uses only {ranking.blocks} seeds of one data set, so {_rank_rule(ranking)}.")
-    lines += [_best(verdicts, measure) for measure in BUDGETS]
-    return [f"- {line}" for line in lines]
+        picture = [f"![Average rank of each method over the seeds](board-{verdicts.column.label}.svg)", ""]
+    return [*_bullets(lines), "", *picture]
+
+
+def _bullets(sentences: Sequence[str]) -> list[str]:
+    return [f"- {sentence}" for sentence in sentences]
 
 
 def _mean(verdicts: Verdicts, name: str) -> float:
