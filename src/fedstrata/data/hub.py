@@ -102,8 +102,8 @@ def _check_client(client: str, features: Any) -> None:
 def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
-    If a column contains images, the inputs are this column. Otherwise, the inputs are a single column of arrays, or a
-    single column of lists. If there is no such column, all columns of numbers together form the inputs, as a table.
+    If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
+    or a single column of lists. Otherwise, all columns of numbers together form the inputs, as a table.
 
     Args:
         features: The ``datasets.Features`` of a split.

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, reduce
+from functools import cache, reduce
 from importlib.resources import files
 from typing import Any
 
@@ -70,7 +70,7 @@ class Cell:
         plain = "".join(letter if letter.isalnum() or letter in "-_./" else "_" for letter in self.key)
         return f"{self.paper}/{self.table}/{plain}"
 
-    @cached_property
+    @property
     def hash(self) -> str:
         """The SHA-256 hash of the spec and of the table's version.
 
@@ -129,28 +129,16 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """Return an iterator over the cells of the table, column by column.
+        """Yield the cells of the table, column by column.
 
-        If ``quick`` is true, return only small experiments with the first seed.
+        If ``quick`` is true, yield only small experiments with the first seed.
         """
-        return iter(self._small if quick else self._full)
-
-    @cached_property
-    def _full(self) -> Sequence[Cell]:
-        """All cells. Each claim about the table reads their hashes, so they are computed only once."""
-        return [self._cell(row, column, seed, {}) for column, seed, row in self._places(self.seeds)]
-
-    @cached_property
-    def _small(self) -> Sequence[Cell]:
-        """The small experiments with the first seed."""
-        return [self._cell(row, column, seed, self.quick) for column, seed, row in self._places(self.seeds[:1])]
-
-    def _places(self, seeds: Sequence[int]) -> Iterator[tuple[str, int, str]]:
-        return ((column, seed, row) for column in self.columns for seed in seeds for row in self.rows_of(column))
-
-    def _cell(self, row: str, column: str, seed: int, quick: Mapping[str, Any]) -> Cell:
-        spec = reduce(deep_merge, (self.columns[column], self.rows[row], quick), {"seed": seed, **self.spec})
-        return Cell(self.paper, self.name, row, column, seed, spec, self.version)
+        for column in self.columns:
+            for seed in self.seeds[:1] if quick else self.seeds:
+                for row in self.rows_of(column):
+                    layers = self.columns[column], self.rows[row], self.quick if quick else {}
+                    spec = reduce(deep_merge, layers, {"seed": seed, **self.spec})
+                    yield Cell(self.paper, self.name, row, column, seed, spec, self.version)
 
     def rows_of(self, column: str) -> list[str]:
         """Return the names of the rows that a column has."""

@@ -48,7 +48,7 @@ def best(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> dic
 
 
 def refusal(trials: Sequence[tuple[Cell, dict[str, Any]]], results: Results) -> str | None:
-    """Return the reason why an entry cannot be trained in a column's setting; None if there is no known reason."""
+    """Return the reason why an entry cannot be trained in a column's setting; None if a reason is not known."""
     reasons = (results.get(cell.hash, {}).get(REFUSED) for cell, _ in trials)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
