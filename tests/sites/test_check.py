@@ -111,10 +111,8 @@ def test_a_policy_that_refuses_the_kits_job_is_a_problem_and_the_site_may_start(
     fed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (fed / "a" / "local" / "policy.toml").write_text('jobs = "within-policy"\nmethods = ["scaffold"]\n')
-    said = (
-        "job of local/spec.toml: refused by the rule 'policy.methods': this site does not accept the method 'fedavg'. "
-    )
-    said += "Use one of: scaffold"
+    said = "the job in local/spec.toml: refused by the rule 'policy.methods': this site does not accept the method "
+    said += "'fedavg'. Use one of: scaffold"
     assert said in problems(fed / "a", server=False)
     assert start(fed / "a", verbose=False) == 0
     assert f"warning  {said}" in capsys.readouterr().out

@@ -157,8 +157,8 @@ def _importance() -> Made:
 
 @_reading(
     "fedsts-variance",
-    "We simulate ten draws from 100 clients in ten groups of clients with similar gradients. Relative to uniform "
-    "sampling, the published sampling changes the variance of the mean update to",
+    "In simulations, ten of 100 clients are drawn. The 100 clients form ten groups with similar gradients. Relative to "
+    "uniform sampling, the published sampling changes the variance of the mean update to",
 )
 def _variance() -> Made:
     cases = {"clear": (0.3, 1.0), "weak": (0.5, 0.5)}

@@ -123,10 +123,12 @@ def _job(kit: Path) -> str:
             Policy.read(kit).check(asked)
             device_of(Experiment.from_toml(kit / SPEC).training.device)
     except RuleError as error:
-        raise FedstrataError(f"job of {SPEC}: {str(error).rstrip('.')}. The policy of this site is {POLICY}.") from None
+        raise FedstrataError(
+            f"the job in {SPEC}: {str(error).rstrip('.')}. This site's policy is in {POLICY}."
+        ) from None
     except (SpecError, ValueError) as error:
         raise FedstrataError(f"{SPEC}: {error}") from None
-    return f"job: {asked.job} of {SPEC} is accepted"
+    return f"job: {asked.job} in {SPEC} is accepted"
 
 
 def _data(kit: Path) -> str:

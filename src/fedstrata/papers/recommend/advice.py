@@ -32,7 +32,7 @@ class Reason:
     Args:
         text: One or more sentences that state the reason.
         source: The page, paper or column of the board that supports the reason.
-        property: Name of the measured property; empty if the reason is a result of the board.
+        property: Name of the measured property; empty if the reason comes from the board's results.
         value: Value of the property, or difference from FedAvg in percentage points.
         interval: 95 % interval of the difference; None if the interval is unknown.
         n: Number of seeds; None if the reason is a property.
@@ -176,7 +176,7 @@ def _reasons(measured: Properties) -> dict[str, list[Reason]]:
 
 
 def _result(difference: Difference, column: Column) -> Reason:
-    """Return a result of the board as a reason."""
+    """Return the reason that the board's results give."""
     n, order = difference.n, difference.order()
     verdicts = {
         "not significant": " The difference is not significant.",
