@@ -105,8 +105,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
     also sends SIGTERM, because the pipe stays open if other processes have opened it.
 
     Args:
-        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not asked to
-            send SIGTERM, because it would send the signal as soon as the thread that started this process ends.
+        asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not
+            asked to send SIGTERM, because it would send the signal as soon as the thread that started this process ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.

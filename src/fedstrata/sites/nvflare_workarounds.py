@@ -204,8 +204,8 @@ def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Cal
     Args:
         fl_ctx: The context of an event at the server.
         refuses: A function that returns True if a name is refused. NVFlare calls this function for each name.
-        refused_now: A function that returns True if a connected client must be logged out. Only ``refuse_clients`` calls
-            ``refused_now``.
+        refused_now: A function that returns True if a connected client must be logged out. Only
+            ``refuse_clients`` calls ``refused_now``.
     """
     server = fl_ctx.get_engine().server
     server.client_manager.is_client_disabled = refuses
