@@ -106,7 +106,8 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not
-            asked to send SIGTERM, because it would send the signal as soon as the thread that started this process ends.
+            asked to send SIGTERM, because it would send the signal as soon as the thread that started this process
+            ends.
 
     Raises:
         RuntimeError: ``multiprocessing`` did not start this process.
