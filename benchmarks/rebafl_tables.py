@@ -547,7 +547,9 @@ def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
     missing = {seed: missing_classes(spec_of(METHODS["fedavg"], seed, 200)) for seed in (0, 1)}
     rounds = {seed: [int((found[50:] == n).sum()) for n in (0, 1, 2)] for seed, found in missing.items()}
     for seed, (none, one, two) in rounds.items():
-        lines += [f"Of these 150 rounds {none} miss no class with seed {seed}, {one} one and {two} two."]
+        lines += [
+            f"With seed {seed}, {none} of these 150 rounds miss no class, {one} miss one class and {two} miss two."
+        ]
     lines += [""]
     lines += ["| method | seed | all there | one missing | two missing |", "|---|---|---:|---:|---:|"]
     for label, seeds in methods.items():

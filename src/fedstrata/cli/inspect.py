@@ -195,7 +195,7 @@ def _strata(options: argparse.Namespace) -> None:
     if options.spec is not None and Path(options.spec).is_dir():
         if options.overrides:
             raise SpecError(
-                "--set", "cannot change the settings of a run in a folder. Give a spec instead of the run folder."
+                "--set", "cannot change the settings of an existing run. Give a spec instead of the run folder."
             )
         view = strata_of_folder(Path(options.spec))
     else:

@@ -223,8 +223,8 @@ class Recipe(Method):
             accepted = "'mean', 'stratum', 'horvitz-thompson' or a robust aggregator"
             raise SpecError(
                 "method.aggregator",
-                "weights models by the clients' numbers of samples, which method.data_sampler keeps private. "
-                f"Use {accepted}.",
+                "this aggregator weights models by the clients' numbers of samples, which method.data_sampler keeps "
+                f"private. Use {accepted}.",
             )
         if objective.tells_counts(config):
             problem = (

@@ -140,8 +140,8 @@ class LogitMargins(CountsIdle, Calibrated):
 
     Args:
         tau: Factor τ of all margins. With 0, logits are unchanged.
-        missing: Treatment of classes that the client lacks: left out of the softmax (``excluded``), or as if the client
-            had one sample of each (``one``).
+        missing: How to treat classes that the client lacks: leave them out of the softmax (``excluded``), or count one
+            sample of each (``one``).
     """
 
     tau: NonNegativeFloat = 1.0

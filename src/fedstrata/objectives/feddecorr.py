@@ -56,7 +56,8 @@ class Decorrelated(Objective):
         """Raise ``SpecError`` if the model has no head, or if samples have several feature vectors."""
         if config.task.name in ("next-token", "segmentation"):
             problem = (
-                f"needs one feature vector per sample, but the task {config.task.name!r} has one vector per target. "
+                f"this objective needs one feature vector per sample, but the task {config.task.name!r} has one vector "
+                "per target. "
             )
             raise SpecError("method.objective", problem + "Use another objective, such as fedprox.", self.name)
         _ = config.model.head_name  # raises SpecError if the model has no head

@@ -98,8 +98,8 @@ class Site:
     A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
     Without them, a server could repeat a request without one site, and subtract the two sums to get this site's vector.
 
-    Each method answers one message of the server, which may contain any values. If a check fails, the method raises
-    ``RefusedError``, and the state does not change.
+    Each method answers one message of the server. Messages are untrusted: they may contain any values. If a check
+    fails, the method raises ``RefusedError``, and the state does not change.
 
     Args:
         job: The hash of the job, which includes the spec.
