@@ -231,7 +231,7 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -
     again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
-    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before its reply was sent"]
+    assert again.notes == ["entry 10: a crash cut off the line after entry 9 before the site sent the reply"]
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:

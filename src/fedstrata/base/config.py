@@ -1,4 +1,4 @@
-"""Define the base class of settings, which checks values, and registries, which map names to settings classes.
+"""Define ``Setting``, which checks the values of settings, and ``Registry``, which maps names to settings classes.
 
 A spec describes an experiment. Each method, partition or sampler that a spec names is a frozen pydantic model. The
 fields of the model are the settings, and its methods define the behaviour. For example, ``Registry`` converts
@@ -347,7 +347,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence that names the classes in the registry of ``cls`` that have a setting ``word``.
+    """Return a sentence that names the classes with a setting ``word`` in the registry of ``cls``.
 
     Return an empty string if none of the classes has this setting.
     """

@@ -14,7 +14,7 @@ class FedstrataError(Exception):
     """Base class of fedstrata's errors. The command-line program prints each error in one line."""
 
     public = ""
-    """A description of an error about one party's data that other parties may see.
+    """A description that other parties may see, if the error is about one party's data.
 
     The description names the column and the violated rule. It does not contain values from the data.
     """

@@ -234,7 +234,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if certainly no process has this id, and otherwise True."""
+    """Return False only if it is certain that no process has this id."""
     if os.name == "posix":  # on Windows, this call would send Ctrl-C to the process
         try:
             os.kill(pid, 0)

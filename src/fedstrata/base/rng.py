@@ -39,7 +39,7 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Draw a uniform number in [0, 1) for each client, which does not depend on the other clients.
+    """Draw a uniform number in [0, 1) for each client, independently of the other clients.
 
     This function is faster than calling ``rng(…, client).random()`` for each client, but does not return the same
     numbers. The computing time depends on the number of clients, and not on the largest id. Each number is a SplitMix64

@@ -102,7 +102,7 @@ def end_with_parent(asked_by_main_thread: bool) -> None:
 
     ``multiprocessing`` must have started this process. A thread waits for a pipe that is closed when the parent ends.
     The thread then sends SIGTERM to this process, and kills the process after ``GRACE`` seconds. On Linux, the kernel
-    also sends SIGTERM, because the pipe stays open if other processes have opened it.
+    also sends SIGTERM, because other processes may keep the pipe open.
 
     Args:
         asked_by_main_thread: Whether the main thread of the parent started this process. If not, the kernel is not

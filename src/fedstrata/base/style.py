@@ -41,7 +41,7 @@ SERIES = (
 )
 """The line styles of a chart's labels."""
 FIXED = {"fedavg": 0, "stratify": 1, "fedsts": 2, "fedstas": 2, "rebafl": 3, "fedssar": 4, "scaffold": 5}
-"""A mapping from methods with a fixed line style in all figures to the style's index in ``SERIES``."""
+"""For each method whose line style is the same in all figures, the index of this style in ``SERIES``."""
 OTHER = Stroke("other", Colour("#b9c0c8", "#5d6773"), "-")
 """The line style of all labels that do not get a style from ``SERIES``."""
 COLOURED = 6

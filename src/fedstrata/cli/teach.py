@@ -25,8 +25,8 @@ KINDS = {
     "metric": "a metric of the model's quality",
     "task": "a task, which defines what a model learns: its targets, loss and metrics",
 }
-"""A mapping from each kind of file that ``fedstrata new`` can write to its purpose. The folder ``templates`` contains
-the templates."""
+"""The purpose of each kind of file that ``fedstrata new`` can write. The folder ``templates`` contains the
+templates."""
 
 SHELLS = {
     "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',

@@ -20,10 +20,10 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""The minimum work, in seconds, for which starting worker processes, or using running workers, saves time.
+"""The minimum work, in seconds, for which it saves time to start worker processes, or to use workers that run.
 
-To decide whether to start workers, the engine also counts work that this process has already done without workers. Two
-processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
+To decide whether to start workers, the engine also counts work that this process has already done without workers. For
+0.05 seconds of work, two processes are 1.1 times as fast as one process. For more work, they are up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0

@@ -244,7 +244,7 @@ class WorkerHandle:
         hello: Ray's reference to the result of ``Worker.enter``; None if the worker is ready, because the result has
             arrived.
         name: The worker's process and machine, for error messages.
-        running: A mapping from Ray's reference to each unfinished call, in the order in which the calls were sent.
+        running: The unfinished calls by Ray's references to them, in the order in which the calls were sent.
         weights: The current model of a relay, if this worker ran the relay's last client; otherwise None.
     """
 

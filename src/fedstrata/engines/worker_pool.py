@@ -24,7 +24,7 @@ from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
-"""The number of seconds that a worker has to finish its current reply after the pool is closed."""
+"""The number of seconds that a worker may take to finish its current reply after the pool is closed."""
 
 State = Mapping[str, Tree]
 

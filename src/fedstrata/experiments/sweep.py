@@ -40,7 +40,7 @@ class Cell:
     """One combination of values in a grid, or one trial of a search.
 
     Args:
-        settings: A mapping from the key of each setting that varies to its value in this cell.
+        settings: The values of the settings that vary between cells, as a mapping from keys to values.
         spec: The experiment with these values.
     """
 

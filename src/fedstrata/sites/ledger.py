@@ -213,10 +213,12 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             checked.notes.append(
-                f"entry {number}: a crash cut off the line after entry {number - 1} before its reply was sent"
+                f"entry {number}: a crash cut off the line after entry {number - 1} before the site sent the reply"
             )
     if torn:
-        problem = f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before its reply was sent"
+        problem = (
+            f"a crash cut off the line after entry {len(lines)} ({len(torn)} bytes) before the site sent the reply"
+        )
         checked.notes.append(f"{problem}. The next entry will record this.")
     whole = not checked.problems
     heads = [(HEAD, _read_head(folder, checked))] + [("the server's record", head) for head in reported]

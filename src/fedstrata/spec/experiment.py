@@ -53,7 +53,7 @@ class Experiment(Setting):
             or a task of your own. Default: ``regression`` if some targets are not integers, otherwise
             ``classification``.
         partition: Partition, which assigns the training samples to clients.
-        availability: Model of dropouts and delays, which simulates which clients reply in a round, and how fast.
+        availability: Model of dropouts and delays, which decides if and how fast clients reply in a round.
         attack: Simulated attack by some of the clients. Default: all clients are honest.
         method: Federated learning method, such as ``fedavg`` or ``scaffold``.
         model: Architecture of the model.
@@ -278,7 +278,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value. If the text is not valid TOML, such as a word without quotes, return it as a string.
+    """Parse a TOML value. Text that is not valid TOML, such as a word without quotes, is returned as a string.
 
     >>> parse_value("0.1"), parse_value("fedavg")
     (0.1, 'fedavg')
@@ -341,8 +341,8 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 def line_of(text: str, key: str) -> int | None:
     r"""Return the line of a dotted key in TOML text, counted from 1.
 
-    If the text does not contain the key, return the line of its innermost section that exists; None if no section
-    exists. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
+    If the text does not contain the key, return the line of the key's innermost section that exists; None if no
+    section exists. The tables of a list, ``[[section]]``, have the keys ``section.0``, ``section.1`` …
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3

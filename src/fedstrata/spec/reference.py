@@ -186,7 +186,7 @@ def _paragraphs(section: str) -> Iterator[str]:
 
 
 def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
-    """Return the settings of a method that the pages of its components describe.
+    """Return the settings of a method that are described on the pages of its components.
 
     Returns:
         A mapping from a setting's name in the method to a pair: the component, and the setting's name there (empty for

@@ -15,8 +15,8 @@ class BySquareRoot(fs.Aggregator):
     """The averaging weight of a client is a power of its number of samples.
 
     Args:
-        power: Power of a client's number of samples. With 1, all samples have equal weights. With 0, all clients have
-            equal weights.
+        power: Exponent of a client's number of samples. With 1, all samples have equal weights. With 0, all clients
+            have equal weights.
     """
 
     needs_counts: ClassVar[bool] = True  # raise an error if the server does not know the numbers of samples

@@ -13,7 +13,8 @@ class LongestAway(fs.ClientSampler):
     """Invites the clients whose last invitation was the longest time ago. Ties are broken at random.
 
     Args:
-        spread: How much waiting times are changed at random. With 0, only the time since the last invitation counts.
+        spread: Size of random changes to waiting times, in rounds. With 0, only the time since the last invitation
+            counts.
     """
 
     spread: float = 0.0  # a setting; set it with --set method.client_sampler.spread=2
