@@ -109,7 +109,7 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: ``kit`` is not a server's folder. Or the site is not on the list (with ``undo``: was never on the
+        SpecError: ``kit`` is not a server's folder, or the site is not on the list (with ``undo``: was never on the
             list).
         DataError: The list cannot be read.
     """

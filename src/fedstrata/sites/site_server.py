@@ -463,8 +463,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site. With this list, a client that never had a state differs from
-        a client whose state was lost.
+        The checkpoint also lists all clients at this site. This list distinguishes clients that never had a state from
+        clients whose state was lost.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
