@@ -30,7 +30,7 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """The accepted cells of a column that marks test samples, and their values: 1 for test samples."""
 MANY = 20
-"""A category column with more values than this number causes a warning if most values are distinct."""
+"""A category column with more non-missing cells than this number causes a warning if most cells are distinct."""
 MOST_CATEGORIES = 100
 """A column with more categories than this number causes a warning, because each category becomes a feature."""
 _DAY = r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d\d)"

@@ -20,7 +20,7 @@ MEMBERS = Path("local") / "members.json"
 
 
 def members(kit: Path) -> list[str]:
-    """Return the names of the sites that may connect to the server with the folder ``kit``.
+    """Return the names of the sites that may connect to the server whose folder is ``kit``.
 
     Raises:
         SpecError: The folder does not contain a list of sites.

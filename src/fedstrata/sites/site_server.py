@@ -765,7 +765,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if the hop is the site's last or last acknowledged hop; otherwise None."""
+        """Return the result of a hop if it is the site's last hop or last acknowledged hop; otherwise None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result
