@@ -14,7 +14,7 @@ from scipy.stats import beta, binom
 SHARES = (1.0, 0.3, 0.1, 0.03)
 """The fractions of canaries about which the attacker guesses.
 
-Each fraction gives a bound with a quarter of the allowed error probability. The best bound counts.
+Each fraction gives a bound with a quarter of the allowed error probability. The best bound is used.
 """
 LARGEST_EPSILON = 100.0
 """The largest ε that ``epsilon_bound`` returns."""
@@ -22,7 +22,7 @@ LARGEST_EPSILON = 100.0
 
 @dataclass(frozen=True)
 class Rate:
-    """The success rate of independent trials, with its Clopper-Pearson confidence interval (1934).
+    """The success rate of independent trials, with its confidence interval (Clopper & Pearson 1934).
 
     Args:
         right: The number of successes.

@@ -48,7 +48,7 @@ MOST = 10_000
 FEWEST = 4 * TUNING
 """The minimum number of held-out images for an audit."""
 DRIFT = 1e-3
-"""The audit warns if the prototypes of a run and of its replay have a larger relative difference."""
+"""The audit warns if the relative difference between the prototypes of a run and of its replay exceeds this number."""
 
 Ints = NDArray[np.int64]
 

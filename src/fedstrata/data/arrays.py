@@ -168,7 +168,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if different samples, such as large and similar values, would become equal in float32."""
+    """Return True if different samples, for example of large and similar values, would become equal in float32."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -234,7 +234,7 @@ def has_fractions(values: Array) -> bool:
 
 
 def too_many_values(values: Array) -> int | None:
-    """Return the number of distinct targets if it is too large for a number of classes; otherwise None.
+    """Return the number of distinct targets if it is too large to be the number of classes; otherwise None.
 
     The number is too large if it exceeds both 100 and a third of the number of samples.
     """

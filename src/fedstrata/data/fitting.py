@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 TARGET = "y"
-"""The key in ``Statistics.counts`` of the frequencies of the targets."""
+"""The key of the targets' frequencies in ``Statistics.counts``."""
 CHUNK = 1 << 20
 """The number of rows that are cast to float64 at once, to limit memory use."""
 

@@ -1,6 +1,6 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-Python's module ``csv`` reads CSV files, because it does not convert cells and provides line numbers. The package
+Python's module ``csv`` reads CSV files, because it provides line numbers and does not convert cells. The package
 pyarrow reads Parquet files.
 """
 

@@ -101,9 +101,9 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     """Compute the statistics of the batch over all clients.
 
     Var = Σx²/m − μ² loses precision in float32. Therefore, each client computes its mean and the sum of squared
-    distances from this mean, and from these two values Σx and Σx² in float64. Only vectors with one number per channel
-    are cast to float64. The clients communicate only once, whereas the usual algorithm first averages over all clients
-    and needs a second exchange.
+    distances from this mean. From these two values, it computes Σx and Σx² in float64. Only vectors with one number per
+    channel are cast to float64. The clients communicate only once, whereas the usual algorithm first averages over all
+    clients and needs a second exchange.
 
     Returns:
         The mean and the biased variance, each of shape (C,) and float64, and the number of values per channel.

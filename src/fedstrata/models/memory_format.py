@@ -20,8 +20,8 @@ def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, 
     """Convert a module with convolutions in place to channels-last format, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
-    convolution. Use ``x.flatten(1)``, which works with both formats. These modules keep the default format, and their
-    inputs are converted to it.
+    convolution. These modules keep the default format, and their inputs are converted to it. Instead of ``view``, use
+    ``x.flatten(1)``, which works with both formats.
 
     Args:
         module: The module to convert.

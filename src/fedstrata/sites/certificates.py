@@ -20,7 +20,7 @@ ROOT_DAYS = 3650
 signs."""
 
 WARNED = timedelta(days=30)
-"""The remaining validity of a certificate below which its owner gets a warning."""
+"""The remaining validity below which the owner of a certificate gets a warning."""
 
 ASK = "Ask the administrator of the federation for a new kit."
 ROOT = "rootCA.pem"

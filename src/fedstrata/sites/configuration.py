@@ -70,7 +70,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
     """Return the name of a job: a hash of specs and plans.
 
-    From this name, 'submit' recognises a job that already runs.
+    From this name, 'submit' recognises a job that is already running.
     """
     content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"

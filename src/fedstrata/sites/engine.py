@@ -322,7 +322,7 @@ class NVFlareEngine(Engine):
     def write_log_heads(self, record: object = None) -> None:
         """Append new heads of the sites' ledgers to the file, so that a check can find entries that a site removed.
 
-        The run calls this method with the record of each round, which is not used.
+        The run calls this method with each round's record, which is not used.
         """
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}

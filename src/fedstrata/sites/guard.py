@@ -241,8 +241,8 @@ class Quota:
 
 
 REPEATS = 3
-"""The maximum number of times that a request to clients that add up tensors is repeated after a client failed. The
-number is limited, because each repetition may send terms of sums to the server."""
+"""The maximum number of repetitions of a request to clients that add up tensors, if clients fail. The number is
+limited, because each repetition may send terms of sums to the server."""
 
 Position = tuple[int, int]
 """The progress of a run: the round (0 before the first round), and the index of the phase in ``PHASES``."""
@@ -483,8 +483,8 @@ class Guard:
     def _refuse_early(self, match: Match) -> None:
         """Raise an error if the client has not answered the earlier request that ``RequestRule.after`` names.
 
-        The earlier request gives labels other ids, which later requests use. If a site lost its checkpoint, its clients
-        must answer the earlier request again.
+        The earlier request replaces the ids of labels, and later requests use the new ids. If a site lost its
+        checkpoint, its clients must answer the earlier request again.
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]

@@ -19,7 +19,7 @@ AT_WORK = -1
 
 
 class LateError(WireError):
-    """An error for a request that arrives after a later request, so that the server no longer needs the reply."""
+    """An error for a request that arrives after a later request, and whose reply is no longer needed."""
 
 
 class RequestCache:

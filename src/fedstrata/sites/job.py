@@ -216,7 +216,7 @@ def _caller(site: Any, end: JobEnd) -> Call:
 def _settings(root: Path) -> SiteSettings:
     """Read the settings of the server or a site from its folder, and adapt ``sys.path``.
 
-    In a deployment, the function removes the folder in which NVFlare unpacks jobs from ``sys.path``, so that code in
+    In a deployment, the function removes from ``sys.path`` the folder in which NVFlare unpacks jobs, so that code in
     jobs is not imported.
     """
     settings = SiteSettings.read(root)

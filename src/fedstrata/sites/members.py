@@ -20,7 +20,7 @@ MEMBERS = Path("local") / "members.json"
 
 
 def members(kit: Path) -> list[str]:
-    """Return the names of the sites that may connect to the server with the folder ``kit``.
+    """Return the names of the sites that may connect to the server whose folder is ``kit``.
 
     Raises:
         SpecError: The folder does not contain a list of sites.
@@ -109,7 +109,7 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Whether to put the site on the list again.
 
     Raises:
-        SpecError: ``kit`` is not a server's folder. Or the site is not on the list (with ``undo``: was never on the
+        SpecError: ``kit`` is not a server's folder, or the site is not on the list (with ``undo``: was never on the
             list).
         DataError: The list cannot be read.
     """

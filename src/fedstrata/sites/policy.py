@@ -78,17 +78,17 @@ class Policy(Setting):
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics of its own data that the site sends to jobs that are not
-            approved. A spec with another seed holds out different samples for tests. Two answers can therefore differ
-            by a single sample and reveal this sample. The same limit holds for the descriptions (``[data]``) that jobs
-            try on the data. It also holds for requests that fail, because an error reveals something.
+        surveys: The largest number of different statistics of the site's own data that jobs without approval get. A
+            spec with another seed holds out different samples for tests. Two answers can therefore differ by a single
+            sample and reveal this sample. The same limit holds for the descriptions (``[data]``) that jobs try on the
+            data. It also holds for requests that fail, because an error reveals something.
         masking: Whether labels and their counts must be masked before they leave the site.
         ldp: Whether numbers of samples may leave the site only with local differential privacy.
         dp: The smallest noise (``privacy.dp.noise``) that a job must use. With 0, jobs do not need differential
             privacy, except if ``budget`` is set.
         outside_dp: Names of the values that a job with differential privacy may compute from the site's samples without
             noise. The names are ``sizes``, ``normalization``, ``imputation``, ``labels`` and ``evaluation``. The list
-            has an effect if the site requires differential privacy.
+            has an effect only if the site requires differential privacy.
         budget: The largest ε of differential privacy that all jobs together may spend. The site stops answering before
             a round that would exceed this budget. Default: no limit.
         delta: The δ for which ``budget`` holds.
@@ -217,7 +217,7 @@ class Policy(Setting):
         return self.dp > 0 or self.budget is not None
 
     def _check_dp(self, asked: Declaration) -> None:
-        """Raise an error if a job adds too little noise, or sends values without noise that this site forbids."""
+        """Raise an error if a job adds too little noise, or sends values that the site does not allow without noise."""
         dp = asked.privacy.dp
         accepted = f"Set privacy.dp with a noise of at least {self.dp:g}." if self.dp else "Set privacy.dp."
         if dp is None:

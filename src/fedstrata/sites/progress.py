@@ -278,7 +278,7 @@ def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
 
 
 def _disk_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the disk of the server or site is full, so that the shown progress may be outdated."""
+    """Return a warning if the disk of the server or site is full, because the shown progress may then be outdated."""
     free = table.get("disk_free", math.inf)
     if free >= DISK_FULL:
         return []

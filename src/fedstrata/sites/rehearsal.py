@@ -52,7 +52,7 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run the experiment of a deployment in this process, with the deployment's data files and the same result.
+    """Run a deployment's experiment in this process, with the same data files and the same result.
 
     Args:
         spec: The experiment.

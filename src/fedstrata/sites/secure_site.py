@@ -37,7 +37,7 @@ from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
 from fedstrata.sites.policy import Policy
 
 ANSWERED = ".answered"
-"""The folder, in a site's folder, with one file per job that contains the hashes of the answered requests."""
+"""The folder in a site's folder with one file per job. Each file contains the hashes of the answered requests."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            but at most one site per processor (or three sites, with fewer processors). A resumed run keeps its sites,
-            because the sites store the clients' states.
+            but at most one site per processor (at most three sites if there are fewer processors). A resumed run keeps
+            its sites, because the sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.
@@ -119,7 +119,7 @@ def simulate(
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
-    """Return the number of sites that the runs to resume had before. If none of these runs has begun, return ``sites``.
+    """Return the number of sites that the resumed runs had before. If none of these runs has begun, return ``sites``.
 
     Args:
         folders: The run folders.

@@ -463,8 +463,8 @@ class SiteRun:
     def save(self, save: wire.Save) -> wire.Done:
         """Write a checkpoint with the clients' states.
 
-        The checkpoint also lists all clients at this site. With this list, a client that never had a state differs from
-        a client whose state was lost.
+        The checkpoint also lists all clients at this site. This list distinguishes clients that never had a state from
+        clients whose state was lost.
         """
         self.guard.save(save.round)
         state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
@@ -765,7 +765,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """Return the result of a hop if the hop is the site's last or last acknowledged hop; otherwise None."""
+        """Return the result of a hop if it is the site's last hop or last acknowledged hop; otherwise None."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

@@ -203,7 +203,7 @@ class _Administrator:
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
         self._job = ""
-        """The id of the last job if this job has ended and another job does not run; otherwise empty."""
+        """The id of the last job if this job has ended and no other job is running; otherwise empty."""
         self._over: dict[str, Any] = {}
         self.fetched: Path | None = None
         """The copy of the run folder, once the run is complete."""

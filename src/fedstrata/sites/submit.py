@@ -38,7 +38,7 @@ QUIET = 10.0
 REJOIN = 20.0
 """The maximum number of seconds to wait for all sites before a failed job is submitted again."""
 ENDS = 180.0
-"""The number of seconds that a job may take to end after its last round, because NVFlare waits for sites."""
+"""The number of seconds that a job may take to end after its last round, while NVFlare waits for sites."""
 MISSED = 5
 """The number of polls after which the job is submitted again if a connected site does not work on the job."""
 AGAIN = 3
@@ -252,7 +252,7 @@ class Watch:
     def _submit(self, session: Any) -> tuple[str, str]:
         """Submit the job if it does not run yet, and return its id and a report.
 
-        The job may already run if the connection was lost before the server confirmed an earlier submission.
+        The job may already be running if the connection was lost before the server confirmed an earlier submission.
         """
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])
