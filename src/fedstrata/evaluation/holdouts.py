@@ -128,7 +128,7 @@ def hold_out(
         assignment: The training samples of each client.
         seed: The experiment's seed.
         validation: The validation samples that were held out before the partition; None if each client holds out its
-            own.
+            own validation samples.
         brought: The test samples of each client, if a real site or the data set provides them. If given, no other test
             samples are held out.
         everybody: Whether ``assignment`` contains the samples of all clients. At a real site, ``assignment`` contains

@@ -173,7 +173,7 @@ def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device
 
 
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
-    """Estimate from one sample how many samples have outputs that fit into ``OUTPUT_BYTES``; return at least 1.
+    """Estimate from one sample for how many samples the outputs fit into ``OUTPUT_BYTES``; return at least 1.
 
     Raises:
         SpecError: The values of all samples would need more than ``KEPT_BYTES`` of memory.

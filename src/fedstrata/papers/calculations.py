@@ -89,10 +89,10 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
 def sampled_variance(
     noise: float, scale: float, places: int = 10, draws: int = 1000, start: Start = "random"
 ) -> dict[str, float]:
-    """Simulate FedSTS's sampling and uniform sampling of 100 clients in ten groups, and compare the mean updates.
+    """Simulate FedSTS's sampling and uniform sampling, and compare the mean updates.
 
-    A client's gradient, shape (50,), is the mean gradient of the client's group plus Gaussian noise. We assume that a
-    client's update equals its gradient.
+    The 100 clients form ten groups. A client's gradient, shape (50,), is the mean gradient of the client's group plus
+    Gaussian noise. We assume that a client's update equals its gradient.
 
     Args:
         noise: Standard deviation of the noise in the clients' gradients.
@@ -248,7 +248,7 @@ def transfers(
         spec: Experiment whose method is Stratify.
         chunk_sizes: Chunk sizes to compare. A chunk consists of consecutive labels of the label schedule.
         weighted: Whether the probability of drawing a client is proportional to its number of samples with the label.
-        retain: Fraction of clients that Stratify considers for each label, among the clients with samples of the label.
+        retain: For each label, Stratify considers this fraction of the clients with samples of the label.
 
     Returns:
         Number of model transfers per sample, for each chunk size.

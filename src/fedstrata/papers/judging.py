@@ -46,7 +46,7 @@ class Claim:
         where: Parts of the paper that state the claim, such as ``abstract, conclusion``.
         kind: How the claim is judged: one of ``KINDS``.
         about: Parameters of the judgement, such as the table and the row. A claim that is shown on the first page of
-            the results also has ``headline``, a short statement, and ``data``, the name of the data set.
+            the results also has ``headline`` (a short statement) and ``data`` (the name of the data set).
     """
 
     paper: str
@@ -435,6 +435,6 @@ KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
 """All kinds of claims.
 
 A ``reading`` is judged by a number that follows from a paper's formulas or algorithms, without training. A ``page`` is
-judged by results on another page of the documentation. An ``untestable`` claim cannot be judged with our data and
-hardware, or by any experiment.
+judged by results on another page of the documentation. An ``untestable`` claim cannot be judged by any
+experiment, or at least not with our data and hardware.
 """

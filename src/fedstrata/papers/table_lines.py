@@ -172,7 +172,10 @@ SHOWN = {
     "macro": "macro accuracy, %",
     "diversity": "Λ",
 }
-"""A mapping from result keys to headings of additional columns. A table shows a column only if it has such results."""
+"""A mapping from result keys to headings of additional columns.
+
+A table shows such a column only if the table's results contain the key.
+"""
 
 
 def _mean(cells: Cells, row: str, column: str, key: str) -> str:

@@ -97,7 +97,7 @@ class Table:
         against: Additional comparisons, each as a pair (row, other row).
         rows: A mapping from each row to the settings that the row changes in the spec.
         columns: A mapping from each column to the settings that the column changes in the spec.
-        only: A mapping from each column with only some of the rows to these rows.
+        only: For each column that has only some of the rows, the names of these rows.
         spec: Spec that all cells share, as nested dicts.
         published: The paper's results in percent, as a mapping from each row to a mapping from columns to results.
         seconds: A mapping from each row to the expected seconds per round on one core. The key "" stands for all other

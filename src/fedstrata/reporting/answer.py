@@ -16,7 +16,7 @@ from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
 NAMED = 3
 """The maximum number of methods that a sentence lists."""
 FINE = 10
-"""The number of seeds from which percentages have two decimal places."""
+"""With at least this number of seeds, percentages have two decimal places."""
 
 
 @dataclass(frozen=True)

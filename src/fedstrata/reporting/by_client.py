@@ -17,7 +17,7 @@ ByClient = dict[str, dict[str, Estimate]]
 """A mapping from the name of each client to a mapping from each method's label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
-"""The columns of a run's table of clients that do not contain results."""
+"""In a run's table of clients, the columns that do not contain results."""
 
 
 def by_client(runs: Mapping[str, Sequence[History]], column: str = "accuracy") -> ByClient:

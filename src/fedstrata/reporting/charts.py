@@ -46,7 +46,7 @@ _SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "cli
 _SOURCES["personal"] = "personal models"
 _STATISTICS = {"mean": "mean", "worst_10": "worst tenth"}
 _NOT_METRICS = ("client", "name", "in_partition", "train_samples", "samples")
-"""The columns of the table of clients that do not contain metrics."""
+"""In the table of clients, the columns that do not contain metrics."""
 
 
 def strokes(labels: Sequence[str], ranked: Sequence[str]) -> dict[str, style.Stroke]:
@@ -138,7 +138,7 @@ def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     Columns that only some methods record come last. They are left out if their values never change.
     """
     changes: dict[str, bool] = {}
-    """A mapping from each column that only some methods record to True if its values change in any run."""
+    """For each column that only some methods record, whether the column's values change in any run."""
     for history in (history for members in runs.values() for history in members):
         for name in history.columns:
             varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1

@@ -51,7 +51,7 @@ BUDGETS = {
     "seconds": Budget(("seconds",), "s", "time, s"),
     "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""The resources, such as bytes, for which metrics can be compared at equal amounts."""
+"""The resources, such as bytes; metrics can be compared at equal amounts of a resource."""
 
 LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns, apart from metrics, for which lower values are better."""

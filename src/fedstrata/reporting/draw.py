@@ -35,7 +35,7 @@ BANDS = 3
 BAND = 0.12
 """The opacity of a band."""
 EARLY = 10
-"""The minimum number of points of a curve whose beginning the chart may leave out."""
+"""A chart may leave out the beginning of its curves only if a curve has at least this number of points."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 

@@ -214,7 +214,10 @@ def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
 
 
 def _traffic(members: Mapping[str, Sequence[History]], target: float | None) -> list[Column]:
-    """Return the column with the MB until the target (in total, without a target); empty if bytes were not recorded."""
+    """Return the column with the amount of transferred data until the target, or in total if ``target`` is None.
+
+    The list is empty if bytes were not recorded.
+    """
 
     def bytes_of(history: History) -> float | None:
         if target is None:

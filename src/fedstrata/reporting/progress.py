@@ -25,7 +25,7 @@ DRAW_EVERY = 0.25
 
 
 MOST = 12
-"""The number of methods up to which every method has a bar.
+"""With at most this number of methods, every method has a bar.
 
 With more methods, only methods with active runs have bars.
 """

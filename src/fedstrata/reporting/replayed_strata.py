@@ -25,7 +25,7 @@ class View:
     Args:
         round: The number of finished rounds.
         clients: The sorted ids of the clients that the sampler has grouped, shape (n,).
-        points: The vector of each client by which the sampler groups the clients, shape (n, d).
+        points: The vectors by which the sampler groups the clients, one per client, shape (n, d).
         strata: The id of each client's stratum, counted from 0, shape (n,).
         labels: The number of samples of each class at each client, shape (n, C). The server does not know these
             numbers.

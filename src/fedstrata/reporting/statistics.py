@@ -37,7 +37,7 @@ LEVEL = 0.95
 FEWEST = {"t": 2, "wilcoxon": 6}
 """The minimum number of pairs for each test. With fewer than 6 pairs, Wilcoxon's p-value cannot be below 0.05."""
 MIN_SEEDS = 3
-"""The number of seeds from which intervals and orders are shown."""
+"""Intervals and orders are shown only with at least this number of seeds."""
 MOST_SEEDS = 100
 """The maximum number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)

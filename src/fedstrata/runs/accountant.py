@@ -20,10 +20,10 @@ from fedstrata.federation.messages import ClientId
 from fedstrata.federation.settings import DPSGD, Training
 
 ROUNDS = "privacy.dp"
-"""The key in ``Simulation.memory`` of each client's number of rounds with noise."""
+"""The key under which ``Simulation.memory`` stores each client's number of rounds with noise."""
 
 SIZES = "privacy.dp sizes"
-"""The key in ``Simulation.memory`` of the numbers of samples that sites reported."""
+"""The key under which ``Simulation.memory`` stores the numbers of samples that sites reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
 """The orders of the Rényi divergences, which are integers, because sums for other orders may not converge."""
@@ -134,7 +134,7 @@ class Accountant(RunAccountant):
         return f"privacy budget: in another round, a client could spend more than ε = {budget:g}"
 
     def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the number of past rounds in which each client trained, shape (N,)."""
+        """Return, for each client, the number of past rounds in which the client trained, shape (N,)."""
         rounds: Ints | None = memory.get(ROUNDS)
         return np.zeros(len(self.sizes), dtype=np.int64) if rounds is None else rounds
 
@@ -142,7 +142,7 @@ class Accountant(RunAccountant):
         """Return the largest ε of all clients.
 
         Args:
-            rounds: Number of rounds in which each client trained, shape (N,).
+            rounds: For each client, the number of rounds in which the client trained, shape (N,).
         """
         draws = map(self._training.poisson, self.sizes.tolist())
         spent = {

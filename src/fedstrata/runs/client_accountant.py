@@ -25,7 +25,7 @@ from fedstrata.sampling.poisson import Poisson
 from fedstrata.spec.experiment import Experiment
 
 MEMORY = "privacy.clients"
-"""The key in ``Simulation.memory`` of each client's number of rounds."""
+"""The key under which ``Simulation.memory`` stores each client's number of rounds."""
 LEAST_NOISE = 0.1
 """The minimum noise for which the accountant takes client sampling into account.
 
@@ -136,7 +136,7 @@ class ClientAccountant(RunAccountant):
         return ""
 
     def _rounds(self, memory: Mapping[str, Tree]) -> Ints:
-        """Return the number of past rounds in which each client could take part, shape (N,)."""
+        """Return, for each client, the number of past rounds in which the client could take part, shape (N,)."""
         rounds: Ints | None = memory.get(MEMORY)
         return np.zeros(self._clients, dtype=np.int64) if rounds is None else rounds
 

@@ -17,7 +17,7 @@ OUTSIDE = {
 
 SEEDED = "no privacy: seeded, so anyone who knows the seed can remove the noise"
 AT_SITES = "protects against everyone outside the site, including the server"
-"""Descriptions of the noise's protection: in a simulation (``SEEDED``), and in a deployment (``AT_SITES``)."""
+"""Descriptions of the protection by noise: in a simulation (``SEEDED``), and in a deployment (``AT_SITES``)."""
 
 
 def outside_epsilon(spec: Experiment, *, evaluates: bool) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ class SavedLoopState:
     """The fields of ``LoopState`` that checkpoints store. Some fields have other names here.
 
     Args:
-        heard: The latest round in which the server used each client's reply (``last_reply`` of ``LoopState``).
+        heard: For each client, the latest round in which the server used the client's reply (``last_reply`` of
+            ``LoopState``).
         evaluated: The most recently evaluated rounds.
         last: The latest evaluation.
         best: The best evaluation.
@@ -64,8 +65,8 @@ class LoopState:
     """The state of the loop over a run's rounds.
 
     Args:
-        last_reply: The latest round in which the server used each client's reply, shape (N,); 0 if the server has not
-            used a reply of the client. The array is empty if clients do not have their own test samples.
+        last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 if the
+            server has not used a reply of the client. The array is empty if clients do not have their own test samples.
         evaluated: The most recently evaluated rounds. The maximum number of rounds is ``evaluation.unheard``.
         last: The latest evaluation.
         best: The evaluation with the best primary metric. If several evaluations are equally good, the first of them.

@@ -36,8 +36,8 @@ class Selection:
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
             their numbers of samples. In a mean weighted by sample counts, all draws of a stratum then have equal
             weights. The value is None if the draws did not depend on sample counts.
-        stratum_chance: The probability that each stratum gets at least one draw, shape (H,). The value is None if the
-            number of draws from each stratum is not random.
+        stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,). The value
+            is None if the number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.
         round: The round, counted from 1. The method sets this value for the aggregator.
         rounds: The number of rounds of the run. The method sets this value for the aggregator.

@@ -149,8 +149,8 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
     """Return the number of clients to draw from each cluster: in proportion to its size, but at most ``available``.
 
     The draws are allocated by the largest-remainder method (see ``allocate``), with at least one draw for each cluster
-    with available clients. If there are fewer draws than these clusters, clusters are drawn at random, so that every
-    available client has the same probability.
+    with available clients. If there are fewer draws than clusters with available clients, clusters are drawn at
+    random, so that every available client has the same probability.
 
     Args:
         budget: The number of draws, at most the sum of ``available``.

@@ -140,9 +140,10 @@ def distances(counts: Ints, epsilon: float, sigma: float) -> Floats:
     The similarity V of two clients is the cosine between their label counts. Similarities are scaled so that the
     smallest is 0 and the largest is 1. Two clients with V > ε are joined by an edge of length exp(−V² / σ²). The
     distance of two clients is the length of the shortest path between them. If two clients are not connected, their
-    distance is the larger of two lengths: the longest of these paths, and an edge with similarity ε. All distances are
-    then divided by the largest distance. The authors' code always uses the longest of these paths for unconnected
-    clients. It also divides similarities by the largest similarity without subtracting the smallest.
+    distance is the larger of two numbers: the largest distance of two connected clients, and the length of an edge with
+    similarity ε. All distances are then divided by the largest distance. For unconnected clients, the authors' code
+    always uses the largest distance of two connected clients. It also divides similarities by the largest similarity
+    without subtracting the smallest.
 
     Args:
         counts: The label counts of each client, shape (N, C).

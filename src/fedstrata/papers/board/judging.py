@@ -24,7 +24,7 @@ MEASURES = {
 }
 """A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}
-"""A mapping from each measure at equal cost to the cost's index in a point of a curve; see ``running.curve``."""
+"""For each measure at equal cost, the index of the cost in a point of a learning curve; see ``running.curve``."""
 FEW_MORE = 1.05
 """A run may cost up to this multiple of the baseline's cost, because the methods' messages differ by a few bytes."""
 RESOLUTION = 0.01
@@ -102,7 +102,7 @@ class Verdicts:
         column: Column of the board (a partition with an availability model).
         outcomes: Results of all entries with at least one finished seed.
         seeds: Seeds of the protocol.
-        refused: A mapping from each entry that cannot be trained in the column's setting to the reason.
+        refused: For each entry that cannot be trained in the column's setting, the reason.
         missing: Names of the entries that have not finished all seeds.
     """
 

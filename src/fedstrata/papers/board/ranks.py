@@ -39,7 +39,8 @@ def ranking(values: Mapping[str, Sequence[float | None]]) -> Ranking | None:
             value in a block has the last rank in this block.
 
     Returns:
-        The ranking; None for fewer than three methods or two blocks, because Friedman's test needs at least so many.
+        The ranking. None if there are fewer than three methods or fewer than two blocks, because Friedman's test
+        requires at least three methods and two blocks.
     """
     from scipy.stats import friedmanchisquare, rankdata
 

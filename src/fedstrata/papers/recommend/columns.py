@@ -69,7 +69,7 @@ class Column:
 
     @property
     def alike(self) -> bool:
-        """Whether spec and column are similar, because they differ by at most ``CLEAR`` in every property."""
+        """Whether spec and column are similar: in every property, they differ by at most ``CLEAR``."""
         return not self.clear
 
     @cached_property

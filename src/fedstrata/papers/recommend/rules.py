@@ -26,7 +26,8 @@ class Rule(NamedTuple):
     Args:
         key: Name of the property in ``Properties``.
         least: Limit of the property. Limits are conventions, because we have not measured from which value a method
-            helps. If a rule cites one of our results, its limit is low enough for the setting of this result.
+            helps. If a rule cites one of our results, its limit is low enough that the rule applies to the
+            setting of this result.
         methods: A mapping from each method to a claim about the method.
     """
 
