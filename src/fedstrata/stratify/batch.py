@@ -219,8 +219,8 @@ class BatchPlan:
         """Two bools for each of the R pairs (label, client) of ``roster``.
 
         ``_refilled``: the client may use all its samples of the label again, and has not reported yet that these
-        samples are used up. ``_waiting``: the client held back samples of the label, but could train them if it got
-        more positions.
+        samples are used up. ``_waiting``: the client held back samples of the label, but could train on them if it
+        got more positions.
         """
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
         """For each label, whether clients hold back all unused samples of the label, shape (P,)."""
