@@ -325,7 +325,7 @@ class BatchPlan:
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Decide which positions are *given up* (trained by no client), because a client held back its samples.
+        """Decide which positions are *given up* (trained by no client) after a client held back its samples.
 
         A client holds back a sample if the client has too few samples for a batch. A position is given up if clients
         hold back all unused samples of the position's label. Without this rule, a client would train on a sample a
