@@ -50,8 +50,8 @@ honest sites in U. An honest site signs only sets that contain the site itself, 
 sites.
 
 *Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
-only in the sum over all honest sites of R'. R' has at least t members, so at least t − m
-of the members are honest.
+only in the sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are
+honest.
 
 Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
 and the few sites that vote differently cannot reach the threshold. The server may also send different contexts to
