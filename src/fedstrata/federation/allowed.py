@@ -69,8 +69,8 @@ class SampleLimit:
 
     Args:
         samples: The maximum number of samples.
-        reason: The reason for the limit. The reason completes a sentence about the reply, such as "uses at most 32
-            samples".
+        reason: The reason for the limit, as the rest of a sentence that begins with "the reply", such as "uses at most
+            32 samples".
     """
 
     samples: int

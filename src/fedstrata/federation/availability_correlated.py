@@ -69,7 +69,7 @@ class LabelCorrelated(Correlated):
 
     Args:
         concentration: Concentration of the Dirichlet distribution from which the labels' weights are drawn. Clients
-            with labels of large weights are online more often.
+            whose labels have large weights are online more often.
     """
 
     concentration: float = Field(default=0.1, ge=1e-9, le=1e9)

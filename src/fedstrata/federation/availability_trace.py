@@ -44,7 +44,7 @@ class Trace(Availability):
         return self
 
     def _parse(self, reader: csv.DictReader[str]) -> None:
-        """Read the intervals. Errors do not quote the file, because another organisation may read them."""
+        """Read the intervals. Do not quote the file in errors, because another organisation may read the errors."""
         if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
             raise ValueError("line 1 must be client,first,last")
         number: type[int | float] = int if self.round_seconds is None else float

@@ -42,7 +42,7 @@ class RoundLog:
     Args:
         round: The round, counted from 1; 0 before the first round.
         method: The method's name, for error messages.
-        online: A mapping from each client that got a request to True if the client is online in this round.
+        online: For each client that got a request, whether the client is online in this round.
     """
 
     round: int = 0

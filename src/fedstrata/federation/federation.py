@@ -353,12 +353,13 @@ class Federation:
         gets the model of the last successful hop.
 
         Args:
-            tasks: Pairs of a client and its task; all tasks have the same Python class. Each pair is requested only
-                after the previous hop, so a generator can choose it from earlier replies.
+            tasks: Pairs of a client and its task; all tasks have the same Python class. Each pair is read only
+                after the previous hop, so a generator can choose the pair based on earlier replies.
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
-                failure only at the end. In this case, the function is called a second time for this hop, with None.
+                failure only at the end. In this case, the function is called a second time for the failed hop, with
+                None.
             work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """

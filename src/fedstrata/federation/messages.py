@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one ``Order`` object per phase, which all Python classes of requests with this order share.
+    Each client has one ``Order`` object per phase. All Python classes of requests with this order share the object.
     """
 
     def refusal(self, request: Any) -> str:
@@ -67,7 +67,7 @@ class RequestRule:
             these clients fails, the server may send the same request again.
         forms: A function that returns all variants of a request that count as the same request, beginning with the
             request itself. Default: only the request itself.
-        merges: Whether a client adds the samples of a batch with fewer than ``privacy.min_samples`` samples to a later
+        merges: Whether a client adds the samples of a small batch (fewer than ``privacy.min_samples``) to a later
             batch. This flag has an effect only if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.
         epsilon: The ε of local differential privacy that each reply spends; None without local differential privacy.

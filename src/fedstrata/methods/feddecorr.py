@@ -10,7 +10,7 @@ from fedstrata.objectives.feddecorr import Decorrelated
 
 
 class FedDecorr(Recipe):
-    """FedAvg with a loss that reduces the correlation of features, which label skew increases."""
+    """FedAvg with a loss that reduces the correlation of features, which increases with label skew."""
 
     paper = "Shi et al. 2023, Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous FL (ICLR)"
 

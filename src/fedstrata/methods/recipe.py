@@ -67,7 +67,7 @@ class Recipe(Method):
     A spec can replace each of these four components with a name or a table of settings.
 
     A subclass overrides ``parts``, which returns the components that differ from FedAvg's. If a spec replaces all
-    components that a setting affects, it must not contain this setting.
+    components that a setting affects, the spec must not contain this setting.
 
     Args:
         client_sampler: Client sampler, which chooses the clients of each round.

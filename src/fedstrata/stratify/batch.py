@@ -219,8 +219,8 @@ class BatchPlan:
         """Two bools for each of the R pairs (label, client) of ``roster``.
 
         ``_refilled``: the client may use all its samples of the label again, and has not reported yet that these
-        samples are used up. ``_waiting``: the client held back samples of the label, but could train them if it got
-        more positions.
+        samples are used up. ``_waiting``: the client held back samples of the label, but could train on them if it
+        got more positions.
         """
         self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
         """For each label, whether clients hold back all unused samples of the label, shape (P,)."""
@@ -325,7 +325,7 @@ class BatchPlan:
             raise ReplyRefusedError(NO_SUCH_BATCH)
 
     def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
-        """Decide which positions are *given up* (trained by no client), because a client held back its samples.
+        """Decide which positions are *given up* (trained by no client) after a client held back its samples.
 
         A client holds back a sample if the client has too few samples for a batch. A position is given up if clients
         hold back all unused samples of the position's label. Without this rule, a client would train on a sample a

@@ -254,7 +254,7 @@ def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
 
 @handles(LabelWeightedGradient)
 def label_weighted_gradient(client: Client, request: LabelWeightedGradient) -> GradientReply:
-    """Compute the gradient over a client's samples in a batch, in which each loss is weighted by the sample's label.
+    """Compute the gradient over a client's samples in a batch, where each loss's weight depends on the sample's label.
 
     Raises:
         FedstrataError: ``privacy.min_samples`` is more than 1.

@@ -95,7 +95,7 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 
 @handles_relay(Steps)
 class FusedSteps:
-    """Trains the model of a *relay*, which travels from client to client, if all clients share one process.
+    """Trains the model that travels from client to client in a *relay*, if all clients share one process.
 
     At first, each client only draws the samples of its task. The SGD steps of many tasks (a *block*) are taken together
     later. The result is bit-identical to separate steps at each client. If the model contains NaN or infinity after a

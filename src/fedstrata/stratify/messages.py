@@ -129,7 +129,8 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: The index of the batch for each sample to reserve, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
+        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
+            int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
@@ -300,7 +301,8 @@ class Steps(Request):
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels whose samples the client may all use again, from this request on, int64.
+        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
+            int64.
         fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
             interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.

@@ -51,7 +51,7 @@ def weighted(reply: FitReply, data: LocalData) -> FitReply:
 
 
 def starting_point(client: Client, request: ModelRequest | Evaluate) -> Weights:
-    """Return the model of a request. The layers and BatchNorm statistics that a client stores replace the model's."""
+    """Return the model of a request, with the layers and BatchNorm statistics that the client stores (if any)."""
     local = client.context.config.training.batch_norm == "local"
     sent = with_kept_layers(client, request.weights) if LAYERS in client.state else request.weights
     kept = client.state.get(BUFFERS)

@@ -64,7 +64,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
 class _TrainsLike(CrossEntropy):
     """The task's loss, restricted to the parameters that another objective trains and that clients send.
 
-    Sketches of models trained with either objective are therefore comparable.
+    Sketches of models that were trained with this loss or with the other objective are therefore comparable.
     """
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)

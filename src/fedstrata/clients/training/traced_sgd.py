@@ -95,7 +95,7 @@ class TracedSGD:
 
 
 def _plain_strides(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor with the strides of a new tensor of the same shape.
+    """Return a view of a contiguous tensor, where the view has the strides of a new tensor of the same shape.
 
     A tensor that is not contiguous is returned unchanged. The strides matter for images with one channel, which are
     contiguous in two memory formats at once. Convolutions choose the format by the strides, and take five times as long

@@ -15,8 +15,8 @@ from fedstrata.federation.messages import Params
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """Divide a client's update into the tensors to encode and the tensors to send without encoding.
 
-    With error feedback, a tensor of the training objective is sent without encoding if it must not be added up over
-    rounds, such as a prototype.
+    With error feedback, the objective's tensors that must not be added up over rounds, such as prototypes, are sent
+    without encoding.
 
     Args:
         change: The update in a client's reply, including the tensors of the training objective.

@@ -30,7 +30,7 @@ Security
 
 Let m sites collude with an active server, and let 2t > n + m and m ≤ t − 2. Then, per exchange, **the secrets of at
 most one set are revealed, the two seeds of an honest site are never both revealed, and each unmasked sum contains the
-vectors of at least t − m honest sites.** The proof needs three checks of honest sites:
+vectors of at least t − m honest sites.** The proof needs three checks by honest sites:
 
 1. A site votes once per exchange: it answers ``RevealAll``, or it signs one set U.
 
@@ -50,7 +50,8 @@ honest sites in U. An honest site signs only sets that contain the site itself, 
 sites.
 
 *Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
-only in the sum over all honest sites of R'. At least t − m of the t or more members of R' are honest.
+only in the sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are
+honest.
 
 Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
 and the few sites that vote differently cannot reach the threshold. The server may also send different contexts to
@@ -64,8 +65,9 @@ A request may *continue* the previous request. Both sums then contain the vector
 contains the set for which a site voted before (``continued``), and the site votes only for this set. All honest sites
 of the set have therefore voted for the set before, so no other set was unmasked before.
 
-The protocol has limits. In other exchanges, the server may unmask sums over two sets that differ by only one site. A
-site that sends a wrong vector can corrupt the sum without being detected. The server can always stop a run.
+The protocol has limits. If a request does not continue the previous request, the server may unmask sums over two
+sets that differ by only one site. A site that sends a wrong vector can corrupt the sum without being detected. The
+server can always stop a run.
 """
 
 from __future__ import annotations
@@ -336,7 +338,7 @@ class RevealSet(Message):
 
     Args:
         exchange: The index of the exchange.
-        votes: A mapping from each site that voted to the signature of its vote.
+        votes: A mapping from each voter (site) to the signature of its vote.
     """
 
     exchange: int
@@ -382,7 +384,7 @@ def context(job: bytes, roster: bytes, members: Sequence[str], exchange: int, qu
         roster: The roster's hash.
         members: The members R' of the roster's sums.
         exchange: The index of the exchange.
-        question: The hash of the request, with the model as the site decoded it.
+        question: The hash of the request, including the model as the site decoded it.
     """
     return digest("exchange", job, roster, members, exchange, question)
 

@@ -63,7 +63,7 @@ class Event:
 class Server:
     """The server's side of secure sums with one roster (group of sites).
 
-    Leave out sites that did not answer in time from the arguments of the methods. Messages may contain any values: a
+    In the arguments of the methods, leave out sites that did not answer in time. Messages may contain any values: a
     faulty message counts as missing, and ``events`` contains the reason.
 
     Args:
@@ -147,7 +147,7 @@ class Server:
         """Begin the next exchange and return it; None if the roster has no keys left.
 
         Args:
-            question: The hash of the request, with the model as the sites decode it.
+            question: The hash of the request, including the model as the sites decode it.
             length: Number of elements of each site's vector.
             only: The contributors of the previous sum, if this sum must have the same contributors.
         """

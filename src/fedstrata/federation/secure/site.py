@@ -96,7 +96,8 @@ class Site:
     """A site that takes part in the secure sums of one job, with its state and its secrets.
 
     A site that restarts gets new secrets, and joins the next roster. Only the hashes in ``answered`` must be saved.
-    Without them, a server could repeat a request without one site, and subtract the two sums to get this site's vector.
+    Without these hashes, a server could repeat a request to all sites except this one, and subtract the two sums to get
+    this site's vector.
 
     Each method answers one message of the server. Messages are untrusted: they may contain any values. If a check
     fails, the method raises ``RefusedError``, and the state does not change.
@@ -217,7 +218,7 @@ class Site:
 
         Args:
             begin: The message of the server.
-            question: The hash of the request, with the model as this site decoded it.
+            question: The hash of the request, including the model as this site decoded it.
             vector: The site's vector, shape (d,).
             enough: Whether at least ``privacy.min_samples`` samples contribute to the vector.
             continues: Whether the sum must have the same contributors as the site's previous sum.

@@ -46,8 +46,8 @@ class Roll:
             use the server's own numbers of the placeholders, 0 … P − 1.
         held: A mapping from each client to its placeholders, in the order of the client's labels.
         counts: A mapping from each client to its sample counts, in the order of the client's placeholders in ``held``.
-            The mapping contains only clients that reported counts, which clients do if labels are not masked or if
-            selection is weighted.
+            Clients report counts if labels are not masked or if selection is weighted. The mapping contains only
+            clients that reported counts.
         totals: The number of samples of each placeholder over all clients, shape (P,).
         register: The server's knowledge about the labels: an ``OpenRegister``, a ``TagRegister`` or a
             ``PackedRegister``. With the register, the server recognises the labels of clients that join later.

@@ -169,8 +169,8 @@ class Compare(Request):
 
     Args:
         classes: The number C of classes.
-        sheets: The index (into ``SealedLabels.sheets``) of the client's ciphertext to which each ciphertext of
-            differences belongs, int64.
+        sheets: For each ciphertext of differences, the index (into ``SealedLabels.sheets``) of the client's ciphertext
+            from which the differences were computed, int64.
         differences: The ciphertexts of the differences.
     """
 

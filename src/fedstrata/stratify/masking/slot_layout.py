@@ -140,7 +140,7 @@ class SlotLayout:
 
         Args:
             opened: The decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: The index of the client's sheet from which each ciphertext was computed.
+            sheets: For each ciphertext, the index of the client's sheet from which the ciphertext was computed.
             labels: The number L of labels that the client sent.
 
         Returns:

@@ -142,7 +142,7 @@ class UniqueList:
         """Compare the labels of one client after another with the list, and add new labels until the list is complete.
 
         Returns:
-            A mapping from each client that replied to its placeholders (the numbers that stand for its labels), and the
+            Two values: for each client that replied, its placeholders (the numbers that stand for its labels), and the
             clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
