@@ -221,8 +221,8 @@ class Compression:
         first, second = FirstForm(form, codec), SecondForm(form, codec)
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)
-        # Divide each matrix Q by its norm, because ``FirstForm`` assumes that columns of Q have norms of at most 1.
-        # This does not change P, whose columns are made orthonormal.
+        # Divide each matrix Q by its norm, because ``FirstForm`` assumes that columns of Q have norms of at most 1. The
+        # decoded change stays the same, because the columns of P = Σ M_k Q are made orthonormal.
         basis = self._basis(codec, second.like)
         basis = codec.next_basis(basis, basis)
         packed = pack(basis, codec.forms_of_basis(second.like))

@@ -184,7 +184,9 @@ class Bounds:
         A loss above ``LOSS_RANGE`` is scaled down.
         """
         most = math.ceil(self.sample_gradients(self.largest))
-        if self.config.privacy.dp is not None:  # DP-SGD counts at most one batch per step; see ``Training.poisson``
+        # With DP-SGD, a client reports the expected number of samples in its batches, which are all equally large; see
+        # ``Training.poisson``. Without DP-SGD, the last batch of an epoch may be smaller.
+        if self.config.privacy.dp is not None:
             most = self.steps * self.config.training.batch_size
         by_seen = Weight("seen", lambda reply: reply.seen, most)
 
