@@ -148,7 +148,8 @@ class SiteServer:
 
     def _answered(self, envelope: wire.Envelope) -> bytes:
         if self._run is not None:
-            # PyTorch stores the number of threads for each calling thread, and the rounding of sums depends on it.
+            # Set the number of threads for each request, because PyTorch stores it per calling thread. The rounding of
+            # sums depends on this number.
             torch.set_num_threads(self._run.context.config.training.threads)
         self._asking = ""
         with only_from(self.settings.packages):
