@@ -109,7 +109,7 @@ def _plain_strides(tensor: Tensor) -> Tensor:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns if these flags are set on a machine without a GPU
+        warnings.simplefilter("ignore")  # PyTorch warns if oneDNN's flags are set on a machine without a GPU
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 
