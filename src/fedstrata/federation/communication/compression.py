@@ -285,7 +285,8 @@ class Compression:
             params = {name: tensor.clone() for name, tensor in params.items()}
             self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
             return
-        # This difference contains the earlier errors of the codec, so that the server needs no separate error feedback.
+        # ``missed`` also contains the codec's errors in earlier versions, so the server does not need separate error
+        # feedback.
         missed = {name: tensor - state.params[name] for name, tensor in params.items()}
         encoded = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
         change = pack(encoded, self.down.forms(missed))
