@@ -175,7 +175,7 @@ class Model:
             RuntimeError: ``forward`` did not call the head.
         """
         head, inputs = self._head.module, dict[nn.Module, tuple[Tensor, ...]]()
-        handle = head.register_forward_pre_hook(inputs.__setitem__)  # called with the head and its arguments
+        handle = head.register_forward_pre_hook(inputs.__setitem__)  # stores the head's arguments
         try:
             logits = self(params, x)
         finally:
