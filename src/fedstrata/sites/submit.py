@@ -232,7 +232,8 @@ class Watch:
         now = time.monotonic()
         if table is None:
             # After a restart, the server reports nothing about the job, but the job's status stays RUNNING. If the run
-            # was over shortly before, it still counts as over. Otherwise, the states of the sites are unknown.
+            # was over before the restart, it still counts as over for ``ENDS`` seconds. Otherwise, the states of the
+            # sites are unknown.
             return None if self._over and now - self._last_progress < ENDS else {}
         self._last_progress, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
