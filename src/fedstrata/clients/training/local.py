@@ -251,7 +251,7 @@ def train(
             stack.enter_context(torch_seeded(client.seed, "layers", round, client.number, device))
         if setup.chain is None:
             params = stack.enter_context(model.loaded(weights.params, weights.buffers, train=True))
-        else:  # handwritten gradients need neither random numbers nor the module
+        else:  # handwritten gradients do not use the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         losses, seen, optimizer_state = _take_steps(client, setup, model, params, data, context, round, optimizer_state)
         after = Weights(params, weights.buffers)
