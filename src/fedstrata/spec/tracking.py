@@ -137,8 +137,8 @@ class TensorBoard(Tracker):
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:
             self.writer.add_text("spec", f"```toml\n{simulation.spec.to_toml()}```", 0)
-            # TensorBoard's tab HPARAMS shows the settings next to these metrics.
             writer = self.writer._get_file_writer()  # type: ignore[no-untyped-call]
+            # TensorBoard's tab HPARAMS shows these metrics next to the settings.
             metrics = {"accuracy": None, "validation/accuracy": None}
             for summary in hparams(settings_of(simulation.spec), metrics):  # type: ignore[no-untyped-call]
                 writer.add_summary(summary, 0)
