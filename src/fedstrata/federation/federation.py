@@ -293,8 +293,7 @@ class Federation:
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
         """Return the sum of the replies, if the engine can compute a usable sum in one pass; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
-        # With a simulated network and a deadline, a reply can be late because of its size, so each client must reply
-        # separately.
+        # With a simulated network and a deadline, a large reply can be late, so each client must reply separately.
         alone = clock is not None and self.availability.network and deadline is not None
         if not reached or self.config.training.execution != "fused" or alone:
             return None
