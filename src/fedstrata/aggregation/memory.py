@@ -208,8 +208,6 @@ class Echoes(Remembering):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        # ``models`` lacks the newest model, which is the global model ``weights``. It is added in the next round with
-        # replies, because a recipe may still change the model that this method returns.
         t, newest, last, server = state["round"] + 1, state["newest"], state["last"], state["server"]
         models: dict[int, Weights] = state["models"]
         if replies:
@@ -226,6 +224,8 @@ class Echoes(Remembering):
             length = math.sqrt(squared_norm(update))
             if length > self.clip:
                 update = {name: total * (self.clip / length) for name, total in update.items()}
+            # Store the model of the last round with replies only now, because a recipe may have changed the model after
+            # this method returned it.
             models, last = {**models, newest: weights}, last.copy()
             last[clients], newest = t, t
             models = {round: model for round, model in models.items() if round in last}

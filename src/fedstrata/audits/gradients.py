@@ -129,8 +129,8 @@ class Tap(LocalEngine):
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # This is reservoir sampling: the nth gradient for this number of samples replaces one of the stored
-            # gradients with probability parts / n.
+            # Reservoir sampling, separately for each number of samples: the nth gradient replaces one of the ``parts``
+            # stored gradients with probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue

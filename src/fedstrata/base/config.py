@@ -96,7 +96,7 @@ class Setting(BaseModel):
         """
         return type(self)
 
-    if not TYPE_CHECKING:  # not for type checkers, which derive the arguments from the fields
+    if not TYPE_CHECKING:  # hide __init__ from type checkers, which derive its arguments from the fields
 
         def __init__(self, /, **settings: Any) -> None:
             try:

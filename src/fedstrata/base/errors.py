@@ -92,7 +92,7 @@ class ExtraMissingError(FedstrataError):
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # the value has thousands of levels, or a number with too many digits
+    except (RecursionError, ValueError):  # the value is nested too deeply, or contains a number with too many digits
         return f"({type(value).__name__} too large to show)"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 

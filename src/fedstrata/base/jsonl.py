@@ -159,8 +159,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            # If a process is killed while it writes, the last line has no newline, and is ignored. After a power cut,
-            # the file may contain zero bytes, which are reported as damage.
+            # Ignore an incomplete last line, which a process leaves if it is killed while it writes. Report zero bytes,
+            # which a power cut can leave, as damage.
             if number == len(lines) and b"\0" not in line:
                 return
             raise DataError(f"{path}, line {number} is not a JSON object. {REPAIR}") from None
@@ -206,10 +206,11 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
+        # Errors such as a full disk do not name the file.
         error.filename, error.filename2 = (
             str(path),
             None,
-        )  # errors such as a full disk do not name the file
+        )
         raise
     finally:
         beside.unlink(missing_ok=True)

@@ -79,7 +79,8 @@ class Worker:
                 # module prevents this.
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
-                # Python warns of locks that other threads hold during the fork. Workers do not use these locks.
+                # Ignore Python's warning that other threads may hold locks during the fork. Workers do not use these
+                # locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.process.start()
         finally:
@@ -122,8 +123,8 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    # Reset the file descriptor that a fork inherits. Otherwise, signals to this process would wake the event loop of
-    # the parent process, for example of a notebook.
+    # A fork inherits the file descriptor that a signal writes to. Without a reset, signals to this process would wake
+    # the event loop of the parent process, for example of a notebook.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -76,7 +76,7 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     def declare(cls: type[T]) -> type[T]:
         new = dataclasses.dataclass(frozen=True)(cls)
         old = RECORDS.get(name, new)
-        # A notebook cell that runs twice declares a class again. The newer class then replaces the older class.
+        # A notebook cell that runs twice declares the same class twice. Only an equal class may replace an older class.
         if old.__qualname__ != new.__qualname__ or fields_of(old) != fields_of(new):
             problem = f"{old.__module__}.{old.__qualname__} already has this wire name. Choose another name"
             raise ValueError(f"@record({name!r}) of {new.__module__}.{new.__qualname__}: {problem}.")
@@ -194,7 +194,8 @@ def _block(named: Mapping[str, Tensor]) -> list[Any]:
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
-    # ``reshape(-1)`` may keep a stride other than 1 for a tensor with one element, and ``view`` then fails.
+    # Use ``as_strided`` instead of ``reshape(-1)``, which may keep a stride other than 1 for a tensor with one element.
+    # ``view`` would then fail.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -323,7 +324,6 @@ def _neither(node: object) -> TypeError:
 
 
 def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
-    # ``tensors.pop`` allows a message to use a tensor only once, so that a short message cannot repeat a large tensor.
     def rebuild(inner: Any) -> Tree:
         return _rebuild(inner, tensors, ints, floats)
 
@@ -335,6 +335,7 @@ def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: lis
         return ints[node["$i"]]
     if "$f" in node:
         return floats[node["$f"]]
+    # ``pop`` lets a message use each tensor only once. Otherwise, a short message could repeat a large tensor.
     if "$t" in node:
         return tensors.pop(str(node["$t"]))
     if "$a" in node:

@@ -35,7 +35,8 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
     """
     text = f"{seed}|{purpose}|{round}|{client}".encode()
     digest = hashlib.blake2b(text, digest_size=16, person=b"fedstrata").digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+    key = Key(np.frombuffer(digest, dtype=np.uint64))
+    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # NumPy's stub does not accept an ISeedSequence
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -78,7 +79,7 @@ def torch_seeded(
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
     number = int(rng(seed, purpose, round, client).integers(2**63))
     with torch.random.fork_rng([device], device_type="cuda") if cuda else nullcontext():
-        # Seed only the CPU's generator: torch.manual_seed is slow, because it formats a stack trace for other devices.
+        # Do not use torch.manual_seed, which is slow, because it formats a stack trace for devices other than the CPU.
         torch.default_generator.manual_seed(number)
         if cuda:
             with torch.cuda.device(device):

@@ -128,7 +128,7 @@ def lines(labels: Sequence[str]) -> dict[str, Stroke]:
     for label in coloured:
         if (index := FIXED.get(label)) in free:
             chosen[label] = free.pop(index)
-    # Grey is the colour of the usual baseline, so another label gets it only if no other colour is left.
+    # Grey is the colour of FedAvg, the usual baseline. Another label gets grey only if no other colour is left.
     rest = sorted(free, key=lambda index: index == FIXED["fedavg"])
     for label, index in zip((each for each in coloured if chosen[each] is OTHER), rest, strict=False):
         chosen[label] = free[index]

@@ -158,7 +158,7 @@ def _compare(options: argparse.Namespace) -> int:
         with Progress(options.quiet or len(done) == len(planned)) as progress:
             watch = progress.of_runs(rounds, partial(latest, out, planned), done=done)
             asked = common.located(options, partial(compare, experiments, **given, watch=watch))
-    runs = histories(load_runs(out).finished())  # includes earlier runs in the folder
+    runs = histories(load_runs(out).finished())  # the runs of this command, and earlier runs in the folder
     if options.json:
         common.print_json(
             {"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))}

@@ -233,7 +233,7 @@ class StateStore:
             self._hold(client, state)
 
     def _hold(self, client: ClientId, state: Mapping[str, Tree]) -> None:
-        # The size is approximate: it counts all bytes of tensors and arrays, and 16 bytes for every other value.
+        # The size is approximate: 256 bytes per state, all bytes of tensors and arrays, and 16 bytes per other value.
         size = 256
         for leaf in records.leaves_of(state):
             size += getattr(leaf, "nbytes", 16)

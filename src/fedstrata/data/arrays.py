@@ -300,7 +300,7 @@ def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
     if array.dtype.kind != "S":
         return array
     try:
-        return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # an array of bytes
+        return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # the array contains bytes
     except UnicodeDecodeError as error:
         raise DataError(
             f"{key} contains the bytes {error.object!r}, which are not UTF-8. Store text as strings."

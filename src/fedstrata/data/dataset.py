@@ -180,7 +180,9 @@ class Dataset:
         stored = _take(inputs, indices)
         if self.keep:
             return stored
-        if self._rows is not None and self._rows[0].dtype == torch.float64:  # float32 would lose too many digits here
+        # Shift and scale are float64 if the inputs must not be rounded to float32 before they are normalised, because
+        # they would lose too many digits.
+        if self._rows is not None and self._rows[0].dtype == torch.float64:
             batch = (stored.double().flatten(1) - self._rows[0]).mul_(self._rows[1]).float().view(stored.shape)
         else:
             batch = stored.to(torch.float32, copy=isinstance(indices, slice))

@@ -82,7 +82,7 @@ with warnings.catch_warnings():
             custom: Description of arrays passed from Python. Only fedstrata sets this key.
         """
 
-        name: str = "digits"  # type: ignore[misc]  # see above
+        name: str = "digits"  # type: ignore[misc]  # replaces an attribute of ``Setting``
         normalize: Normalize = "standard"
         limit: PositiveInt | None = None
         client: str | None = None

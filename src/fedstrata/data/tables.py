@@ -255,9 +255,8 @@ def _cells(column: Any) -> list[Any]:
     if isinstance(column, (list, tuple)):
         return list(column)
     if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
-        column = column.astype(
-            f"{column.dtype.kind}8[us]"
-        )  # with nanosecond precision, NumPy returns integers instead of dates
+        # Convert times to microseconds, because ``tolist`` returns nanoseconds as integers instead of dates.
+        column = column.astype(f"{column.dtype.kind}8[us]")
     cells = column.to_list() if hasattr(column, "to_list") else column.tolist()
     if not isinstance(cells, list):
         raise TypeError(f"{cells!r} is a single cell, but a column must be a list of cells")

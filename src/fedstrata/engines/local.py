@@ -79,10 +79,11 @@ class LocalEngine(Engine):
             return self._ask_group(requests, group)
         self._pending = {}
         outcomes: dict[ClientId, Reply | Failure] = {}
+        # The work of a client is its number of per-sample gradients, plus 1 for the request.
         gradients = requests.work if isinstance(requests, Requests) else {}
         work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
-        # The work of a client is its number of per-sample gradients, plus 1 for the request. Clients with the most work
-        # come first, so that a process does not begin a long task when the other processes are nearly done.
+        # Clients with the most work come first, so that a process does not begin a long task when the other processes
+        # are nearly done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         remaining = sum(work.values())
 
@@ -99,8 +100,8 @@ class LocalEngine(Engine):
             self._seconds_alone += seconds
             remaining -= work[number]
 
-        # Requests without gradients are answered in this process, because sending the clients' states to workers would
-        # take longer.
+        # If ``shared`` is True, workers are not asked, or not asked again. Requests without gradients are answered in
+        # this process, because sending the clients' states to workers would take longer.
         shared = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
             if not shared and len(order) - index > 1:
@@ -222,7 +223,8 @@ class LocalEngine(Engine):
         refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
-        # The next group may use these models only if all threads have ended: a stuck thread may still use its model.
+        # Put the models back into ``self._models`` only after all threads have ended. A stuck thread may still use its
+        # model, so the next group must not get this model.
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
@@ -304,7 +306,6 @@ def refuse_random(config: FederationConfig) -> None:
         SpecError: The model's forward pass draws random numbers.
     """
     if config.random:
-        # Threads share PyTorch's random generator, so the numbers that each thread draws would depend on timing.
         problem = "draws random numbers, so results are not reproducible when clients train in parallel. Use a model "
         problem += "without random numbers (for example, nn.Dropout with p = 0). With Stratify, alternatively set "
         problem += "training.execution = 'fused'."

@@ -271,8 +271,8 @@ class WorkerPool:
         self._ray = _import_ray()
         self._class = self._ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
         self._payload_ref: Any = None
-        # Ray itself gives workers only the script's folder and the current folder to import from. Like Python,
-        # ``abspath`` does not resolve symbolic links.
+        # Send workers the import paths of this process, because Ray itself gives them only the script's folder and the
+        # current folder. Use ``abspath``, because it keeps symbolic links, as Python does.
         self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100
         self._all = [WorkerHandle(self._class.remote(self._paths)) for _ in range(count)]
 

@@ -161,7 +161,8 @@ def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answer
             # exception.
             with contextlib.suppress(Exception):
                 answer = answering(client, requests[which], states.get(client, {}))
-                # Reply and state are written to two blocks of shared memory, because the state is stored much longer.
+                # Write reply and state to separate blocks of shared memory, because states are stored much longer than
+                # replies.
                 message.append((client, up.write(answer.reply), up.write(answer.state)))
         connection.send(message)
 

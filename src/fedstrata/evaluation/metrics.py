@@ -520,7 +520,7 @@ class _Named(_OfRows):
         path: The path of the class or function.
     """
 
-    path: Annotated[str, Field(exclude=True)]  # A spec contains the path as the name of the metric.
+    path: Annotated[str, Field(exclude=True)]  # Excluded, because the metric's name in a spec is the path.
 
     @property
     @override

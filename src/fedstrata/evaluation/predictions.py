@@ -226,7 +226,7 @@ def predict(
     labels = data.y_train if split == "train" else data.y_test
     n = len(labels) if indices is None else len(indices)
     logits, predicted, loss = np.empty((n, data.outputs), dtype=np.float32), np.empty(n, dtype=np.int64), 0.0
-    # BatchNorm cannot compute statistics of a single sample, so it uses running statistics.
+    # For a single sample, BatchNorm uses running statistics, because it cannot compute statistics of one sample.
     with _evaluating(model, weights, batch_statistics and n > 1) as (params, device):
         # Make batches of nearly equal size, so that the last batch is not a single sample.
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()

@@ -106,7 +106,7 @@ class Allowed:
     per: Literal["phase", "run"] = "phase"
     rounds: range | Callable[[int], bool] | None = None
     limit: SampleLimit | None = None
-    rule: RequestRule = None  # type: ignore[assignment]  # the rule of the class
+    rule: RequestRule = None  # type: ignore[assignment]  # None: the rule of the request's class
     inside: Allowed | None = None
     single: bool = False
 

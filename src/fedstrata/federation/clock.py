@@ -43,11 +43,11 @@ class Clock:
             down = availability.bandwidth_down
             seconds = seconds + [availability.transfer(sizes[client], down) for client in clients]
         late = seconds > (math.inf if availability.deadline is None else availability.deadline)
-        # A late client does not train, because its answer would be discarded. Its state does not change.
         log.miss_deadline(asked[late].tolist())
         self._seconds = dict(zip(clients, seconds.tolist(), strict=True))
         if not availability.network or late.all():
             self.pass_time(log)
+        # Leave out late clients, because their answers would be discarded. They do not train, and keep their states.
         in_time: list[ClientId] = asked[~late].tolist()
         return in_time
 

@@ -182,8 +182,8 @@ class Exchanges:
         if self.clock is not None and self.log.round > 0:
             clients = self.clock.start({client: work.get(client, 0.0) for client in clients}, sizes, log)
             if model is not None:
-                # In a relay, the model goes to the next client, and the client's reply to the server takes no simulated
-                # time. The time of the hop is therefore complete.
+                # In a relay, the client passes the model on, and its reply to the server takes no simulated time. The
+                # exchange with this client therefore ends here.
                 self.clock.pass_time(log)
         return requests.among(clients, work)
 

@@ -293,7 +293,7 @@ class Federation:
     def _sum(self, reached: Requests, check: Check | None) -> Summed | None:
         """Return the sum of the replies, if the engine can compute a usable sum in one pass; otherwise None."""
         clock, deadline = self.exchanges.clock, self.availability.deadline
-        # With a simulated network and a deadline, a reply can be late because of its size, so each reply is needed.
+        # With a simulated network and a deadline, a large reply can be late, so each client must reply separately.
         alone = clock is not None and self.availability.network and deadline is not None
         if not reached or self.config.training.execution != "fused" or alone:
             return None
@@ -407,8 +407,8 @@ class Federation:
                     self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
-                # At least one client never raised an exception, so the program can answer these requests. A single
-                # reply would not show this, because a task without work always succeeds.
+                # At least one client did not raise an exception in any of its tasks, so the program can answer such
+                # requests. One reply alone would not show this, because a task without work always succeeds.
                 self.exchanges.answered |= kinds
             else:
                 self.exchanges.raise_if_hopeless(reached, kinds, failures)

@@ -64,7 +64,8 @@ def finite(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         if not leaf.is_floating_point():
             return not leaf.is_complex() or finite(torch.view_as_real(leaf))
-        # A finite sum shows that all values are finite, and is faster. If the sum overflows, the values are checked.
+        # Check the sum first, which is faster: if it is finite, all values are finite. Finite values can have an
+        # infinite sum, so check the values if the sum is not finite.
         return math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())

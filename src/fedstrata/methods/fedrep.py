@@ -26,8 +26,8 @@ class FedRep(Recipe):
 
     @override
     def parts(self) -> Parts:
-        # Use the plain mean, as in Algorithm 1. The authors' program weights the clients' bodies by their numbers of
-        # samples.
+        # Use the plain mean of the bodies (all layers except the head), as in Algorithm 1. The authors' program weights
+        # each client's body by its number of samples.
         return {"objective": HeadThenBody(head_epochs=self.head_epochs), "aggregator": Mean()}
 
     def personal_objective(self) -> Objective:

@@ -331,7 +331,7 @@ class LocalGroup:
             elif not self._changed.wait_for(lambda: self._turn != turn or self._broken is not None, self.timeout):
                 missing = ", ".join(str(other) for other in range(self.size) if other not in self._parts)
                 self.abort(f"member(s) {missing} did not add a tensor within {self.timeout:g} s")
-            # If the sum was completed, return it, even if the group broke before this thread woke up.
+            # If the turn has changed, the sum is complete. Return the sum even if the group broke in the meantime.
             if self._turn == turn:
                 self._refuse_broken()
             return self._total.clone()

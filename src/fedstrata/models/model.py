@@ -161,8 +161,8 @@ class Model:
             params = {**_copies(self.untrained.changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
         args, named = ((x,), {}) if isinstance(x, Tensor) else ((), dict(x))
-        # Pass each tensor under all of its names. PyTorch's option ``tie_weights`` does the same, but if a submodule
-        # has two names, the module keeps the passed tensor after the call.
+        # Pass each tensor under all of its names. PyTorch's option ``tie_weights`` would do this too, but with the
+        # option, a module that has a submodule with two names keeps the passed tensor after the call.
         return unwrapped(functional_call(self.module, {**params, **tied}, args, named, tie_weights=False))
 
     def with_features(self, params: Params, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ class Model:
             RuntimeError: ``forward`` did not call the head.
         """
         head, inputs = self._head.module, dict[nn.Module, tuple[Tensor, ...]]()
-        handle = head.register_forward_pre_hook(inputs.__setitem__)  # called with the head and its arguments
+        handle = head.register_forward_pre_hook(inputs.__setitem__)  # stores the head's arguments
         try:
             logits = self(params, x)
         finally:

@@ -274,7 +274,9 @@ def _try_out(module: nn.Module, name: str, shape: Shape, classes: int, trial: Tr
     """Run a forward pass on a sample. Raise ``SpecError`` if the module is unsuitable."""
     require_trainable(module)
     if trial is None:
-        if isinstance(shape, Mapping):  # a server without samples does not know the types of several inputs
+        # Without samples, a model with several inputs is not tested, because the dtypes of its inputs are unknown. A
+        # single input is assumed to be float32.
+        if isinstance(shape, Mapping):
             return
         trial = torch.zeros(1, *shape), lambda logits: "" if logits.shape == (1, classes) else f"(B, {classes})"
     x, form_of = trial

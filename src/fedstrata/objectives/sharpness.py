@@ -24,7 +24,8 @@ def scaled(direction: Mapping[str, torch.Tensor], length: float) -> Params:
     >>> scaled({"a": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}, 0.5)
     {'a': tensor([0.3000]), 'b': tensor([0.0000, 0.4000])}
     """
-    # Use one memory format, because the order of a sum depends on it, and checkpoints do not store it.
+    # Convert all tensors to one memory format. The order of a sum depends on the format, and checkpoints do not store
+    # the format, so a resumed run would round differently.
     parts = [part.contiguous() for part in direction.values()]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
     return dict(zip(direction, torch._foreach_mul(parts, length / (norm + TINY)), strict=True))

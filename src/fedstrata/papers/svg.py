@@ -24,10 +24,9 @@ def as_svg(draw: Callable[[], Figure], *, size: float = 8) -> str:
     """
     import matplotlib
 
-    # Text is stored as text instead of shapes, so that the file is small and does not depend on the fonts of this
-    # machine.
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     options: Any = {
+        # Store text as text instead of shapes, so that the file is small and does not depend on this machine's fonts.
         "svg.fonttype": "none",
         "svg.hashsalt": "forest",
         "font.size": size,

@@ -121,7 +121,8 @@ def separated(wanted: Sequence[float], gap: float) -> list[float]:
     [4.0, 6.0, 0.0]
     """
     order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks = list[tuple[float, int]]()  # Groups of adjacent positions: their mean (without gaps) and number.
+    # Each block is a group of positions that are moved to a distance of ``gap``: their mean (without gaps) and number.
+    blocks = list[tuple[float, int]]()
     for rank, index in enumerate(order):
         mean, size = wanted[index] - rank * gap, 1
         while blocks and blocks[-1][0] > mean:

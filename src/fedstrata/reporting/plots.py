@@ -184,7 +184,7 @@ def save(figure: Figure, path: Path | str) -> None:
     """Write a figure to a file. The same figure always gives the same bytes."""
     import matplotlib
 
-    # Embed TrueType fonts (type 42), because journals require them.
     dates = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+    # Embed TrueType fonts (type 42), because journals require them.
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedstrata"}):
         figure.savefig(path, metadata=dates.get(Path(path).suffix.lower()))

@@ -145,9 +145,9 @@ class Progress:
             return
         task, fields["note"] = printable(task), printable(fields["note"])
         if task not in self._ids:
-            # ``first`` counts the steps that were done before this call, because the estimate of the remaining time
-            # ignores them.
             name = f"{task[: NAME - 1]}…" if is_cut and len(task) > NAME else task
+            # ``first`` is the number of steps that were done before this call. The estimate of the remaining time
+            # ignores these steps.
             begin: dict[str, Any] = {"first": done, "began": now} | fields
             self._ids[task] = bars.add_task(name, completed=done, total=total, visible=visible, **begin)
         bars.update(self._ids[task], completed=done, total=total, visible=visible, **fields)

@@ -120,7 +120,7 @@ class Accountant(RunAccountant):
     @override
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
         rounds = self._rounds(memory).copy()
-        rounds[list(log.invited - log.dropped)] += 1  # clients that were late or failed are counted too
+        rounds[list(log.invited - log.dropped)] += 1  # also late and failed clients, which may have trained
         memory[ROUNDS] = rounds
         if not self._known:
             self.sizes = memory[SIZES] = np.maximum(self.sizes, memory.get(SIZES, 0))

@@ -81,7 +81,7 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         about |= {"task": data.task.to_spec(), "keep": data.keep}
     if isinstance(x := data.inputs(slice(0, 0)), Mapping):
         about["inputs"] = _several(x, data)
-    # Frozen parameters are not in the file. They are computed again, from the seed, when the model is loaded.
+    # Frozen parameters are not stored. When the model is loaded, they are computed again from the seed.
     frozen = prepared.identity.get("frozen")
     return about | {"frozen": {"seed": spec.seed, "fingerprints": frozen}} if frozen else about
 

@@ -345,7 +345,8 @@ def _check_metrics(model: Model, dataset: Dataset, spec: Experiment) -> None:
             metric.check(dataset.outputs)
         return
     split: Split = "train" if dataset.train_size else "test"
-    if not len(samples := dataset.targets(slice(0, 4), split)):  # the server of a deployment may have no samples
+    # The server of a deployment may have no samples. Test the metrics on one sample of zeros then.
+    if not len(samples := dataset.targets(slice(0, 4), split)):
         x, samples = each(dataset.x_test, _one), _one(dataset.y_test)
         dataset = replace(dataset, x_test=x, y_test=samples)
     rows = collect(model, Weights(model.params(), model.buffers()), dataset, split, np.arange(len(samples)))

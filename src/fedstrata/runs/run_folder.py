@@ -172,7 +172,7 @@ class RunFolder:
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage} The damaged file was renamed and kept.")
-            # Without a checkpoint, round 0 (the method's ``init``) is repeated, so remove its events too.
+            # A run that starts from the beginning repeats round 0 (the method's ``init``), so remove its events too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
@@ -188,7 +188,8 @@ class RunFolder:
         known = dict(zip(rounds.tolist(), values.tolist(), strict=True))
         if loop_state.best is not None and loop_state.best.value != known.get(loop_state.best.round):
             loop_state.best = None  # the best evaluation was chosen by the primary metric of an earlier spec
-        # Compare the last lines too, because checksums in a log do not reveal missing lines or a log of another run.
+        # Check that each log contains the line that was its last line at the checkpoint. The checksums within a log do
+        # not reveal that lines are missing at its end, or that it is the log of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
                 problem = (
@@ -199,7 +200,7 @@ class RunFolder:
                     raise DataError(problem)
                 notes.append(f"{problem} Some events may be missing.")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
-        # Remove the files that exist only if a run is over.
+        # Remove the files that are written only at the end of a run, because this run continues.
         for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
@@ -251,7 +252,9 @@ class RunFolder:
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            return  # a second checkpoint would lack states, because the engine saves only changes
+            # A second checkpoint of this round would replace the first, but lack the states that the first contains,
+            # because only changed states are saved.
+            return
         self._saved = round
         simulation.engine.save(round)
         for log in self._logs.values():

@@ -262,8 +262,7 @@ class Simulation:
             record |= self._accountant.spend(self.memory, federation.log)
             if reason := self._accountant.ending(self.memory):
                 self.stop(reason)
-        # These columns come first. If the method has a metric with the name of a column, the value of the column is
-        # used.
+        # The columns of ``record`` come first, and keep their values even if a metric of the method has the same name.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record

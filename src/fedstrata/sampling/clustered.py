@@ -194,7 +194,7 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     order = np.argsort(rank, kind="stable")
     order = order[masses[order] > 0]
     first, rest = order[rank[order] < remaining], order[rank[order] >= remaining]
-    # The masses of the other clients fill the distributions one after another. A cut is made at the end of each
+    # The masses of the clients in ``rest`` fill the distributions one after another. A cut is made at the end of each
     # client's mass, and where a distribution is full. The part between two cuts has one client and one distribution.
     room = np.cumsum(total - group_masses[heaviest[:remaining]])
     ends = np.cumsum(masses[rest])

@@ -102,8 +102,8 @@ class FedSSARSampler(ClientSampler):
         sizes_there = np.where(available_sizes > 0, sizes, 0)
         norms = np.zeros(total)
         selection = draw(known[available], clusters[available], sizes_there, allocation, norms, False, generator)
-        # ``draw`` computes probabilities among the available clients of a cluster. The factor converts these
-        # probabilities to all clients of the cluster, whose numbers are in ``sizes``.
+        # ``draw`` computes probabilities among the available clients of a cluster. Multiply them by the available
+        # fraction of the cluster, so that they refer to all clients of the cluster.
         probability = selection.probability * (available_sizes / sizes)[selection.stratum]
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),

@@ -106,7 +106,8 @@ class Graph(ClientSampler):
             return Selection.plain(places, 0), state
         apart = _distances(counts.astype(np.int64).tobytes(), counts.shape[1], self.epsilon, self.sigma)
         order = federation.rng("client-sampling").permutation(places)
-        # Up to a constant, Var(v + s) − Var(v) is the sum of these costs over S: (2 (v_k − mean) + 1) / (N − 1).
+        # If the clients S are chosen, the variance of the counts v (``times``) changes by the sum of these costs over S
+        # (up to a constant): (2 (v_k − mean) + 1) / (N − 1).
         costs = (2 * (times[order] - times.mean()) + 1) / max(len(known) - 1, 1)
         chosen = order[farthest(self.alpha * apart[np.ix_(order, order)], costs, m)]
         if self.counted == "invited":

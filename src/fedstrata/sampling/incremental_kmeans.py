@@ -115,7 +115,7 @@ class Clusters:
             sizes -= np.bincount(old[assigned], minlength=len(sizes))
             labels[suspects] = nearest
             upper[suspects], lower[suspects] = _bounds(distances, nearest)
-            # If a stratum is empty, its centre does not move.
+            # An empty stratum has no mean, so its centre does not move.
             means = np.where(sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], centres)
             shift = np.linalg.norm((means - centres) / scale, axis=1) * scale
             centres = means.astype(np.float32)

@@ -172,8 +172,8 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in outcomes}
             if len(outcomes) >= self.directory.least or self.directory.fewer != "wait":
                 break
-            # The argument is empty, because the sites that were excluded above may still correct their data, and are
-            # asked again.
+            # Do not count the sites that were excluded above, because they may still correct their data, and are asked
+            # again.
             self.directory.require_willing(())
             self.directory.wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:

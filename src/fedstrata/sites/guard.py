@@ -108,7 +108,7 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
         trials |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
         def count(kind: str, entry: str) -> None:
-            # The list has at most ``surveys`` entries, because further entries would not change any decision.
+            # Store at most ``surveys`` entries, because further entries would not change any decision.
             if entry not in trials[kind] and len(trials[kind]) < policy.surveys:
                 trials[kind].append(entry)
             replace_file(path, json.dumps(trials).encode(), mode=0o600)
@@ -294,7 +294,7 @@ class Guard:
         self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
         self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
         self._repeats: dict[tuple[ClientId, int], int] = {}
-        # The last request and its digests are stored, because many clients get the same request.
+        # Store the last request and its digests, because many clients get the same request.
         self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
 
     @property

@@ -129,8 +129,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                         raise
                 finally:
                     if plan.sites and folder.is_dir():
-                        # The run folder is copied to NVFlare's result folder, because the administrator fetches only
-                        # this folder.
+                        # Copy the run folder to NVFlare's result folder, because the administrator fetches only the
+                        # result folder.
                         without = shutil.ignore_patterns("checkpoint")
                         shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
         finally:
@@ -223,7 +223,7 @@ def _settings(root: Path) -> SiteSettings:
     if not settings.simulated:
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
     elif "" not in sys.path:
-        sys.path.insert(0, "")  # The working directory is added, so that a simulation finds the user's modules there.
+        sys.path.insert(0, "")  # A simulation must find the user's modules in the working directory.
     return settings
 
 

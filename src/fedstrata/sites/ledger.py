@@ -158,14 +158,13 @@ class Ledger:
             self._log.append(*({"n": n, **table} for n, table in enumerate(tables, before.entries + 1)))
             self._head = Head(before.entries + len(tables), self._log.last)
             self._log.sync()
-            # If the process crashes before the head is replaced, the old head remains. It fits the ledger without the
-            # new lines.
+            # If the process crashes before the head is replaced, the old head remains. The old head is still valid,
+            # because it describes only the entries before the new ones. The next head will include the new entries.
             beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
             beside.write_text(f"{self._head}\n", encoding="utf-8")
             beside.replace(self.head_path)
         except BaseException:
-            # The entries that were written before the error are removed, because the caller will write all entries
-            # again.
+            # Remove the entries that were written before the error, because the caller will write all entries again.
             self._head, self._log.last, self._log.size = before, last, size
             with suppress(OSError):
                 os.truncate(self.path, size)

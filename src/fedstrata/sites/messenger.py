@@ -75,8 +75,8 @@ class Messenger:
         """A mapping from each site to the newest head of its ledger; see ``fedstrata.sites.ledger``."""
         self._transport, self._patience = transport, patience
         self._acks: dict[str, list[Message]] = {site: [] for site in directory.sites}
-        # Message numbers start from the current time, so they are larger than the numbers of an earlier run at the same
-        # sites.
+        # Message numbers start from the current time, so that they are larger than the numbers of an earlier run. Sites
+        # refuse a message whose number is smaller than an earlier message's number.
         self._numbers = itertools.count(time.time_ns())
         self._pool = ThreadPoolExecutor(min(len(directory.sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
@@ -146,8 +146,8 @@ class Messenger:
         while isinstance(outcome, wire.Answers) and outcome.left:
             rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
-                # This error must not be a SiteLostError. The server would then send the question again, but the site
-                # can repeat only its last answer.
+                # Do not return a SiteLostError. It would make the server send the question again, but the site can
+                # repeat only its last answer.
                 return WireError(f"site {site} was lost between two parts of its reply: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                 return WireError(f"site {site} announced {outcome.left} more replies, but did not send them")

@@ -310,8 +310,8 @@ def adapt_script(name: str, text: str) -> str:
     rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
     rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
     rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
-    # Two steps of sub_start.sh are removed. Our lines above have already written daemon_pid.fl. With --once, pid.fl
-    # contains the process id of the script, and must not be deleted.
+    # Remove two steps of sub_start.sh. The first step writes daemon_pid.fl, which our own lines have already done. The
+    # second step deletes pid.fl, which with --once contains the process id of the script, and must remain.
     rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":

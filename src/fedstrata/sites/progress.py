@@ -177,8 +177,8 @@ class Progress:
             while True:
                 try:
                     self.write()
-                # Errors are only logged, because an error such as a full disk must not stop the run.
                 except Exception as error:
+                    # Only log errors, because an error such as a full disk must not stop the run.
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return

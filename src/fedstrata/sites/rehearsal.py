@@ -95,8 +95,9 @@ def rehearse_file(
     fewer = "abort" if sites.fewer == "wait" else sites.fewer
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"
-    # The sites store states under the name of the run. The name can be fixed, because no other run uses these folders.
     trust = None if spec.privacy.sums == "plain" else _credentials("server").trust
+    # The sites store states under the name of the run. The constant "run" suffices, because each rehearsal has its own
+    # folders.
     engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct, trust=trust)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)

@@ -178,7 +178,8 @@ def member_of(
     """
     require_own_sites(["this site"] * len(begin.clients))
     policy, privacy, most = policy or Policy(), config.privacy, None
-    if privacy.clients is not None:  # each answer with noise spends ε, also if the server begins the job again
+    # Limit the number of noisy answers, because each of them spends ε, also if the server begins the job again.
+    if privacy.clients is not None:
         most = privacy.clients.participations or config.training.rounds
     parties = max(privacy.parties, policy.parties)
     site = KeptSite(Answered(path, most), job_of(begin.spec), credentials, parties=parties, peers=policy.peers)

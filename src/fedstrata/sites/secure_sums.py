@@ -181,5 +181,5 @@ class SecureSums:
 
 
 def _vector(reply: MaskedReply) -> protocol.MaskedVector:
-    # The type of ``present`` is not checked here, because the exchange refuses a vector without a signed statement.
+    # ``present`` may be None or another message, because the exchange checks its type, and then refuses the vector.
     return protocol.MaskedVector(reply.vector, reply.present)  # type: ignore[arg-type]

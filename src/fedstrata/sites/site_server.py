@@ -148,7 +148,7 @@ class SiteServer:
 
     def _answered(self, envelope: wire.Envelope) -> bytes:
         if self._run is not None:
-            # PyTorch stores the number of threads for each calling thread, and the rounding of sums depends on it.
+            # The rounding of sums depends on the number of threads, which PyTorch stores for each calling thread.
             torch.set_num_threads(self._run.context.config.training.threads)
         self._asking = ""
         with only_from(self.settings.packages):

@@ -226,7 +226,7 @@ class _Administrator:
             elif not self._watch.away:
                 self._job, status = job, "" if job else job_status
         if self._job:
-            # The job has ended, and its stored outcome can be shown even if the server was shut down after it.
+            # The job has ended. Show its stored outcome, even if the server was shut down afterwards.
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}

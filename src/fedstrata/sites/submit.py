@@ -232,7 +232,8 @@ class Watch:
         now = time.monotonic()
         if table is None:
             # After a restart, the server reports nothing about the job, but the job's status stays RUNNING. If the run
-            # was over shortly before, it still counts as over. Otherwise, the states of the sites are unknown.
+            # was over before the restart, it still counts as over for ``ENDS`` seconds. Otherwise, the states of the
+            # sites are unknown.
             return None if self._over and now - self._last_progress < ENDS else {}
         self._last_progress, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
@@ -268,12 +269,14 @@ class Watch:
         known.
         """
         working = {site for site, state in states.items() if state == "in"}
-        # Each site is asked separately, because a request to several sites gets no answer if one site is stopped.
-        # Only connected sites are asked, because the server logs a line for each request to another site.
+        # Ask only connected sites for their jobs, because the server logs a line for each request to a site that is not
+        # connected.
         away = states.keys() - working
         connected = (away and self._connected()) or set()
         now = time.monotonic()
         due = sorted(site for site in away & connected if self._ask_again.get(site, -math.inf) < now)
+        # Ask each site in a separate request, because a request to several sites gets no answer if one of them is
+        # stopped.
         asked: list[list[str] | None] = [[site] for site in due] if states else [None]
         listed: list[Any] = []
         for sites in asked:

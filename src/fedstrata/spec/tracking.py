@@ -131,14 +131,14 @@ class TensorBoard(Tracker):
             problem = "is required, because this run does not have a run folder. Set tracking.tensorboard.dir."
             raise SpecError("tracking.tensorboard.dir", problem)
         is_new = simulation.round == 0
-        # TensorBoard's steps are our rounds. It ignores everything in earlier event files from the step ``purge``
-        # onwards.
+        # TensorBoard ignores records in earlier event files from the step (round) ``purge`` onwards, because a resumed
+        # run writes these rounds again.
         purge = 0 if is_new else simulation.round + 1
         self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
         if is_new:
             self.writer.add_text("spec", f"```toml\n{simulation.spec.to_toml()}```", 0)
-            # TensorBoard's tab HPARAMS shows the settings next to these metrics.
             writer = self.writer._get_file_writer()  # type: ignore[no-untyped-call]
+            # TensorBoard's tab HPARAMS shows these metrics next to the settings.
             metrics = {"accuracy": None, "validation/accuracy": None}
             for summary in hparams(settings_of(simulation.spec), metrics):  # type: ignore[no-untyped-call]
                 writer.add_summary(summary, 0)

@@ -343,8 +343,8 @@ class BatchPlan:
         wanted = self.wanted[theirs]
         none_left = np.unique(wanted[missing & ~held])
         for place in np.unique(wanted[held]).tolist():
-            # The client waits, and is chosen again when the label has no other unused samples. If it then holds its
-            # samples back again, its positions are given up.
+            # Let the client wait. It is chosen again when the label has no other unused samples. If the client then
+            # holds its samples back again, its positions are given up.
             if not self._last[place] or place not in none_left:
                 rows = self.roster.rows[place]
                 self._waiting[rows] |= self.roster.holders.clients[rows] == client

@@ -43,8 +43,8 @@ class GradientForm(ModelForm):
         weight = weight_by_size(config, most)
         loss = {"loss": torch.zeros(1, dtype=torch.float64)}
         wide = config.privacy.range * steps
-        # A codec does not compress the mean, but the sum over the client's samples, to which it has added the error of
-        # earlier batches. Its range is therefore ``weight.largest`` times as large.
+        # A codec compresses the sum over the client's samples (plus the error of earlier batches) instead of the mean.
+        # The range of this sum is ``weight.largest`` times as large as the range of the mean.
         update = Update("", wide * weight.largest, EQUAL)
         summands: Summands = {
             "gradient": Numbers(_mean_gradient, config.model.params(), wide, weight, update),

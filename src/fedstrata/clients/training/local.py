@@ -242,7 +242,7 @@ def train(
     counts = torch.bincount(data.y, minlength=config.outputs).float() if config.task.has_classes else torch.zeros(0)
     context = Context(weights.params, counts, message, kept, training.lr_at(round), task=config.task)
     precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=training.precision == "bf16")
-    if setup.prepares:  # the objective uses the samples without augmentation
+    if setup.prepares:  # these two hooks get the samples without augmentation
         with precision():
             received = setup.objective.client_prepare(model, weights, data.in_order, message)
             context = setup.objective.client_init(model, replace(context, received=received))
@@ -251,7 +251,7 @@ def train(
             stack.enter_context(torch_seeded(client.seed, "layers", round, client.number, device))
         if setup.chain is None:
             params = stack.enter_context(model.loaded(weights.params, weights.buffers, train=True))
-        else:  # handwritten gradients need neither random numbers nor the module
+        else:  # handwritten gradients do not use the module
             params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
         losses, seen, optimizer_state = _take_steps(client, setup, model, params, data, context, round, optimizer_state)
         after = Weights(params, weights.buffers)
@@ -340,8 +340,8 @@ def _descend(
         return losses, seen, None
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
-    # Parameters must not change inside this context, because autocast caches converted copies of parameters.
     device = next(iter(params.values())).device
+    # Parameters must not change inside ``with precision``, because autocast caches converted copies of parameters.
     precision = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def loss_and_gradient(batch: Batch) -> tuple[Tensor, Tensors]:

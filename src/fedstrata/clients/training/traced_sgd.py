@@ -109,7 +109,7 @@ def _plain_strides(tensor: Tensor) -> Tensor:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns if these flags are set on a machine without a GPU
+        warnings.simplefilter("ignore")  # PyTorch warns if oneDNN's flags are set on a machine without a GPU
         with torch.backends.mkldnn.flags(enabled=False):
             yield
 
@@ -130,7 +130,8 @@ def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
             by_leaf = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
         return [*by_leaf, value.detach()]
 
-    # Fake tensors have no values. If operations depend on values, tracing fails, instead of giving a wrong graph.
+    # Trace with fake tensors, which have no values, so that tracing fails if an operation depends on values. With real
+    # tensors, the graph would fit only the values of this batch.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = make_fx(gradients, tracing_mode="fake")(*params.values(), x, y)
@@ -218,8 +219,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # The updates overwrite parameters and their views. A gradient that is a matrix product with a parameter or a view
-    # must be computed before the first update. Such a product cannot be fused with its own update into addmm_.
+    # An update is fused with its gradient into addmm_ if the gradient is a matrix product. The product is then computed
+    # after earlier updates, so its factors must not be among ``changed``, the tensors that updates overwrite.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # the negative learning rate, −η

@@ -75,7 +75,7 @@ def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Genera
     """
     pool, starts, remaining = by_class(codes, log_mix.shape[1], rng)
     owner = np.empty(len(codes), dtype=np.int64)
-    pending = np.repeat(np.arange(len(sizes)), sizes)  # the client of each sample that is not assigned yet
+    pending = np.repeat(np.arange(len(sizes)), sizes)  # each client, once for every sample that it must still get
     while len(pending):
         pending = rng.permutation(pending)
         in_stock = np.flatnonzero(remaining)

@@ -202,7 +202,7 @@ _SCHEMES, _HOLDING = "fedstrata.data.partitions.schemes", "fedstrata.data.partit
 
 PARTITIONS = Registry(
     "partition",
-    Partition,  # type: ignore[type-abstract]  # the abstract base class
+    Partition,  # type: ignore[type-abstract]
     {
         "iid": f"{_SCHEMES}:IID",
         "dirichlet": f"{_SCHEMES}:Dirichlet",

@@ -27,7 +27,7 @@ class Natural(Partition):
         min_size: Minimum number of samples per client. Clients with fewer samples are left out, with a warning.
     """
 
-    clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
+    clients: Clients | None = None  # type: ignore[assignment]  # the base class does not allow None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
         """Raise ``SpecError``, because this scheme overrides ``split`` instead of ``assign``."""

@@ -64,7 +64,7 @@ class Classification(Task):
 
     @override
     def mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # The mean of ``losses`` would differ from PyTorch's mean in the last bits.
+        # Use PyTorch's own mean if possible, because the mean of ``losses`` would differ in the last bits.
         return F.cross_entropy(outputs, targets) if self.plain else super().mean_loss(outputs, targets)
 
     @override

@@ -221,8 +221,8 @@ class Compression:
         first, second = FirstForm(form, codec), SecondForm(form, codec)
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)
-        # Divide each matrix Q by its norm, because ``FirstForm`` assumes that columns of Q have norms of at most 1.
-        # This does not change P, whose columns are made orthonormal.
+        # Divide each matrix Q by its norm, because ``FirstForm`` assumes that columns of Q have norms of at most 1. The
+        # decoded change stays the same, because the columns of P = Σ M_k Q are made orthonormal.
         basis = self._basis(codec, second.like)
         basis = codec.next_basis(basis, basis)
         packed = pack(basis, codec.forms_of_basis(second.like))
@@ -285,7 +285,8 @@ class Compression:
             params = {name: tensor.clone() for name, tensor in params.items()}
             self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
             return
-        # This difference contains the earlier errors of the codec, so that the server needs no separate error feedback.
+        # ``missed`` also contains the codec's errors in earlier versions, so the server does not need separate error
+        # feedback.
         missed = {name: tensor - state.params[name] for name, tensor in params.items()}
         encoded = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
         change = pack(encoded, self.down.forms(missed))

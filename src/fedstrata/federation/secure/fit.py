@@ -184,7 +184,9 @@ class Bounds:
         A loss above ``LOSS_RANGE`` is scaled down.
         """
         most = math.ceil(self.sample_gradients(self.largest))
-        if self.config.privacy.dp is not None:  # DP-SGD counts at most one batch per step; see ``Training.poisson``
+        # With DP-SGD, a client reports more gradients, because the last batch of an epoch is expected to be as large as
+        # the other batches; see ``Training.poisson``.
+        if self.config.privacy.dp is not None:
             most = self.steps * self.config.training.batch_size
         by_seen = Weight("seen", lambda reply: reply.seen, most)
 

@@ -228,7 +228,7 @@ def count_messages(
     sizes = records.size
     down = len(names) * (sizes(Step(None)) + sizes(Step(protocol.Roster(packages, 0))) - sizes(question))
     up = 0
-    # If two clients' names are equally long, their messages are equally long.
+    # Clients whose names are equally long send and receive equally long messages, so compute the sizes once per length.
     lengths = Counter(map(len, names))
     for package in {len(package.name): package for package in packages}.values():
         count = lengths[len(package.name)]

@@ -137,7 +137,7 @@ def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
 
 def _rank_rule(ranking: Ranking) -> str:
     """Return a clause that says which differences of average ranks are significant."""
-    if ranking.critical > len(ranking.ranks) - 1:  # the largest possible difference
+    if ranking.critical > len(ranking.ranks) - 1:  # n − 1 is the largest possible difference between ranks
         return "the ranks of two methods cannot differ significantly"
     return f"two methods differ significantly only if their average ranks differ by {ranking.critical:.1f} or more"
 

@@ -180,8 +180,8 @@ def _in_the_clear(
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
-    # Labels are not hidden in this mode, so their placeholders (``names``) need not be random. With fixed placeholders,
-    # repeated runs write the same files.
+    # Without masking, the server sees the labels, so their placeholders (``names``) need not be random. With fixed
+    # placeholders, repeated runs write the same files.
     names = np.arange(len(known))
     held = _assign(federation, held, names)
     counts = {client: replies[client].counts.numpy() for client in held}
