@@ -35,8 +35,7 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
     """
     text = f"{seed}|{purpose}|{round}|{client}".encode()
     digest = hashlib.blake2b(text, digest_size=16, person=b"fedstrata").digest()
-    key = Key(np.frombuffer(digest, dtype=np.uint64))
-    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # NumPy's stub does not accept an ISeedSequence
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
