@@ -100,14 +100,14 @@ class LocalEngine(Engine):
             self._seconds_alone += seconds
             remaining -= work[number]
 
-        # If ``shared`` is True, workers are not asked, or not asked again. Requests without gradients are answered in
-        # this process, because sending the clients' states to workers would take longer.
-        shared = not self._helpers or remaining <= len(work)
+        # If ``alone`` is True, this process computes all remaining replies. Replies without gradients are computed here,
+        # because sending the clients' states to workers would take longer.
+        alone = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
-            if not shared and len(order) - index > 1:
+            if not alone and len(order) - index > 1:
                 seconds = remaining * self._seconds_per_unit.get(type(requests[number]), 0.0)
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
-                    shared = True
+                    alone = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
             # Compute the reply in this process if workers have not computed it. If a client failed in a worker, its
             # reply is computed again, so that its exception is recorded here.

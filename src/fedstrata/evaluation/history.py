@@ -510,8 +510,8 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "primary") if key in summary}
             if summary.get("lower_is_better"):
-                # The spec does not contain the direction of every metric that a user wrote, but the summary contains
-                # the direction of the primary metric.
+                # For metrics that users wrote, the spec may lack the direction (lower or higher is better). The summary
+                # contains the direction of the primary metric.
                 about["lower"] = about.get("lower", LOWER) | {summary["primary"]}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
