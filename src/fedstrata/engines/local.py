@@ -100,14 +100,14 @@ class LocalEngine(Engine):
             self._seconds_alone += seconds
             remaining -= work[number]
 
-        # If ``alone`` is True, this process computes all remaining replies. Replies without gradients are computed here,
-        # because sending the clients' states to workers would take longer.
-        alone = not self._helpers or remaining <= len(work)
+        # If ``local_only`` is True, this process computes all remaining replies. It computes replies without gradients
+        # itself, because sending the clients' states to workers would take longer.
+        local_only = not self._helpers or remaining <= len(work)
         for index, number in enumerate(order):
-            if not alone and len(order) - index > 1:
+            if not local_only and len(order) - index > 1:
                 seconds = remaining * self._seconds_per_unit.get(type(requests[number]), 0.0)
                 if seconds > ASKING_PAYS and (self._pool is not None or seconds + self._seconds_alone > STARTING_PAYS):
-                    alone = True
+                    local_only = True
                     self._ask_pool(order[index:], requests, outcomes, run_locally)
             # Compute the reply in this process if workers have not computed it. If a client failed in a worker, its
             # reply is computed again, so that its exception is recorded here.
