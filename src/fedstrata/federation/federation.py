@@ -358,8 +358,7 @@ class Federation:
             weights: The model that the first client gets.
             on_reply: A function that is called after each hop with the index of the task in ``tasks`` and the reply.
                 The reply is None if the hop was skipped. An engine that computes the relay in one pass may notice a
-                failure only at the end. In this case, the function is called a second time for the failed hop, with
-                None.
+                failure only at the end. The function is then called a second time for the failed hop, with None.
             work: A function that returns the number of per-sample gradients, given a task and the client's number of
                 samples.
         """
