@@ -517,7 +517,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines += [
         "",
         f"Chosen: {picked or 'nothing yet'}. With FedSTS + ReBaFL, the server asks all 20 clients for",
-        "a compressed gradient, and at most 10 available clients train. With other methods, all available clients train.",
+        "a compressed gradient, and at most 10 available clients train. Otherwise, all available clients train.",
         "",
         f"![Test accuracy over rounds, chosen parameters](rebafl_{CHOSEN}.png)",
     ]
