@@ -484,10 +484,10 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "",
         "Earlier runs; the page [ReBaFL](../../docs/results/rebafl.md) has the current figures.",
         "",
-        "Written by `benchmarks/rebafl_tables.py`. Top-1 test accuracy in percent, mean ± standard deviation over",
-        "seeds where there are several. *Stability* is the standard deviation over a run's last 20 rounds, Λ the mean",
-        "squared distance of a client's model from the clients' mean (Eq. 24), averaged over the rounds. An unfinished",
-        "cell shows how far it is.",
+        "Written by `benchmarks/rebafl_tables.py`. The tables show top-1 test accuracies in percent (mean ± standard",
+        "deviation over seeds). *Stability* is the standard deviation over a run's last 20 rounds, and Λ is the mean",
+        "squared distance of a client's model from the clients' mean (Eq. 24), averaged over rounds. For unfinished",
+        "runs, the column *rounds* shows the progress.",
     ]
     for table, caption in CAPTIONS.items():
         if table not in found:
@@ -516,15 +516,15 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     picked = "; ".join(f"{label} {text_of(point)}" for label, point in chosen().items())
     lines += [
         "",
-        f"Chosen: {picked or 'nothing yet'}. FedSTS + ReBaFL asks all 20 clients for a compressed gradient, and at",
-        "most 10 of those who answer train; with the others everybody trains who is there.",
+        f"Chosen: {picked or 'nothing yet'}. With FedSTS + ReBaFL, the server asks all 20 clients for",
+        "a compressed gradient, and at most 10 available clients train. Otherwise, all available clients train.",
         "",
         f"![Test accuracy over rounds, chosen parameters](rebafl_{CHOSEN}.png)",
     ]
     lines += ["", *without_holders(found["fashion20"])] if "fashion20" in found else []
     lines += ["", "## Which classes are confused", ""]
-    lines += ["Two classes' accuracy when only their two logits are compared: the mean of the pairs that some client"]
-    lines += ["holds together, that of the others, and the share of all errors that confuse such others.", ""]
+    lines += ["Accuracies compare only the two logits of a pair of classes. *Together* is the mean over pairs that one"]
+    lines += ["client holds, and *apart* over other pairs. The last column is the share of errors in other pairs.", ""]
     lines += [
         "| table | method | seed | together | apart | errors between classes apart |",
         "|---|---|---|---|---|---|",
@@ -541,14 +541,14 @@ def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return a table of the accuracy after rounds in which all clients with a class are away."""
     lines = ["## When nobody holds a class", ""]
     lines += [
-        "Mean accuracy after round 50 by the number of classes all of whose holders dropped out of the round.",
+        "The table shows mean accuracies after round 50. A class is missing if all of its clients dropped out.",
         "",
     ]
     missing = {seed: missing_classes(spec_of(METHODS["fedavg"], seed, 200)) for seed in (0, 1)}
     rounds = {seed: [int((found[50:] == n).sum()) for n in (0, 1, 2)] for seed, found in missing.items()}
     for seed, (none, one, two) in rounds.items():
         lines += [
-            f"With seed {seed}, {none} of these 150 rounds miss no class, {one} miss one class and {two} miss two."
+            f"In {none} of 150 rounds with seed {seed}, every class is present. One is missing in {one}, two in {two}."
         ]
     lines += [""]
     lines += ["| method | seed | all there | one missing | two missing |", "|---|---|---:|---:|---:|"]

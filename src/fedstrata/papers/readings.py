@@ -272,7 +272,7 @@ def _less_variance() -> Made:
 
 @_reading(
     "fedssar-condition",
-    "The theorems require ρ > 0. Even without noise and with L̄ = 0, the smoothness constant L of the loss must then be",
+    "The theorems require ρ > 0. Even without noise and with L̄ = 0, this requires a smoothness constant L of the loss",
 )
 def _condition() -> Made:
     alphas, places = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005, 0.001), 10
