@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fedstrata.base.outer import installed
 from fedstrata.cli.main import main
 from fedstrata.methods.base import METHODS
-from fedstrata.papers.recommend.properties import SHOWN
 
 pytestmark = pytest.mark.slow
 WIDTHS = (60, 80, 100, 160)
@@ -32,10 +32,13 @@ NAMES = {
     "table with all columns": (["table", "cmp", "--columns", "all"], LABELS),
     "sweep": (SWEEP, ["0.1", "0.01"]),
     "methods": (["methods"], list(METHODS)),
-    "recommend": (["recommend", "s.toml"], [each.label for each in SHOWN.values()]),
     "partition": (["partition", "s.toml"], [*map(str, range(12)), "min", "mean", "max"]),
 }
 """The commands, and the names in the first column of their tables."""
+if "papers" in installed():
+    from fedstrata.papers.recommend.properties import SHOWN
+
+    NAMES["recommend"] = (["recommend", "s.toml"], [each.label for each in SHOWN.values()])
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from fedstrata.base import records
 from fedstrata.base.errors import SpecError
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.secure.requests import MaskedReply
-from fedstrata.sites.disclosure import declaration_of
 
 pytest.importorskip("cryptography")
 
@@ -456,6 +455,7 @@ def test_the_simulator_of_sites_refuses_secure_sums() -> None:
 
 
 def test_a_job_declares_only_requests_for_sums() -> None:
+    declaration_of = pytest.importorskip("fedstrata.sites.disclosure").declaration_of
     declaration = declaration_of(spec(evaluation={"client_test": 0.2}), own_data=True)
     assert [allowed.label for allowed in declaration.allowed or ()] == ["Masked of Fit", "SiteStep"]
     assert declaration_of(spec(), own_data=False).discloses == frozenset()
