@@ -43,7 +43,7 @@ class Metric(Setting):
     """Whether a higher value of the metric is better."""
 
     table: ClassVar[str] = "classes"
-    """The name of the values from which the metric is computed: an entry of ``Task.tables``, ``"loss"`` (losses),
+    """What the metric is computed from: an entry of ``Task.tables``, ``"loss"`` (losses),
     ``"rows"`` (targets and predictions of each sample), or ``"classes"`` (predictions of plain classification).
     """
 

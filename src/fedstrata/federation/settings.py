@@ -319,7 +319,7 @@ class Training(Setting):
         return self if epochs is None else self.model_copy(update={"local_epochs": epochs, "local_steps": None})
 
     def lr_at(self, round: int) -> float:
-        """Return the learning rate η of a round, counted from 1.
+        """Return the learning rate η of a round. The first round is 1.
 
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05

@@ -288,7 +288,7 @@ class LocalGroup:
         return ReduceGroup(self, number)
 
     def abort(self, reason: str = "a member gave up") -> None:
-        """Break the group. Current and later calls of ``add`` then raise ``GroupBrokenError`` with the reason."""
+        """Stop the group. Current and later calls of ``add`` then raise ``GroupBrokenError`` with the reason."""
         with self._changed:
             if self._broken is None:
                 self._broken = reason

@@ -154,8 +154,8 @@ class Objective(Setting):
     single_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends only on this sample, as sample-level differential privacy requires.
 
-    If True, the loss uses neither other samples nor the client's sample counts, and the message to the server is
-    computed only from parameters.
+    If True, the loss of a sample depends neither on other samples nor on the client's sample counts, and the message to
+    the server is computed only from parameters.
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})

@@ -28,7 +28,8 @@ def draw_forest(comparisons: Mapping[str, Contrasts], path: Path | str) -> None:
     A dot shows a mean difference, a line shows its 95 % interval, and circles show the differences of single seeds.
 
     Args:
-        comparisons: A mapping from the name of each data set to its comparison, which has a baseline.
+        comparisons: A mapping from the name of each data set to its comparison. Each comparison must have a
+            baseline.
         path: The file to write. The suffix determines the format, such as ``.png``.
     """
     from matplotlib.figure import Figure

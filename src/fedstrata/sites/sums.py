@@ -41,7 +41,7 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Accept terms from a new group of clients that add up tensors together.
+        """Accept tensors from a new group of clients, whose tensors are added up.
 
         Args:
             group: The name of the group.

@@ -75,7 +75,7 @@ class NoisyForm:
 
 
 def clipped(update: Floats, clip: float) -> Floats:
-    """Scale an update down to an L2 norm of at most ``clip``, shape (d,).
+    """Scale an update of shape (d,) down to an L2 norm of at most ``clip``.
 
     An update with NaN or infinity becomes zero, because a missing reply would tell the server that
     the update is not finite.

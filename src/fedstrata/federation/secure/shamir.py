@@ -30,7 +30,7 @@ def split(
     """
     if not (0 <= secret < prime and 1 <= threshold <= holders < prime):
         raise ValueError(
-            f"a secret cannot be divided among {holders} holders with the threshold {threshold} modulo {prime}"
+            f"a secret cannot be divided among {holders} holders (threshold {threshold}, prime modulus {prime})"
         )
     polynomial = [secret, *(draw(prime) for _ in range(threshold - 1))]
     shares = []

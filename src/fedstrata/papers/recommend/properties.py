@@ -43,12 +43,11 @@ class Properties:
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
         online_skew: Total variation distance between the class shares of all samples and the class shares of online
             clients' samples. Samples of online clients are added up over all rounds.
-        absent_online: Share of rounds in which none of the clients with samples of a class is online, averaged over
-            classes.
-        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of these clients
-            is invited, averaged over classes.
-        absent_replies: Share of rounds in which none of the clients with samples of a class is both invited and online,
+        absent_online: For each class, the share of rounds in which no client with samples of the class is online,
             averaged over classes.
+        absent_uninvited: For each class, the share of rounds in which clients with samples of the class are online, but
+            none of these clients is invited, averaged over classes.
+        absent_replies: The sum of ``absent_online`` and ``absent_uninvited``.
         longest_absence: Maximum number of consecutive rounds, over all classes, in which none of the clients with
             samples of a class is both invited and online.
     """

@@ -131,8 +131,8 @@ class KeyRing:
 
     The keys come from one of three places:
 
-    - In simulations in one process, the keys are in memory. The first client that is asked makes the keys, and
-      ``folder`` is None.
+    - In simulations in one process, the keys are in memory. The first client that is asked makes the keys.
+      ``folder`` is then None.
 
     - In simulations in several processes, the first client that is asked writes the key file. In this case, ``folder``
       is set and ``create`` is True.
