@@ -470,7 +470,7 @@ class Guard:
                 now = max(round, self.round)
                 raise RuleError("phase", f"{label} must come before the first round, but this is round {now}")
         elif not 1 <= round <= rounds:
-            raise RuleError("rounds", f"{label} arrived for round {round}, but the run has only the rounds 1 to {rounds}")
+            raise RuleError("rounds", f"{label} arrived for round {round}, but the run has only rounds 1 to {rounds}")
         elif position < self.position:
             phase = PHASES[self.position[1]]
             raise RuleError("rounds", f"{label} of round {round} came after the {phase} phase of round {self.round}")
