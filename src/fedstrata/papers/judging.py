@@ -381,6 +381,7 @@ def _ratio(case: _Case) -> Judgement:
         mean = statistics.fmean(ratios)
         text = f"{mean:,.0f}" if mean >= 10 else f"{mean:.3f}"
         text += f" times as many bytes as with {case.other}"
+        text += f" (the mean over {len(by_place)} settings)" if len(by_place) > 1 else ""
     measure = f"With `{case.row}`, clients {COUNTED[metric]}"
     return Judgement(case.claim, verdict, text, f"fedstrata reproduce {case.name}", measure)
 
