@@ -35,8 +35,9 @@ def _modules_of_here(monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     yield
+    here = f"{Path.cwd()}/"
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent.resolve() == Path.cwd():
+        if (getattr(module, "__file__", None) or "").startswith(here):
             del sys.modules[name]
 
 
