@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from lazy import Lazy
+from pools import KILLED, HerePool
 from processes import started
 
 import fedstrata as fs
@@ -230,32 +231,13 @@ def test_settings_that_do_not_go_together_are_a_refused_trial(tmp_path):
 
 
 def test_a_trial_whose_process_is_lost_goes_on_later(tmp_path, monkeypatch):
-    """In place of processes, the pool runs each task here; before it runs the second one, its process is killed."""
-
-    class Pool:
-        def __init__(self, jobs, fork):
-            assert jobs == 2
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def run(self, tasks, watch):
-            for key, task in tasks:
-                if key != 1 or again:
-                    task()
-                watch()
-                yield key, "" if key != 1 or again else "its process was killed by SIGKILL"
-
-    again = False
-    monkeypatch.setattr("fedstrata.experiments.search.TaskPool", {int: Pool})
+    monkeypatch.setattr("fedstrata.experiments.search.TaskPool", {int: HerePool})
+    monkeypatch.setattr(HerePool, "kills", {1})
     table, told = FEW | {"training": FEW["training"] | {"rounds": 1}}, []
     how = {"out": tmp_path, "trials": 2, "jobs": 2, "prune": False, "watch": lambda *run: told.append(run)}
-    with pytest.raises(FedstrataError, match=r"1 of 2 .*trial-001.*SIGKILL"):
+    with pytest.raises(FedstrataError, match=rf"1 of 2 .*trial-001 {KILLED}"):
         fs.search(table, {"training.lr": "log:0.01..0.5"}, **how)
-    again = True
+    monkeypatch.setattr(HerePool, "kills", set())
     found = fs.search(table, {"training.lr": "log:0.01..0.5"}, **how)
     assert all(len(histories) == 1 for histories in found.histories.values())
     assert [trial.state for trial in trials(tmp_path)] == [optuna.trial.TrialState.COMPLETE] * 2
