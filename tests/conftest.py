@@ -65,9 +65,9 @@ def pytest_collection() -> Generator[None, object, object]:
     result = yield
     gc.freeze()
     gc.enable()
-    for name, logger in logging.Logger.manager.loggerDict.items():
-        if name.startswith("torch.") and isinstance(logger, logging.Logger) and not logger.handlers:
-            logger.propagate = True
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True  # pytest hears these at the root
     return result
 
 
