@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import matrix
 import numpy as np
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 from torch import nn
 
@@ -49,8 +51,25 @@ torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Tests import these modules. If pytest collected them for doctests too, it would declare their records twice.
-collect_ignore_glob = ["support/*.py", "sites/support/*.py", "engines/probes.py", "engines/drill.py"]
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for doctests only in the source: tests have none, and a module imported twice declares its records twice."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Save time in all tests: only they make garbage, and pytest need not watch each of PyTorch's loggers."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True  # pytest hears these at the root
+    return result
+
 
 FEATURES, CLASSES = 5, 3
 GREY = bytes.fromhex(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,21 @@ def experiment(**changes: Any) -> dict[str, Any]:
     return table
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that runs a changed spec and returns the run folder."""
+@pytest.fixture(scope="session")
+def make_small() -> Callable[..., Path]:
+    """Return a function that runs a changed spec with a small model and returns the run folder."""
 
-    def make(**changes: Any) -> Path:
-        fs.run(experiment(**{"model": {"channels": [4, 8], "hidden": 16}, **changes}), out=tmp_path / "run")
-        return tmp_path / "run"
+    def make(folder: Path, **changes: Any) -> Path:
+        fs.run(experiment(**{"model": {"channels": [4, 8], "hidden": 16}, **changes}), out=folder)
+        return folder
 
     return make
+
+
+@pytest.fixture
+def make_run(make_small: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that runs a changed spec in the test's own folder and returns the run folder."""
+    return partial(make_small, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

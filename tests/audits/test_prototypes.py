@@ -27,7 +27,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SPEC
 from fedstrata.spec.experiment import Experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 STEPS = 50
 
 
@@ -43,6 +43,20 @@ def few(monkeypatch):
     monkeypatch.setattr(prototypes, "DRAWS", 1)
 
 
+@pytest.fixture(scope="module")
+def small_run(make_small, tmp_path_factory):
+    """A run with a small model and few samples."""
+    return make_small(tmp_path_factory.mktemp("audit") / "run", data={"limit": 800})
+
+
+@pytest.fixture(scope="module")
+def small_audit(small_run) -> Audit:
+    """An audit of the run with the small model, with few steps and few targets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prototypes, "DRAWS", 1)
+        return audit_prototypes(small_run, clients=1, steps=2)
+
+
 def as_rows(images):
     return {tuple(image.flatten().tolist()) for image in images}
 
@@ -55,6 +69,7 @@ def by_kind(audit, attack, *, sent, size=None):
     ]
 
 
+@pytest.mark.long
 def test_what_is_attacked_is_what_the_run_sent(run, audit):
     [sent] = audit.sent
     stored = records.decode(checkpoint.load(run / "checkpoint").clients[sent.client].read_bytes())["objective"]
@@ -66,6 +81,7 @@ def test_what_is_attacked_is_what_the_run_sent(run, audit):
         assert finding.target.size == stored["samples"][finding.target.label]
 
 
+@pytest.mark.long
 def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audit):
     prepared = prepare(Experiment.from_toml(run / SPEC))
     [sent] = audit.sent
@@ -80,6 +96,7 @@ def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audi
     torch.testing.assert_close(table["means"], sent.table["means"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_targets_are_the_clients_own_and_strangers_are_not(run, audit):
     prepared = prepare(Experiment.from_toml(run / SPEC))
     [sent] = audit.sent
@@ -94,6 +111,7 @@ def test_targets_are_the_clients_own_and_strangers_are_not(run, audit):
         assert not as_rows(target.unseen) & held
 
 
+@pytest.mark.long
 def test_the_control_leaks_clearly_and_strangers_show_that_it_is_the_image(audit):
     base = statistics.fmean(f.mean.psnr for f in by_kind(audit, BASELINE, sent=False, size=1))
     drawn = by_kind(audit, "feature matching", sent=False, size=1)
@@ -101,11 +119,13 @@ def test_the_control_leaks_clearly_and_strangers_show_that_it_is_the_image(audit
     assert statistics.fmean(f.nearest.psnr - f.stranger.psnr for f in drawn) > 1.5
 
 
+@pytest.mark.long
 def test_a_single_image_is_its_own_mean_nearest_and_average(audit):
     for finding in by_kind(audit, "up-convolutional", sent=False, size=1):
         assert finding.mean == finding.nearest == finding.average
 
 
+@pytest.mark.long
 def test_an_audit_has_one_result(run, few):
     one, again = (audit_prototypes(run, clients=1, steps=5) for _ in range(2))
     assert outcome.to_json(again) == outcome.to_json(one)
@@ -126,6 +146,7 @@ def test_comparing_by_hand():
     assert compare("an attack", alone, grey(0.1), 0.5).stranger is None
 
 
+@pytest.mark.long
 def test_a_run_without_an_earlier_checkpoint_is_played_from_the_start(make_run, few):
     run = make_run(evaluation={"checkpoint_every": 10})
     told = []
@@ -134,17 +155,19 @@ def test_a_run_without_an_earlier_checkpoint_is_played_from_the_start(make_run, 
     assert told[:3] == [(0, 3, "replaying round 1"), (1, 3, "replaying round 2"), (2, 3, "replaying round 3")]
 
 
-def test_other_prototypes_than_the_stored_ones_are_told(run, few, monkeypatch):
+def test_other_prototypes_than_the_stored_ones_are_told(small_run, few, monkeypatch):
     monkeypatch.setattr("fedstrata.audits.replay._difference", lambda *tables: 0.25)
     with pytest.warns(UserWarning, match=r"differ by 25\.0% from the stored prototypes"):
-        audit_prototypes(run, clients=1, steps=1)
+        audit_prototypes(small_run, clients=1, steps=1)
 
 
+@pytest.mark.long
 def test_a_composition_with_the_objective_is_audited_too(make_run, few):
     run = make_run(method={"name": "fedavg", "objective": {"name": "rebafl"}})
     assert audit_prototypes(run, clients=1, steps=1).method == "fedavg"
 
 
+@pytest.mark.long
 def test_samples_that_nobody_holds(make_run, run, few):
     spare = make_run(partition={"size": 150})
     audit = audit_prototypes(spare, clients=1, steps=1, held_out="spare")
@@ -175,25 +198,25 @@ def test_samples_that_nobody_holds(make_run, run, few):
     ids=str,
 )
 def test_runs_that_cannot_be_audited(make_run, changes, error, message):
-    run = make_run(**changes)
+    run = make_run(**changes, data={"limit": 200})
     with pytest.raises(error, match=message):
         audit_prototypes(run)
 
 
-def test_the_table_is_means_over_targets_from_single_images_to_prototypes(audit):
-    rows = outcome.rows(audit)
+def test_the_table_is_means_over_targets_from_single_images_to_prototypes(small_audit):
+    rows = outcome.rows(small_audit)
     assert [row.feature for row in rows[::4]][:3] == ["1 image", "5 images", "25 images"]
     assert rows[-1].feature.startswith("prototype (")
     assert [row.attack for row in rows[:4]] == [BASELINE, "up-convolutional", "variational", "feature matching"]
-    assert [row.targets for row in rows] == [CLASSES * DRAWS] * 12 + [CLASSES] * 4
-    expected = statistics.fmean(f.nearest.ssim for f in by_kind(audit, "variational", sent=True))
+    assert [row.targets for row in rows] == [CLASSES] * 12 + [CLASSES] * 4
+    expected = statistics.fmean(f.nearest.ssim for f in by_kind(small_audit, "variational", sent=True))
     assert rows[-2].ssim["nearest"] == pytest.approx(expected)
 
 
-def test_the_command(run, few, tmp_path, capsys):
+def test_the_command(small_run, few, tmp_path, capsys):
     out = tmp_path / "out"
-    command = ["audit", "prototypes", str(run), "--out", str(out), "--clients", "2", "--steps", "2", "--seed", "3"]
-    assert main(command) == 0
+    settings = ["--clients", "2", "--steps", "2", "--seed", "3"]
+    assert main(["audit", "prototypes", str(small_run), "--out", str(out), *settings]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""  # no bar where there is no terminal
     said = " ".join(captured.out.split())
@@ -225,13 +248,14 @@ def test_the_command(run, few, tmp_path, capsys):
     ],
     ids=" ".join,
 )
-def test_bad_arguments(run, capsys, monkeypatch, tmp_path, arguments, message):
+def test_bad_arguments(small_run, capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
-    given = [str(run) if word == "RUN" else word for word in arguments]
+    given = [str(small_run) if word == "RUN" else word for word in arguments]
     assert main(["audit", "prototypes", *given]) == 2
     assert capsys.readouterr().err == f"fedstrata: error: {message}\n"
 
 
+@pytest.mark.long
 def test_a_client_that_keeps_its_statistics_is_attacked_with_them(tmp_path):
     """Prototypes are means of the features of the model that is attacked, whoever has BatchNorm's statistics."""
     table = {
@@ -259,6 +283,7 @@ def test_a_client_that_keeps_its_statistics_is_attacked_with_them(tmp_path):
         torch.testing.assert_close(table["means"], sent.table["means"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
     folder = tmp_path / "remote"
     shutil.copytree(run, folder)
@@ -268,10 +293,10 @@ def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
         audit_prototypes(folder, steps=1)
 
 
-def test_a_feature_of_length_zero_has_no_relative_error(audit):
-    members = [dataclasses.replace(f, feature_error=None) for f in by_kind(audit, "feature matching", sent=True)]
-    table = outcome.rows(dataclasses.replace(audit, findings=members))
+def test_a_feature_of_length_zero_has_no_relative_error(small_audit):
+    members = [dataclasses.replace(f, feature_error=None) for f in by_kind(small_audit, "feature matching", sent=True)]
+    table = outcome.rows(dataclasses.replace(small_audit, findings=members))
     assert [row.feature_error for row in table] == [None]
     assert outcome.cells(table[0])[-1] == "–"
     members[0] = dataclasses.replace(members[0], feature_error=0.5)
-    assert outcome.rows(dataclasses.replace(audit, findings=members))[0].feature_error == 0.5
+    assert outcome.rows(dataclasses.replace(small_audit, findings=members))[0].feature_error == 0.5

@@ -157,6 +157,50 @@ def test_a_pipe_that_is_not_the_readers_is_an_error(monkeypatch, capsys):
     assert "a worker's pipe" in capsys.readouterr().err
 
 
+def test_a_reader_that_is_gone_is_no_error(monkeypatch, capsys):
+    def broken(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("fedstrata.cli.teach.explanations", broken)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["explain", "alpha"]) == 0
+        stream.write("what is written later is discarded")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
+def test_a_memory_that_is_full_is_one_line(error, monkeypatch, capsys):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr("fedstrata.cli.teach.explanations", full)
+    assert main(["explain", "alpha"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("fedstrata: the memory is full. Use a smaller model or batch size")
+    assert shown.count("\n") == 1
+
+
+def test_an_error_that_is_a_mistake_of_the_program_is_not_hidden(monkeypatch):
+    def wrong(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("fedstrata.cli.teach.explanations", wrong)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        main(["explain", "alpha"])
+
+
+def test_streams_that_are_closed_are_empty(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["explain", "alpha"]) == 0
+    assert sys.stdin.read() == ""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+
+
 @pytest.mark.slow
 def test_a_terminal_of_ascii_alone_is_no_error(monkeypatch):
     shown = subprocess.run(

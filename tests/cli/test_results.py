@@ -79,9 +79,45 @@ def test_data_sets_have_tables_of_their_own(compared, capsys):
     assert text.index("% On digits:") < text.index("% On mnist:")
 
 
+@pytest.mark.slow
+def test_a_figure_of_the_differences(compared, capsys):
+    assert main(["table", str(compared), "--figure", "differences.svg"]) == 0
+    assert capsys.readouterr().err.endswith("fedstrata: note: drew differences.svg\n")
+    assert "<svg" in Path("differences.svg").read_text()
+
+
+def test_a_figure_needs_two_methods(capsys):
+    write_run(Path("alone/seed-0"), [0.3])
+    assert main(["table", "alone", "--figure", "differences.svg"]) == 2
+    problem = "--figure = 'differences.svg': shows differences between methods, but the folders contain only one method"
+    assert problem in capsys.readouterr().err
+    assert not Path("differences.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "line"),
+    [
+        ("csv", "a,plain,2,0.55,0.0707"),
+        ("markdown", "| a | "),
+        ("latex", "a & "),
+        ("json", ' "a": {'),
+        ("console", "a "),
+    ],
+)
+def test_a_table_of_clients(compared, capsys, format, line):
+    for folder in compared.glob("plain/*"):
+        accuracy = 0.5 + int(folder.name.removeprefix("seed-")) / 10
+        (folder / "clients.csv").write_text(f"client,name,train_samples,accuracy\n0,a,9,{accuracy}\n")
+    assert main(["table", str(compared), "--by-client", "--format", format]) == 0
+    shown = capsys.readouterr().out
+    assert any(each.startswith(line) for each in shown.splitlines()), shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--figure", "f.txt"], "--figure = 'f.txt': must end with .pdf, .png, .svg."),
+        (["--figure", "f.svg", "--by-client"], "--figure = 'f.svg': shows differences between methods, not between"),
         (
             ["--baseline", "plan"],
             "--baseline = 'plan': is not a label of a finished run; did you mean 'plain'? Use one of: plain, best",
@@ -135,7 +171,8 @@ def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_of_methods_says_how_to_compare_them(capsys):
+def test_a_sweep_of_methods_says_how_to_compare_them(capsys, monkeypatch):
+    monkeypatch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
     Path("s.toml").write_text(
         "[partition]\nclients = 2\n[training]\nrounds = 1\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.cli import main
+from fedstrata.cli import completers, main
 from fedstrata.cli.known import known
 from fedstrata.cli.main import parser
 from fedstrata.cli.teach import KINDS, SHELLS, explanations, words
@@ -35,8 +35,9 @@ def _modules_of_here(monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     yield
+    here = f"{Path.cwd()}/"
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent.resolve() == Path.cwd():
+        if (getattr(module, "__file__", None) or "").startswith(here):
             del sys.modules[name]
 
 
@@ -241,7 +242,21 @@ def candidates(line: str) -> set[str]:
     return {word.strip() for word in done.stdout.splitlines()}
 
 
+def candidates_here(line: str) -> set[str]:
+    """What a shell is told, without a process of its own."""
+    whole = parser()
+    completers.attach(whole)
+    argcomplete = pytest.importorskip("argcomplete")
+    quote, prefix, _, whole_words, place = argcomplete.split_line(line, len(line))
+    found = argcomplete.CompletionFinder(whole)._get_completions(whole_words, prefix, quote, place)
+    return {word.strip() for word in found}
+
+
 @pytest.mark.slow
+def test_completion_in_a_shell():
+    assert candidates("fedstrata com") == {"compare", "completion"}
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -253,10 +268,11 @@ def candidates(line: str) -> set[str]:
         ("fedstrata run --set partition.alph", {"partition.alpha="}),
         ("fedstrata compare --methods fedavg,scaf", {"fedavg,scaffold"}),
         ("fedstrata run --engine lo", {"local"}),
+        ("fedstrata run --set availability.name=cy", {"availability.name=cyclic"}),
     ],
 )
 def test_completion(line, expected):
-    assert candidates(line) == expected
+    assert candidates_here(line) == expected
 
 
 @pytest.mark.slow

@@ -18,6 +18,10 @@ FOLDER = ROOT / "examples" / "shakespeare"
 REAL = Path(os.environ.get("FEDSTRATA_DATA", "~/.cache/fedstrata")).expanduser() / "shakespeare.npz"
 
 
+MOST = 0.163
+"""The share of the most frequent character, the space, in the test part of the real roles."""
+
+
 def load_prepare() -> ModuleType:
     spec = importlib.util.spec_from_file_location("shakespeare_prepare", FOLDER / "prepare.py")
     module = importlib.util.module_from_spec(spec)
@@ -59,6 +63,12 @@ def changed(*settings: str) -> list[str]:
     return [text for setting in settings for text in ("--set", setting)]
 
 
+def real() -> dict[str, np.ndarray]:
+    """Return the data of the real roles."""
+    with np.load(REAL) as source:
+        return prepare.arrays(source)
+
+
 @pytest.fixture
 def beside(monkeypatch):
     """Where the reader of the page stands."""
@@ -66,13 +76,26 @@ def beside(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_command_of_the_page_compares_three_methods(beside, tmp_path, capsys):
+@pytest.fixture
+def small(tmp_path) -> list[str]:
+    """The arguments for a short run with twelve roles that say little."""
     words = ["the king ", "my good lord ", "a horse! ", "good night, "]
     lines = [words[number % 4] * (30 + number) for number in range(12)]
     np.savez(tmp_path / "tiny.npz", **prepare.arrays(texts(*lines), smallest=200))
-    small = changed(f"data.name={tmp_path / 'tiny.npz'}", "training.rounds=3", "evaluation.every=1", "model.hidden=16")
+    return changed(f"data.name={tmp_path / 'tiny.npz'}", "training.rounds=3", "evaluation.every=1", "model.hidden=16")
+
+
+@pytest.mark.slow
+def test_the_spec_of_the_page_learns_characters(beside, small, tmp_path):
+    assert main(["run", "shakespeare.toml", *small, "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    history = fs.History.load(tmp_path / "run")
+    assert history[-1]["loss"] < history[0]["loss"] < np.log(96)
+    assert history[-1]["accuracy"] > 1 / 96
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_command_of_the_page_compares_three_methods(beside, small, tmp_path, capsys):
     out = ["--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out"), "--quiet"]
     assert main(["compare", "shakespeare.toml", *small, *out]) == 0
     assert "minus fedavg" in capsys.readouterr().out
@@ -84,16 +107,20 @@ def test_the_command_of_the_page_compares_three_methods(beside, tmp_path, capsys
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_file(), reason=f"needs {REAL}")
-def test_253_real_roles_learn_more_than_the_most_frequent_character(beside, tmp_path):
-    with np.load(REAL) as source:
-        data = prepare.arrays(source)
+def test_the_data_have_253_real_roles():
+    data = real()
     sizes = np.unique(data["client_train"], return_counts=True)[1]
     assert (len(sizes), sizes.min(), sizes.max(), sizes.sum()) == (253, 51, 646, 31441)
     tokens = data["y_test"][data["y_test"] != -100]
     assert (len(data["x_test"]), len(tokens)) == (7870, 619837)
-    most = np.bincount(tokens).max() / len(tokens)
-    assert most == pytest.approx(0.163, abs=0.0005)  # the space
-    np.savez(tmp_path / "roles.npz", **data)
+    assert np.bincount(tokens).max() / len(tokens) == pytest.approx(MOST, abs=0.0005)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.is_file(), reason=f"needs {REAL}")
+def test_253_real_roles_learn_more_than_the_most_frequent_character(beside, tmp_path):
+    np.savez(tmp_path / "roles.npz", **real())
     short = changed(f"data.name={tmp_path / 'roles.npz'}", "training.rounds=4", "training.workers=1")
     assert main(["run", "shakespeare.toml", *short, "--out", str(tmp_path / "run"), "--quiet"]) == 0
-    assert fs.load_runs(tmp_path / "run")["run"][0].history[-1]["accuracy"] > 1.5 * most
+    assert fs.load_runs(tmp_path / "run")["run"][0].history[-1]["accuracy"] > 1.5 * MOST

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pools import KILLED, HerePool
 from processes import started
 
 import fedstrata as fs
-from fedstrata.base.errors import SpecError
+from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.locking import LOCK
-from fedstrata.experiments.compare import compare, rounds_done
+from fedstrata.experiments.compare import Key, compare, forks, rounds_done
 from fedstrata.spec.experiment import variants
 
 pytestmark = pytest.mark.slow
@@ -60,9 +61,11 @@ def in_turn(tmp_path_factory):
     """Two methods with two seeds, one after another."""
     out = tmp_path_factory.mktemp("compare") / "in-turn"
     told: list[tuple[str, int, int]] = []
-    histories = compare(
-        variants(TABLE, METHODS), seeds=(0, 1), out=out, jobs=1, watch=lambda *progress: told.append(progress)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedstrata.reporting.plots.plot_comparison", lambda histories, folder: None)
+        histories = compare(
+            variants(TABLE, METHODS), seeds=(0, 1), out=out, jobs=1, watch=lambda *progress: told.append(progress)
+        )
     return out, histories, told
 
 
@@ -204,6 +207,49 @@ def test_a_finished_folder_counts_as_done_only_as_the_very_run(unreported, tmp_p
     assert told == []
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["spec", "own data"])
+def test_a_run_whose_process_is_lost_costs_no_other(in_turn, unreported, tmp_path, monkeypatch, own):
+    monkeypatch.setattr("fedstrata.experiments.compare.TaskPool", {Key: HerePool})
+    monkeypatch.setattr(HerePool, "kills", {("fedavg", 1)})
+    told: list[tuple[str, int, int]] = []
+    how = {"seeds": (0, 1), "out": tmp_path, "jobs": 2, "watch": lambda *progress: told.append(progress)}
+    if own:
+        how["data"] = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
+    lost = rf"the processes of 1 of 4 runs ended unexpectedly: the run in \S*/fedavg/seed-1 {KILLED}\. Repeat the same"
+    with pytest.raises(FedstrataError, match=lost):
+        compare(variants(TABLE, METHODS), **how)
+    assert sorted(models(tmp_path)) == ["fedavg/seed-0", "scaffold/seed-0", "scaffold/seed-1"]
+    assert ("scaffold", 1, 3) in told
+    monkeypatch.setattr(HerePool, "kills", set())
+    compare(variants(TABLE, METHODS), **how)
+    there = models(in_turn[0])
+    assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}
+
+
+def test_what_only_this_process_has_needs_forks(monkeypatch):
+    class Mine(fs.FedAvg):
+        pass
+
+    spec = fs.Experiment()
+    mine = spec.replace(method=Mine())
+    assert forks([spec], in_memory=False) is False
+    assert forks([spec], in_memory=True) is True
+    assert forks([spec, mine], in_memory=False) is True
+    several = spec.replace(training={"threads": 2})
+    with pytest.warns(UserWarning, match=r"one after another, .* and training\.threads is not 1\."):
+        assert forks([several], in_memory=True) is None
+    monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
+    with pytest.warns(UserWarning, match=r"one after another, .* and this process cannot be forked\."):
+        assert forks([mine], in_memory=False) is None
+
+
+def test_seeds_that_differ_between_experiments_are_refused(tmp_path):
+    specs = {"a": fs.Experiment(seed=2), "b": fs.Experiment(seed=1)}
+    with pytest.raises(SpecError, match=r"seed = \[1, 2\]: differs between the experiments\. Use one seed"):
+        compare(specs, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.long
 def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path):
     mine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
@@ -220,7 +266,9 @@ def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path)
         mine.join()
 
 
-def test_a_run_that_was_broken_off_is_in_no_table(tmp_path):
+def test_a_run_that_was_broken_off_is_in_no_table(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedstrata.reporting.plots.plot_comparison", lambda histories, folder: None)
+    monkeypatch.setattr("fedstrata.reporting.html.render", lambda runs, *, every, folder: "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
         compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)

@@ -7,14 +7,16 @@ import random
 import signal
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from lazy import Lazy
+from pools import KILLED, HerePool
 from processes import started
 
 import fedstrata as fs
-from fedstrata.base.errors import ExtraMissingError, SpecError
+from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.cli import main
 from fedstrata.experiments.search import PRUNED, STUDY, Range, called, opened
 from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED
@@ -25,9 +27,16 @@ optuna = Lazy("optuna")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _needed() -> None:
-    """Import optuna when the first test of this file runs, because the import takes seconds."""
+def _needed() -> Iterator[None]:
+    """Import optuna when the first test of this file runs, because the import takes seconds.
+
+    Files are not compared with earlier versions of optuna, which takes longer than a short run.
+    """
     pytest.importorskip("optuna")
+    with pytest.MonkeyPatch.context() as patch:
+        manager = "optuna.storages._rdb.storage._VersionManager"
+        patch.setattr(f"{manager}.check_table_schema_compatibility", lambda self: None)
+        yield
 
 
 TABLES = {
@@ -134,6 +143,107 @@ def test_a_search_by_a_lower_primary_metric_looks_for_the_smallest(tmp_path):
         assert study.direction == optuna.study.StudyDirection.MINIMIZE
 
 
+FEW = TABLES | {
+    "data": {"name": "digits", "limit": 80},
+    "training": {"rounds": 3, "local_epochs": 1, "clients_per_round": 1},
+}
+FEW_SPACE = {"training.lr": "choice:0.1,1e-9", "training.batch_size": "int:8..9", "training.momentum": "uniform:0..0.5"}
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A search of four trials with two seeds, which may be pruned after one whole trial instead of five."""
+    out = tmp_path_factory.mktemp("search") / "short"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedstrata.experiments.search.STARTUP", 1)
+        return out, fs.search(FEW, FEW_SPACE, out=out, trials=4, jobs=1, seeds=[0, 1])
+
+
+def test_a_trial_counts_with_the_mean_of_its_seeds_on_validation_samples(short):
+    out, found = short
+    whole = {called(t.number): t.value for t in trials(out) if t.state == optuna.trial.TrialState.COMPLETE}
+    assert found.best == max(whole, key=whole.__getitem__)
+    for label, value in whole.items():
+        runs = [fs.History.load(out / label / f"seed-{seed}") for seed in (0, 1)]
+        assert value == pytest.approx(sum(run.column("validation.accuracy")[1][-1] for run in runs) / 2)
+    assert Experiment.from_toml(out / BEST) == found.cells[found.best].spec
+    assert found.cells[found.best].settings["training.lr"] == 0.1
+    assert {type(cell.settings["training.batch_size"]) for cell in found.cells.values()} == {int}
+
+
+def test_a_pruned_trial_ends_early_and_has_one_seed(short):
+    out, found = short
+    told = {called(trial.number): trial for trial in trials(out)}
+    pruned = [label for label, trial in told.items() if trial.state == optuna.trial.TrialState.PRUNED]
+    assert pruned, "this search has to prune for the test to say anything"
+    assert set(pruned) == {label for label, note in found.notes.items() if note.startswith("pruned after round ")}
+    for label in pruned:
+        (history,) = found.histories[label]
+        assert len(history) < 3
+        assert history.stopped == f"{PRUNED}: the validation accuracy is below the median of earlier trials"
+        assert not (out / label / "seed-1").exists()
+
+
+def test_an_interrupted_search_ends_alike(short, tmp_path, monkeypatch):
+    out, found = short
+    monkeypatch.setattr("fedstrata.experiments.search.STARTUP", 1)
+    deaths = [("trial-002", 1)]
+
+    def die(label: str, seed: int, rounds: int) -> None:
+        if deaths and (label, rounds) == deaths[0]:
+            del deaths[0]
+            raise KeyboardInterrupt
+
+    again = None
+    while again is None:
+        try:
+            again = fs.search(FEW, FEW_SPACE, out=tmp_path / "out", trials=4, jobs=1, seeds=[0, 1], watch=die)
+        except KeyboardInterrupt:
+            assert trials(tmp_path / "out")[-1].state == optuna.trial.TrialState.RUNNING
+    assert deaths == []
+    assert again.best == found.best
+    for name in (TABLE, FIGURES, BEST):
+        assert (tmp_path / "out" / name).read_bytes() == (out / name).read_bytes()
+    assert rounds_run(tmp_path / "out") == rounds_run(out)
+
+
+def test_other_arguments_cannot_continue_a_search(short):
+    out, _ = short
+    with pytest.raises(SpecError, match=r"--search = .*the search in this folder was started with .*0\.1,1e-9"):
+        fs.search(FEW, {**FEW_SPACE, "training.lr": "log:0.01..0.5"}, out=out, trials=4, seeds=[0, 1])
+    with pytest.raises(SpecError, match="--seeds = "):
+        fs.search(FEW, FEW_SPACE, out=out, trials=4)
+    with pytest.raises(SpecError, match=r"--trials = 0: must be an integer of at least 1"):
+        fs.search(FEW, FEW_SPACE, out=out, trials=0)
+
+
+def test_settings_that_do_not_go_together_are_a_refused_trial(tmp_path):
+    pair = {"method.name": "choice:fedavg,scaffold", "training.momentum": "choice:0,0.9"}
+    table = FEW | {"training": FEW["training"] | {"rounds": 1}}
+    found = fs.search(table, pair, out=tmp_path, trials=3, seeds=[7], jobs=1, prune=False)
+    refused = {label for label, note in found.notes.items() if "SCAFFOLD" in note}
+    assert refused, "this search has to meet the pair for the test to say anything"
+    assert refused == {
+        label for label, cell in found.cells.items() if tuple(cell.settings.values()) == ("scaffold", 0.9)
+    }
+    assert all(found.histories[label] == [] for label in refused)
+    assert found.best not in refused
+
+
+def test_a_trial_whose_process_is_lost_goes_on_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedstrata.experiments.search.TaskPool", {int: HerePool})
+    monkeypatch.setattr(HerePool, "kills", {1})
+    table, told = FEW | {"training": FEW["training"] | {"rounds": 1}}, []
+    how = {"out": tmp_path, "trials": 2, "jobs": 2, "prune": False, "watch": lambda *run: told.append(run)}
+    with pytest.raises(FedstrataError, match=rf"1 of 2 .*trial-001 {KILLED}"):
+        fs.search(table, {"training.lr": "log:0.01..0.5"}, **how)
+    monkeypatch.setattr(HerePool, "kills", set())
+    found = fs.search(table, {"training.lr": "log:0.01..0.5"}, **how)
+    assert all(len(histories) == 1 for histories in found.histories.values())
+    assert [trial.state for trial in trials(tmp_path)] == [optuna.trial.TrialState.COMPLETE] * 2
+    assert ("trial-001", 0, 1) in told
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A search that nobody disturbed."""
@@ -234,7 +344,7 @@ def test_another_search_in_the_same_folder_is_refused(whole):
 def test_what_does_not_go_together_and_what_took_no_step_is_never_best(tmp_path):
     table = {**TABLES, "model": {"name": "mlp", "hidden": [8, 8, 8]}}
     space = {"training.lr": "choice:0.1,1e17", "training.rounds": "choice:1,2"}
-    found = fs.search(table, space, out=tmp_path / "lr", trials=6, seeds=[0, 1], jobs=1, prune=False)
+    found = fs.search(table, space, out=tmp_path / "lr", trials=4, seeds=[0, 1], jobs=1, prune=False)
     assert {cell.settings["training.lr"] for cell in found.cells.values()} == {0.1, 1e17}
     for label, cell in found.cells.items():
         assert (label in found.notes) == (cell.settings["training.lr"] == 1e17)

@@ -151,7 +151,7 @@ def solution(objective) -> Tensor:
     experiment = fs.Experiment(
         partition={"name": "given", "indices": ((0,), (1,))},
         method={"name": "scaffold", "objective": objective},
-        training={"rounds": 150, "clients_per_round": 2, "local_steps": 10, "lr": 0.05},
+        training={"rounds": 60, "clients_per_round": 2, "local_steps": 10, "lr": 0.1},
         evaluation={"every": 0, "checkpoint_every": 0},
     )
     return fs.run(experiment, data=data, model=nn.Linear(1, 2, bias=False)).params["weight"].flatten()
@@ -163,7 +163,7 @@ def test_it_reaches_the_optimum_where_fedavg_stays_biased():
     optimum = torch.tensor([0.2, 0.4])
     torch.testing.assert_close(solution(CorrectedQuadratic()), optimum, atol=1e-5, rtol=0)
     # FedAvg's fixed point by hand: client k moves to o_k + a_k (w − o_k) with a_k = (1 − η x²)^10.
-    a = torch.tensor([(1 - 0.05) ** 10, (1 - 0.05 * 4) ** 10])
+    a = torch.tensor([(1 - 0.1) ** 10, (1 - 0.1 * 4) ** 10])
     local = torch.tensor([[1.0, 0.0], [0.0, 0.5]])
     biased = ((1 - a)[:, None] * local).sum(0) / (1 - a).sum()
     torch.testing.assert_close(solution(Quadratic()), biased, atol=1e-5, rtol=0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fedstrata as fs
 from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.base.errors import SpecError
+from fedstrata.sampling import stratified
 from fedstrata.sampling.stratified import draw, stratify
 
 
@@ -219,3 +220,23 @@ def test_clients_without_gradients_are_drawn_uniformly(replacement):
 def test_one_without_replacement_is_importance_sampling():
     ones = np.array([1, 1, 1])
     close(counts(NORMS, [1, 1, 1], False), NORMS / np.array([8, 4, 3])[STRATA], ones[STRATA])
+
+
+@pytest.mark.parametrize("rounds", [3, 6])
+def test_strata_that_are_continued_are_a_fixed_point_of_lloyds_iteration(monkeypatch, rounds):
+    """If few clients renew their gradients in a round, k-means continues from the centres of the last round."""
+    monkeypatch.setattr(stratified, "FITTED", 6)
+    spec = fs.Experiment(
+        data={"name": "digits", "limit": 240},
+        partition=fs.Dirichlet(alpha=0.1, clients=12),
+        model={"name": "mlp", "hidden": []},
+        method={"name": "fedsts", "strata": 3, "gradients": "updates"},
+        training={"rounds": rounds, "clients_per_round": 4, "local_steps": 2},
+        evaluation={"every": 0},
+    )
+    found = fs.strata_after(fs.prepare(spec), rounds)
+    points, strata = found.points, found.strata
+    centres = np.stack([points[strata == stratum].mean(axis=0) for stratum in range(strata.max() + 1)])
+    distances = np.linalg.norm(points[:, None] - centres, axis=2)
+    assert len(points) > 6
+    assert (distances.argmin(axis=1) == strata).all()

@@ -35,8 +35,8 @@ def made(federations: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fed(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made / "fed", tmp_path / "fed")
+def fed(federations: Path, tmp_path: Path) -> Path:
+    shutil.copytree(federations / "fed", tmp_path / "fed")
     (tmp_path / "fed" / "a" / "local" / "fedstrata.toml").write_text('data = "own.csv"\n')
     (tmp_path / "fed" / "a" / "own.csv").write_text(GOOD)
     return tmp_path / "fed"

@@ -129,6 +129,32 @@ print("answered")
 """
 
 
+def has_spent_the_round(folder: Path) -> bool:
+    """Return True if a site that starts in this folder refuses one more round, because the first one is spent."""
+    (row,) = json.loads((folder / FILE).read_text())["steps"]
+    site = asked.long_site(folder)
+    assert row[-1] == site.spec.training.local_steps
+    site.begin()
+    (refused,) = site.ask(asked.fit(site, 1))
+    assert "refused by the rule 'policy.budget'" in refused.reason
+    return site.ledger.refused == ["policy.budget"]
+
+
+def test_a_site_that_dies_in_its_first_step_has_spent_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*arguments: object, **how: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedstrata.clients.training.local.descend_privately", die)
+    site = asked.long_site(tmp_path)
+    site.begin()
+    with pytest.raises(KeyboardInterrupt):
+        site.ask(asked.fit(site, 1))
+    assert has_spent_the_round(tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_site_that_is_killed_before_it_answers_has_spent_the_round(tmp_path: Path) -> None:
     support = str(Path(asked.__file__).parent)
@@ -138,10 +164,4 @@ def test_a_site_that_is_killed_before_it_answers_has_spent_the_round(tmp_path: P
     finally:
         process.kill()
     assert process.communicate()[0] == b""
-    (row,) = json.loads((tmp_path / FILE).read_text())["steps"]
-    site = asked.long_site(tmp_path)
-    assert row[-1] == site.spec.training.local_steps
-    site.begin()
-    (refused,) = site.ask(asked.fit(site, 1))
-    assert "refused by the rule 'policy.budget'" in refused.reason
-    assert site.ledger.refused == ["policy.budget"]
+    assert has_spent_the_round(tmp_path)

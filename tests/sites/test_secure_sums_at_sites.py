@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 from collections import Counter
@@ -39,7 +40,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.sites.disclosure import declaration_of
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import FILE, Policy
-from fedstrata.sites.privacy_budget import PrivacyBudget
+from fedstrata.sites.privacy_budget import FILE as SPENT
 from fedstrata.sites.rehearsal import rehearse_file
 from fedstrata.sites.secure_site import Answered, Credentials, trust_of
 from fedstrata.sites.sums import Sums
@@ -637,8 +638,8 @@ def test_sites_add_noise_before_they_mask_and_spend_their_own_budgets(tmp_path: 
         histories.append(deployment.run(tmp_path / f"run-{again}"))
         assert [record["clients_trained"] for record in histories[-1]] == [4, 4, 3]
         assert deployment.ledgers["c"].refused == ["policy.budget"]
-        spent = {name: PrivacyBudget(deployment.folder / name, Policy()).report()["jobs"] for name in "abcd"}
-        steps = {name: [job["steps"] for job in jobs] for name, jobs in spent.items()}
+        spent = {name: json.loads((deployment.folder / name / SPENT).read_text())["steps"] for name in "abcd"}
+        steps = {name: [row[-1] for row in rows] for name, rows in spent.items()}
         assert steps == {"a": [9], "b": [9], "c": [6], "d": [9]}
     one, other = histories
     assert all((w != other.params[name]).all() for name, w in one.params.items()), "sites draw noise in secret"

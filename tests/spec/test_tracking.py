@@ -31,9 +31,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _needed() -> None:
-    """Import both libraries when the first test of this file runs, because the imports take seconds."""
-    for module in ("tensorboard.backend.event_processing.event_accumulator", "mlflow"):
-        pytest.importorskip(module)
+    """Import TensorBoard when the first test of this file runs, because the import takes a second."""
+    pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
 TABLE = {
@@ -81,6 +80,7 @@ def runs_of(client: Any, experiment: str = "fedstrata"):
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> str:
     """A local store of MLflow's, made once: that takes a second."""
+    pytest.importorskip("mlflow")
     place = tmp_path_factory.mktemp("mlflow")
     uri = f"sqlite:///{place / 'mlflow.db'}"
     client = mlflow.MlflowClient(uri)
@@ -229,6 +229,7 @@ def interrupt(record):
 @pytest.mark.long
 def test_several_at_once_make_a_store_of_their_own(tmp_path, monkeypatch):
     """Two processes begin with neither a store nor an experiment."""
+    pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path / 'new.db'}"
     table = {**TABLE, "tracking": {"mlflow": {"uri": uri, "experiment": "several", "artifacts": False}}}
     monkeypatch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)

@@ -91,6 +91,7 @@ def cells(folder: Path):
     return read_results(file)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_command_goes_on_and_two_processes_share_its_cells(tmp_path):
     with subprocess.Popen(COMMAND, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
