@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from pools import KILLED, HerePool
 from processes import started
 
 import fedstrata as fs
-from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.base.locking import LOCK
-from fedstrata.experiments.compare import Key, compare, forks, rounds_done
+from fedstrata.experiments.compare import compare, forks, rounds_done
 from fedstrata.spec.experiment import variants
 
 pytestmark = pytest.mark.slow
@@ -205,25 +204,6 @@ def test_a_finished_folder_counts_as_done_only_as_the_very_run(unreported, tmp_p
     told = []
     compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1, watch=lambda *p: told.append(p))
     assert told == []
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["spec", "own data"])
-def test_a_run_whose_process_is_lost_costs_no_other(in_turn, unreported, tmp_path, monkeypatch, own):
-    monkeypatch.setattr("fedstrata.experiments.compare.TaskPool", {Key: HerePool})
-    monkeypatch.setattr(HerePool, "kills", {("fedavg", 1)})
-    told: list[tuple[str, int, int]] = []
-    how = {"seeds": (0, 1), "out": tmp_path, "jobs": 2, "watch": lambda *progress: told.append(progress)}
-    if own:
-        how["data"] = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
-    lost = rf"the processes of 1 of 4 runs ended unexpectedly: the run in \S*/fedavg/seed-1 {KILLED}\. Repeat the same"
-    with pytest.raises(FedstrataError, match=lost):
-        compare(variants(TABLE, METHODS), **how)
-    assert sorted(models(tmp_path)) == ["fedavg/seed-0", "scaffold/seed-0", "scaffold/seed-1"]
-    assert ("scaffold", 1, 3) in told
-    monkeypatch.setattr(HerePool, "kills", set())
-    compare(variants(TABLE, METHODS), **how)
-    there = models(in_turn[0])
-    assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}
 
 
 def test_what_only_this_process_has_needs_forks(monkeypatch):

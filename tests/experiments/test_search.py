@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from lazy import Lazy
-from pools import KILLED, HerePool
 from processes import started
 
 import fedstrata as fs
-from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
+from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.cli import main
 from fedstrata.experiments.search import PRUNED, STUDY, Range, called, opened
 from fedstrata.experiments.sweep import BEST, FIGURES, TABLE, TUNED
@@ -228,20 +227,6 @@ def test_settings_that_do_not_go_together_are_a_refused_trial(tmp_path):
     }
     assert all(found.histories[label] == [] for label in refused)
     assert found.best not in refused
-
-
-def test_a_trial_whose_process_is_lost_goes_on_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedstrata.experiments.search.TaskPool", {int: HerePool})
-    monkeypatch.setattr(HerePool, "kills", {1})
-    table, told = FEW | {"training": FEW["training"] | {"rounds": 1}}, []
-    how = {"out": tmp_path, "trials": 2, "jobs": 2, "prune": False, "watch": lambda *run: told.append(run)}
-    with pytest.raises(FedstrataError, match=rf"1 of 2 .*trial-001 {KILLED}"):
-        fs.search(table, {"training.lr": "log:0.01..0.5"}, **how)
-    monkeypatch.setattr(HerePool, "kills", set())
-    found = fs.search(table, {"training.lr": "log:0.01..0.5"}, **how)
-    assert all(len(histories) == 1 for histories in found.histories.values())
-    assert [trial.state for trial in trials(tmp_path)] == [optuna.trial.TrialState.COMPLETE] * 2
-    assert ("trial-001", 0, 1) in told
 
 
 @pytest.fixture(scope="module")
