@@ -37,7 +37,7 @@ CHOOSING, CONFIRMING = (100, 101), (200, 201, 202, 203, 204)
 REFERENCE = "fedavg"
 PAPERS = ("stratify", "fedstas", "fedssar", "rebafl")
 BUDGETS = ("samples", "bytes")
-SENT = "GB at equal samples | GB at equal bytes"
+SENT = "GB past FedAvg's samples | GB past FedAvg's bytes"
 BUDGET_HOURS = 4.0
 MOST_ROUNDS = 2_000
 VERDICTS = {"above": "better", "below": "worse"}
@@ -160,7 +160,7 @@ def chosen() -> str | None:
 
 def choosing_table() -> Iterator[str]:
     done = load()
-    yield f"| method | seeds | at equal samples, % | at equal bytes, % | mean | {SENT} |"
+    yield f"| method | seeds | past FedAvg's samples, % | past FedAvg's bytes, % | mean | {SENT} |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     best = chosen()
     for label in [*PLAN["rivals"], *PLAN["candidates"]]:
@@ -184,7 +184,7 @@ def confirming_table() -> Iterator[str]:
     best, done = chosen(), load()
     if best is None:
         return
-    yield f"| method | seeds | at equal samples, % | at equal bytes, % | {SENT} |"
+    yield f"| method | seeds | past FedAvg's samples, % | past FedAvg's bytes, % | {SENT} |"
     yield "|---|---:|---:|---:|---:|---:|"
     for label in (best, *PAPERS, REFERENCE):
         of = [done[key] for seed in CONFIRMING if (key := f"{label} | {seed}") in done]
@@ -192,7 +192,7 @@ def confirming_table() -> Iterator[str]:
             at = " | ".join(f"{statistics.mean(result[f'at_{key}'] for result in of):.1f}" for key in BUDGETS)
             yield f"| {label} | {len(of)} | {at} | {gigabytes(of)} |"
     yield ""
-    yield f"| {best} compared with | at equal | difference, points | verdict |"
+    yield f"| {best} compared with | past FedAvg's | difference, points | verdict |"
     yield "|---|---|---|---|"
     orders, seeds = [], []
     for rival in PAPERS:

@@ -61,5 +61,7 @@ axes.legend([handles[i] for i in order], [labels[i] for i in order], frameon=Fal
 figure.show()
 
 # %%
-# If updates and models are compressed, Stratify's clients send fewer bytes than FedAvg's clients, and Stratify's
-# accuracy does not fall. The page :doc:`/guides/compression` helps you to choose a codec.
+# With PowerSGD, Stratify's clients send fewer bytes than FedAvg's clients without compression, and Stratify's accuracy
+# does not fall. With compression, FedAvg's clients send even fewer bytes. This page counts only bytes to the server, and
+# only seed 0: see :doc:`/results/compression` for both directions and several seeds. The page :doc:`/guides/compression`
+# helps you to choose a codec.

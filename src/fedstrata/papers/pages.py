@@ -321,7 +321,9 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
 def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick: bool = False) -> str:
     """Return the page of a paper: its claims, its tables, and the differences of our experiments from the paper's."""
     of_paper = [each for each in judgements if each.claim.paper == paper]
-    counts = f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), also untested ones)."
+    counts = (
+        f"{_counts(each.verdict for each in of_paper)} ([all claims]({CLAIMS}), [how we judge]({CLAIMS}#how-we-judge))."
+    )
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", WIDE, "", counts, "", "## Claims", ""]
     shown = [each for each in of_paper if each.decisive or each.verdict not in UNTESTED]
     computed = [each for each in shown if each.claim.kind == "reading"]

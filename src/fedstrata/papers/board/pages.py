@@ -103,7 +103,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
 def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     """Return the page: the ranking over all columns, the results of each column, and the protocol."""
     shown = [each for each in verdicts if each.outcomes]
-    lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", _first_sentence(protocol, shown), ""]
+    lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", _first_sentence(protocol, verdicts), ""]
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
         lines += ["![Average rank of each method over the columns](board.svg)", ""]
@@ -112,22 +112,28 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
 
 
-def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts]) -> str:
+def _first_sentence(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
+    shown = [each for each in verdicts if each.outcomes]
     complete = len(set[str]().union(*(each.complete for each in shown)))
     if not complete:
         return "This page will rank the methods when at least one method has finished all seeds."
-    return (
-        f"This page ranks {complete} tuned methods for training with dropouts, in {len(shown)} "
+    compositions = sum(name in protocol.compositions for name in {name for each in shown for name in each.complete})
+    counted = f" (including {compositions} compositions of parts of several methods)" if compositions else ""
+    finished = sum(not each.missing for each in shown)
+    text = (
+        f"This page ranks {complete} tuned methods{counted} for training with dropouts, in {len(shown)} "
         f"setting{'s' * (len(shown) != 1)} (column{'s' * (len(shown) != 1)}). All methods use the same "
-        f"{len(protocol.seeds)} seeds.\n\n{INTERVALS}"
+        f"{len(protocol.seeds)} seeds."
     )
+    return f"{text} {finished} of {len(verdicts)} columns {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
 
 
 def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
     first = next(iter(ranking.ranks))
     p = "" if ranking.p is None else f" Friedman's test gives p = {ranking.p:.2g}."
     sentences = (
-        f"The picture ranks {len(ranking.ranks)} methods by their mean accuracy in {len(complete)} columns.{p}",
+        f"The picture ranks the {len(ranking.ranks)} methods that have all seeds in each of {len(complete)} columns, "
+        f"by their mean accuracy.{p}",
         f"`{first}` has the best average rank, {ranking.ranks[first]:.1f}.",
         f"With {len(complete)} columns, {_rank_rule(ranking)}.",
         "All columns use the same data set, so the ranking may differ for other data.",
@@ -163,7 +169,7 @@ def _comparison(verdicts: Verdicts) -> list[str]:
     lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
     if lines:
         return [*lines, f"Methods that do not differ significantly from FedAvg: {others}."]
-    return [f"None of the {others} other methods differs significantly from FedAvg."]
+    return [f"None of the {others} other methods that have all seeds differs significantly from FedAvg."]
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
