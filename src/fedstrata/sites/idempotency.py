@@ -19,7 +19,7 @@ AT_WORK = -1
 
 
 class LateError(WireError):
-    """An error for a request that arrives after a later request, and whose reply is no longer needed."""
+    """An error for a request that arrives after a later request. The server no longer needs its reply."""
 
 
 class RequestCache:

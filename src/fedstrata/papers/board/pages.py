@@ -103,7 +103,8 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
 def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     """Return the page: the ranking over all columns, the results of each column, and the protocol."""
     shown = [each for each in verdicts if each.outcomes]
-    lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", _first_sentence(protocol, verdicts), ""]
+    first = _first_sentence(protocol, shown, len(verdicts))
+    lines = [f"# {protocol.title}", *[QUICK] * protocol.is_quick, "", first, ""]
     if (ranking := _overall(shown)) is not None:
         lines += ["## All columns", "", _about_overall(ranking, [each for each in shown if each.complete]), ""]
         lines += ["![Average rank of each method over the columns](board.svg)", ""]
@@ -112,8 +113,7 @@ def page(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
     return "\n".join([*lines, *_about(protocol, verdicts)]) + "\n"
 
 
-def _first_sentence(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
-    shown = [each for each in verdicts if each.outcomes]
+def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int) -> str:
     complete = len(set[str]().union(*(each.complete for each in shown)))
     if not complete:
         return "This page will rank the methods when at least one method has finished all seeds."
@@ -125,7 +125,7 @@ def _first_sentence(protocol: Protocol, verdicts: Sequence[Verdicts]) -> str:
         f"setting{'s' * (len(shown) != 1)} (column{'s' * (len(shown) != 1)}). All methods use the same "
         f"{len(protocol.seeds)} seeds."
     )
-    return f"{text} {finished} of {len(verdicts)} columns {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
+    return f"{text} {finished} of {columns} columns {'is' if finished == 1 else 'are'} finished.\n\n{INTERVALS}"
 
 
 def _about_overall(ranking: Ranking, complete: Sequence[Verdicts]) -> str:
