@@ -6,7 +6,7 @@ TORCH  := $(VENV)/.torch
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: accessibility demo docs screens package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
+.PHONY: accessibility demo docs screens package test test-fast test-long check format-check lint types imports prose words format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
 # One process more than there are processors, because one mostly waits for servers and sites. Tests start many processes,
 # which would otherwise compile every module anew where the environment forbids to write bytecode. A process that is lost
@@ -57,7 +57,8 @@ package:  ## Wheel and sdist, checked; then the demo from the wheel in an empty 
 	mkdir build/package/folder
 	cd build/package/folder && ../empty/bin/fedstrata new demo && ../empty/bin/fedstrata compare demo.toml --out demo --quiet
 
-test: $(DEV) check  ## All checks, and all tests but those that take minutes each.
+test: $(DEV)  ## All checks, and all tests but those that take minutes each.
+	$(MAKE) --jobs $(CORES) check
 	$(PYTEST) -n $$(($(CORES) + 1))
 
 test-fast: $(DEV)  ## Tests that start no processes and take a third of a second at most: for the time between two changes.
@@ -66,12 +67,24 @@ test-fast: $(DEV)  ## Tests that start no processes and take a third of a second
 test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.
 	$(PYTEST) -n $(CORES) -m long
 
-check: $(DEV)  ## Format, lint, types, import rules, counts of what is hard to read, and of words.
+check: format-check lint types imports prose words  ## Format, lint, types, import rules, counts of what is hard to read, and of words.
+
+format-check: $(DEV)
 	$(BIN)/ruff format --check .
+
+lint: $(DEV)
 	$(BIN)/ruff check .
+
+types: $(DEV)
 	$(BIN)/mypy
+
+imports: $(DEV)
 	$(BIN)/lint-imports
+
+prose: $(DEV)
 	$(BIN)/python tools/prose.py
+
+words: $(DEV)
 	$(BIN)/python tools/words.py
 
 accessibility: $(DEV) demo docs  ## Report, status page and site against WCAG 2.2 AA, in both themes: needs npm and Chromium.

@@ -23,6 +23,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -107,10 +108,16 @@ def function_lengths(files: Iterable[str]) -> Iterator[tuple[tuple[str, int], as
     The first line includes decorators, but the number of lines does not.
     """
     for file in sorted(files):
-        for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             if isinstance(node, FUNCTIONS):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 yield (file, first), node, lines_of(node)
+
+
+@cache
+def nodes_of(file: str) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
 
 
 def lines_of(node: Any) -> int:
@@ -158,33 +165,40 @@ def parameters(node: Any) -> int:
 
 
 def size_of_package() -> dict[str, Any]:
-    """Return the numbers of lines and statements of the package, and lists of large files, functions and classes."""
-    packages, lengths, statements, classes = Counter[str](), [], 0, list[ast.ClassDef]()
+    """Return the numbers of lines and statements of the package, and lists of large classes and functions."""
+    packages, lengths, statements = Counter[str](), [], 0
     files = sorted(PACKAGE.rglob("*.py"))
     for file in files:
-        text, inside = file.read_text(encoding="utf-8"), file.relative_to(PACKAGE)
-        packages[inside.parts[0].removesuffix(".py")] += code_lines(text)
+        text = file.read_text(encoding="utf-8")
+        packages[file.relative_to(PACKAGE).parts[0].removesuffix(".py")] += code_lines(text)
         lengths.append(len(text.splitlines()))
-        nodes = list(ast.walk(ast.parse(text)))
-        statements += sum(isinstance(node, ast.stmt) for node in nodes)
-        classes += [node for node in nodes if isinstance(node, ast.ClassDef)]
-    functions = list(function_lengths({str(file) for file in files}))
+        statements += sum(isinstance(node, ast.stmt) for node in nodes_of(str(file)))
+    functions = [length for *_, length in function_lengths(map(str, files))]
+    return {
+        "code lines": sum(packages.values()),
+        "statements": statements,
+        "function length, 95th percentile": float(np.percentile(functions, 95)),
+        "file length, 95th percentile": float(np.percentile(lengths, 95)),
+        **large(),
+        "code lines by package": dict(sorted(packages.items(), key=lambda pair: -pair[1])),
+    }
+
+
+def large() -> dict[str, dict[str, int]]:
+    """Return the classes and functions of the package that are larger than allowed, by rule and name."""
+    files = [str(file) for file in PACKAGE.rglob("*.py")]
+    classes = [node for file in files for node in nodes_of(file) if isinstance(node, ast.ClassDef)]
     whole = [(node.name, parts_of(node, classes)) for node in classes]
     tall = [(name, sum(map(lines_of, parts))) for name, parts in whole]
     moving = [(name, len(set[str]().union(*map(reassigned, parts)))) for name, parts in whole]
     wide = [
         (f"{Path(place[0]).relative_to(PACKAGE)}:{node.name}", parameters(node))  # type: ignore[attr-defined]
-        for place, node, _ in functions
+        for place, node, _ in function_lengths(files)
     ]
     return {
-        "code lines": sum(packages.values()),
-        "statements": statements,
-        "function length, 95th percentile": float(np.percentile([length for *_, length in functions], 95)),
-        "file length, 95th percentile": float(np.percentile(lengths, 95)),
         "classes over 300 lines": over(tall, 300),
         "classes with more than 12 reassigned attributes": over(moving, 12),
         "functions with more than 8 parameters": over(wide, 8),
-        "code lines by package": dict(sorted(packages.items(), key=lambda pair: -pair[1])),
     }
 
 

@@ -111,8 +111,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_what_is_too_large_is_counted_by_its_name(
     prose: ModuleType, calls: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"code lines": 9, "classes over 300 lines": {"A": 301}, "code lines by package": {"base": 5}}
-    monkeypatch.setattr(calls, "size_of_package", lambda: sizes)
+    monkeypatch.setattr(calls, "large", lambda: {"classes over 300 lines": {"A": 301}})
     assert prose.large() == {"classes over 300 lines: A": 301}
 
 

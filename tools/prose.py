@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,11 +58,11 @@ def counts_of_text(text: str) -> Counter[str]:
 
 def counts_of_module(source: str) -> Counter[str]:
     """Count the faults in a module's comments, texts, public docstrings and identifiers."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     count = Counter[str]()
-    for text in [*comments(source), *texts(tree)]:
-        count += counts_of_text(text)
-    for node in ast.walk(tree):
+    for text in [*comments(source), *texts(nodes)]:
+        count.update(counts_of_text(text))
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
             count["docstring summaries of three words or fewer"] += 0 < len(summary.split()) <= SHORT
@@ -76,9 +76,9 @@ def comments(source: str) -> Iterator[str]:
     return (re.sub(r"^[ \t]*# ", "", each, flags=re.MULTILINE) for each in COMMENT.findall(source))
 
 
-def texts(tree: ast.Module) -> Iterator[str]:
+def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Find each text of a module: docstrings, errors and help."""
-    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def today() -> Counter[str]:
@@ -96,10 +96,9 @@ def today() -> Counter[str]:
 def large() -> Counter[str]:
     """Return the sizes of classes and functions that are larger than allowed."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from calls import size_of_package
+    import calls
 
-    rules = {rule: sizes for rule, sizes in size_of_package().items() if isinstance(sizes, dict) and " by " not in rule}
-    return Counter({f"{rule}: {name}": size for rule, sizes in rules.items() for name, size in sizes.items()})
+    return Counter({f"{rule}: {name}": size for rule, sizes in calls.large().items() for name, size in sizes.items()})
 
 
 def subjects() -> list[str]:
