@@ -207,12 +207,9 @@ def confirming_table() -> Iterator[str]:
             verdict = VERDICTS.get(orders[-1], "not significant")
             yield f"| {rival} | {budget} | {difference_text(difference)} | {verdict} |"
     ahead = orders.count("above")
-    answer = "yes" if ahead == len(orders) else "in part" if ahead else "no"
-    if min(seeds) < len(CONFIRMING):
-        answer = "not known yet"
+    unfinished = " (not finished)" if min(seeds) < len(CONFIRMING) else ""
     yield ""
-    better = f"*{best}* is better in {ahead} of {len(orders)} comparisons."
-    yield f"**The answer: {answer}.** {better} Core hours spent: {hours():.1f}."
+    yield f"*{best}* is better in {ahead} of {len(orders)} comparisons{unfinished}. Core hours spent: {hours():.1f}."
 
 
 def main() -> None:

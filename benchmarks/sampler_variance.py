@@ -189,8 +189,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 ROWS = {
-    "FedSTS, `paper`": "FedSTS, paper",
-    "FedSTS, `paper`, one draw for each stratum first": "FedSTS, one draw for each stratum",
+    "FedSTS, `paper` (default)": "FedSTS, paper",
+    "FedSTS, `paper`, one draw for each stratum first (default for more than 1,000 clients)": (
+        "FedSTS, one draw for each stratum"
+    ),
     "FedSTS, `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
     "FedSTS, `inclusion`": "FedSTS, rounded at random, inclusion probabilities",
     "FedSSAR, `paper`": "FedSSAR",

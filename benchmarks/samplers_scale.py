@@ -119,14 +119,16 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "Selection is everything that the client sampler does in a round, including the work of the clients. In "
-        f"each round, {INVITED} clients train for five epochs on {SAMPLES} samples of MNIST each. Times are medians of "
-        "processor time.",
+        "With up to 1,000 clients, FedSTS's default (*all*) costs more time than training. Selection is everything "
+        "that the client sampler does in a round, including the work of the clients. In each round, "
+        f"{INVITED} clients train for five epochs on {SAMPLES} samples of MNIST each. Times are medians of processor "
+        "time.",
         "",
         '- *all*, *participants*: `refresh = "all"` or `refresh = "participants"`.',
         '- *asked*: `gradients = "asked"`. FedSTS asks participants for gradients instead of using their updates.',
         "- *256 coordinates*: `coordinates = 256` instead of 2,048.",
         "- *fedsts* also applies to FedSTaS, which selects clients in the same way.",
+        "- *first selection*: selection in the first round. Here, FedSTS asks every client for a gradient.",
         "",
         "| sampler | model | clients | selection, ms | whole round, ms | share of the round, % | first selection, s "
         "| peak memory, MB |",

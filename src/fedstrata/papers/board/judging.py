@@ -17,10 +17,10 @@ from fedstrata.reporting.statistics import Difference, holm, paired_difference
 
 MEASURES = {
     "accuracy": "accuracy",
-    "at_bytes": "at equal bytes",
-    "at_samples": "at equal samples",
+    "at_bytes": "at FedAvg's bytes",
+    "at_samples": "at FedAvg's samples",
     "worst_class": "worst class",
-    "worst_client": "worst clients",
+    "worst_client": "worst tenth",
 }
 """A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}

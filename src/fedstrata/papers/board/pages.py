@@ -23,8 +23,8 @@ PAGE, SUMMARY = "board.md", "board.json"
 """The names of the page and of the JSON file."""
 QUICK = "\n**At small scale: these runs test the software, and do not compare the methods.**\n"
 INTERVALS = (
-    "A difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
-    "not corrected, so an interval can exclude 0 even if the difference is not significant."
+    "On this page, a difference is significant if its p-value is below 0.05 after Holm's correction. The intervals are "
+    "not corrected, and do not decide. In [comparisons](../guides/compare.md#statistics), corrected intervals decide."
 )
 """An explanation of the intervals and p-values on the page."""
 FRACTIONS = ("accuracy", "worst_class", "worst_client")
@@ -118,7 +118,7 @@ def _first_sentence(protocol: Protocol, shown: Sequence[Verdicts], columns: int)
     if not complete:
         return "This page will rank the methods when at least one method has finished all seeds."
     compositions = sum(name in protocol.compositions for name in {name for each in shown for name in each.complete})
-    counted = f" (including {compositions} compositions of parts of several methods)" if compositions else ""
+    counted = f" ({complete - compositions} methods and {compositions} compositions)" if compositions else ""
     finished = sum(not each.missing for each in shown)
     text = (
         f"This page ranks {complete} tuned methods{counted} for training with dropouts, in {len(shown)} "
@@ -167,9 +167,7 @@ def _comparison(verdicts: Verdicts) -> list[str]:
     below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
     others = len(verdicts.complete) - 1 - len(above) - len(below)
     lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
-    if lines:
-        return [*lines, f"Methods that do not differ significantly from FedAvg: {others}."]
-    return [f"None of the {others} other methods that have all seeds differs significantly from FedAvg."]
+    return [*lines, f"None of the {others} other methods with all seeds differs significantly from FedAvg."]
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
@@ -197,14 +195,14 @@ def _listed(names: Sequence[str], what: str) -> str:
 
 
 def _best(verdicts: Verdicts, measure: str) -> str:
-    cost = MEASURES[measure].removeprefix("at equal ")
+    at = MEASURES[measure]
     name = verdicts.best_at(measure)
     if name in (None, BASELINE):
-        return f"At equal {cost}, FedAvg has the best validation accuracy."
+        return f"A{at[1:]}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"At equal {cost}, `{name}` has the best validation accuracy. With new seeds, its difference from FedAvg at "
-        f"equal {cost} is {difference}."
+        f"A{at[1:]}, `{name}` has the best validation accuracy. With new seeds, its difference from FedAvg is then "
+        f"{difference}."
     )
 
 
