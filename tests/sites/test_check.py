@@ -17,11 +17,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fedstrata as fs
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.cli import main
 from fedstrata.sites.certificates import ROOT, ROOT_DAYS, faults, key_pair, read, renew
 from fedstrata.sites.check import check
+from fedstrata.sites.ledger import PLACE
 from fedstrata.sites.members import members, revoke
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.privacy_budget import PrivacyBudget
 from fedstrata.sites.start import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kits")]
@@ -121,6 +125,34 @@ def test_a_policy_that_refuses_the_kits_job_is_a_problem_and_the_site_may_start(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_privacy_loss_of_the_whole_job_is_known_before_it_starts(fed: Path) -> None:
+    kit = fed / "a"
+    with (kit / "local" / "spec.toml").open("a") as spec:
+        spec.write("\n[privacy.dp]\nclip = 1.0\nnoise = 2.0\n")
+    policy = kit / "local" / "policy.toml"
+
+    def said(lines: str) -> list[str]:
+        policy.write_text(f'jobs = "within-policy"\ndelta = 1e-4\n{lines}')
+        return [str(each) for each in check(kit, server=False) if each.text.startswith("privacy: ")]
+
+    training, samples = fs.Experiment.from_toml(kit / "local" / "spec.toml").training, 32
+    rate, steps = training.poisson(samples)
+
+    def epsilon(rounds: int) -> float:
+        return PrivacyBudget(kit / PLACE, Policy.read(kit)).forecast(
+            "job", 0, noise=2.0, rate=rate, steps=rounds * steps
+        )[1]
+
+    (text,) = said("")
+    total = epsilon(training.rounds)
+    assert text.startswith(f"ok       privacy: in {training.rounds} rounds, this site spends ε = ")
+    assert text.endswith(f"at δ = 0.0001. The total that policy.budget limits is then {total:.3g}")
+    (text,) = said(f'budget = {total / 2}\noutside_dp = ["sizes", "normalization", "imputation", "evaluation"]\n')
+    allowed = int(re.search(r"after (\d+) rounds", text)[1])
+    assert text.startswith("warning")
+    assert epsilon(allowed) <= total / 2 < epsilon(allowed + 1)
+
+
 def test_a_missing_gpu_is_a_problem(fed: Path) -> None:
     """It was found when the job began."""
     (fed / "a" / "local" / "policy.toml").write_text('jobs = "within-policy"\n')

@@ -165,3 +165,16 @@ def test_a_site_that_is_killed_before_it_answers_has_spent_the_round(tmp_path: P
         process.kill()
     assert process.communicate()[0] == b""
     assert has_spent_the_round(tmp_path)
+
+
+def test_a_forecast_is_what_a_job_then_spends_and_writes_nothing(tmp_path: Path) -> None:
+    budget = PrivacyBudget(tmp_path, POLICY_OF_3)
+    spend(budget, "a", 9)
+    before = (tmp_path / FILE).read_bytes()
+    forecast = budget.forecast("b", 0, noise=NOISE, rate=0.5, steps=40)
+    assert (tmp_path / FILE).read_bytes() == before
+    spend(budget, "b", 25, rate=0.5)
+    assert budget.forecast("b", 0, noise=NOISE, rate=0.5, steps=40) == forecast, "steps that were taken are part of it"
+    spend(budget, "b", 15, rate=0.5)
+    report = budget.report()
+    assert forecast == (report["jobs"][1]["epsilon"], report["epsilon"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
@@ -18,6 +19,10 @@ from fedstrata.sites.certificates import ROOT, faults, fingerprint, key_pair
 from fedstrata.sites.policy import FILE as POLICY
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
+
+if TYPE_CHECKING:
+    from fedstrata.sites.disclosure import Declaration
+    from fedstrata.sites.wire import Survey
 
 PART = Path("local") / "part.json"
 """A file in a site's folder with the id of the site's client, the total number of clients, and whether the site needs
@@ -77,6 +82,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
         findings += _outcome(lambda: f"fingerprint: {fingerprint(kit)}")
     if data and (kit / PART).exists():
         findings += _outcome(lambda: _data(kit))
+        if (kit / SPEC).exists() and all(each.state == "ok" for each in findings):
+            findings += _privacy_loss(kit)
     if server and site and key_pair(kit)[1].exists():
         findings += _server(kit)
     return findings
@@ -112,14 +119,12 @@ def _policy(kit: Path) -> str:
 def _job(kit: Path) -> str:
     """Check that the site accepts the job for which its folder was made, and has the device that the job needs."""
     from fedstrata.clients.training.devices import device_of
-    from fedstrata.sites.guard import declared
     from fedstrata.spec.experiment import Experiment
 
-    settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
-    clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
+    settings = SiteSettings.read(kit)
     try:
         with only_from(settings.packages):
-            asked = declared(text, settings, clients=clients, own_data=True)
+            asked = _declaration(kit, settings)
             Policy.read(kit).check(asked)
             device_of(Experiment.from_toml(kit / SPEC).training.device)
     except RuleError as error:
@@ -131,22 +136,66 @@ def _job(kit: Path) -> str:
     return f"job: {asked.job} in {SPEC} is accepted"
 
 
-def _data(kit: Path) -> str:
-    """Check that the site's data fit the spec, by computing the statistics that the server requests before a run."""
-    from fedstrata.sites.data_schema import UnusableDataError, survey_of
+def _declaration(kit: Path, settings: SiteSettings) -> Declaration:
+    from fedstrata.sites.guard import declared
+
+    clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
+    return declared((kit / SPEC).read_text(encoding="utf-8"), settings, clients=clients, own_data=True)
+
+
+def _survey(kit: Path) -> Survey:
+    """Return the request for statistics with which the server begins a run."""
     from fedstrata.sites.wire import Survey
 
     part = json.loads((kit / PART).read_text(encoding="utf-8"))
-    survey = Survey((kit / SPEC).read_text(encoding="utf-8"), [part["client"]], part["clients"], part["tests"])
+    return Survey((kit / SPEC).read_text(encoding="utf-8"), [part["client"]], part["clients"], part["tests"])
+
+
+def _data(kit: Path) -> str:
+    """Check that the site's data fit the spec, by computing the statistics that the server requests before a run."""
+    from fedstrata.sites.data_schema import UnusableDataError, survey_of
+
     settings = SiteSettings.read(kit)
     data = settings.data
     try:
         with only_from(settings.packages):
-            survey_of(survey, data)
+            survey_of(_survey(kit), data)
     except UnusableDataError as error:
         # The text of this error is for other parties. The site itself may see the cause, which contains more details.
         raise DataError(str(error.__cause__)) from None
     return f"data: {data} fits the spec"
+
+
+def _privacy_loss(kit: Path) -> list[Finding]:
+    """Compute the ε that the site spends with ``privacy.dp`` in all rounds; warn if it exceeds the site's budget."""
+    from fedstrata.sites.data_schema import training_samples
+    from fedstrata.sites.ledger import PLACE
+    from fedstrata.sites.privacy_budget import PrivacyBudget
+    from fedstrata.spec.experiment import Experiment
+
+    settings, policy, survey = SiteSettings.read(kit), Policy.read(kit), _survey(kit)
+    with only_from(settings.packages):
+        spec, job = Experiment.from_toml(kit / SPEC), _declaration(kit, settings).job
+        dp, training = spec.privacy.dp, spec.training
+        if dp is None:
+            return []
+        rate, steps = training.poisson(training_samples(survey, settings.data))
+    budget = PrivacyBudget(kit / PLACE, policy)
+
+    def spent(rounds: int) -> tuple[float, float]:
+        return budget.forecast(job, survey.clients[0], noise=dp.noise, rate=rate, steps=rounds * steps)
+
+    try:
+        epsilon, total = spent(training.rounds)
+    except FedstrataError as error:
+        return [Finding("problem", f"privacy: {error}")]
+    text = f"privacy: in {training.rounds} rounds, this site spends ε = {epsilon:.3g} at δ = {policy.delta:g}. "
+    text += f"The total that policy.budget limits is then {total:.3g}"
+    if policy.budget is None or total <= policy.budget:
+        return [Finding("ok", text)]
+    allowed = bisect_right(range(1, training.rounds + 1), policy.budget, key=lambda rounds: spent(rounds)[1])
+    text += f", but the budget is {policy.budget:g}. The site will refuse to train after {allowed} rounds."
+    return [Finding("warning", text)]
 
 
 def _server(kit: Path) -> list[Finding]:

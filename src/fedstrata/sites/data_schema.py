@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base import records
+from fedstrata.base.arrays import Ints
 from fedstrata.base.config import MOST
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import replace_file, write_json
@@ -147,17 +148,37 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     least = max(least, FEWEST, spec.privacy.min_samples)
     path = _file_of(spec, data, survey.clients)
     with _public_errors():
-        data_set, whole, brought = _own_data(spec, path, survey.clients[0], survey.total)
-        if survey.tests and brought is None and spec.evaluation.client_test is None:
-            accepted = "Add x_test and y_test, or set evaluation.client_test."
-            raise _unfit(path, f"neither this file nor the server contains test samples. {accepted}")
-        _, held = hold_out(spec.evaluation, data_set, whole, spec.seed, brought=brought, everybody=False)
+        data_set, rows = _training_rows(spec, survey, path)
         assert data_set.unfitted is not None
-        rows = list(trained_on(data_set, whole, held))
         if data_set.unfitted.needed and (count := sum(map(len, rows))) < least:
             problem = f"training samples are left after test samples are held out. Provide at least {least}."
             raise _unfit(path, f"too few {problem}", f"only {count} {problem}")
         return data_set.unfitted.statistics(rows, least)
+
+
+def training_samples(survey: Survey, data: Path | None) -> int:
+    """Return the number of a site's training samples, without held-out samples. The number must not leave the site.
+
+    Args:
+        survey: A request for statistics, with the spec.
+        data: The site's own data file.
+
+    Raises:
+        SpecError: The spec is wrong, or the data file is missing.
+        DataError: The file is damaged, or does not fit the spec.
+    """
+    spec = Experiment.from_table(parse_toml(survey.spec))
+    return sum(map(len, _training_rows(spec, survey, _file_of(spec, data, survey.clients))[1]))
+
+
+def _training_rows(spec: Experiment, survey: Survey, path: Path) -> tuple[Dataset, list[Ints]]:
+    """Return a site's data set, and the indices of each client's training samples, without held-out samples."""
+    data_set, whole, brought = _own_data(spec, path, survey.clients[0], survey.total)
+    if survey.tests and brought is None and spec.evaluation.client_test is None:
+        accepted = "Add x_test and y_test, or set evaluation.client_test."
+        raise _unfit(path, f"neither this file nor the server contains test samples. {accepted}")
+    _, held = hold_out(spec.evaluation, data_set, whole, spec.seed, brought=brought, everybody=False)
+    return data_set, list(trained_on(data_set, whole, held))
 
 
 def description_of(spec: Experiment) -> str:

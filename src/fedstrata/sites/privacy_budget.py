@@ -88,14 +88,36 @@ class PrivacyBudget:
             ExtraMissingError: The extra ``dp`` is not installed.
         """
         with self._changing() as spending:
-            if spending.order is None and self._most is not None:
-                spending.order = self._order(spending, divergences(noise, rate), self._most)
             key = job, client, noise, rate
-            spending.steps[key] = spending.steps.get(key, 0) + steps
+            self._take(spending, key, spending.steps.get(key, 0) + steps)
             if self._most is not None and self._epsilon(spending) > self._most:
                 problem = "another round would exceed the site's privacy budget over all jobs"
                 accepted = f"ε = {self._most:g} at δ = {self._delta:g}. Only the site can raise policy.budget"
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
+
+    def forecast(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> tuple[float, float]:
+        """Return the ε of a job, and the total ε of all jobs, if a client takes a number of steps. Nothing is written.
+
+        Args:
+            job: The hash of the job. Steps that the client has already taken in this job are part of ``steps``.
+            client: The client.
+            noise: See ``spend``.
+            rate: See ``spend``.
+            steps: The number of steps of the whole job.
+
+        Raises:
+            ExtraMissingError: The extra ``dp`` is not installed.
+        """
+        spending, key = self._read(), (job, client, noise, rate)
+        self._take(spending, key, max(steps, spending.steps.get(key, 0)))
+        return self._epsilon_of_job(spending, job), self._epsilon(spending)
+
+    def _take(self, spending: Spending, key: Steps, steps: int) -> None:
+        """Set the number of steps of a key. The first steps with a budget also choose the order."""
+        if spending.order is None and self._most is not None:
+            *_, noise, rate = key
+            spending.order = self._order(spending, divergences(noise, rate), self._most)
+        spending.steps[key] = steps
 
     def report(self) -> dict[str, Any]:
         """Compute the total ε of all jobs, and the ε of each job, with privacy loss distributions (PLD).
