@@ -189,8 +189,8 @@ def _privacy_loss(kit: Path) -> list[Finding]:
         epsilon, total = spent(training.rounds)
     except FedstrataError as error:
         return [Finding("problem", f"privacy: {error}")]
-    text = f"privacy: in {training.rounds} rounds, this site spends ε = {epsilon:.3g} at δ = {policy.delta:g}. "
-    text += f"The total that policy.budget limits is then {total:.3g}"
+    text = f"privacy: all {training.rounds} rounds of the job spend ε = {epsilon:.3g} at δ = {policy.delta:g}. "
+    text += f"The total of all jobs (policy.budget) is then at most {total:.3g}"
     if policy.budget is None or total <= policy.budget:
         return [Finding("ok", text)]
     allowed = bisect_right(range(1, training.rounds + 1), policy.budget, key=lambda rounds: spent(rounds)[1])
