@@ -39,6 +39,8 @@ def by_reference(label, found):
         return reference.accuracy_score(truth, found.predicted)
     if label == "balanced-accuracy":
         return reference.balanced_accuracy_score(truth, found.predicted)
+    if label == "worst-class":
+        return min(reference.recall_score(truth, found.predicted, average=None))
     if label == "macro-f1":
         return reference.f1_score(truth, found.predicted, average="macro")
     if label == "micro-f1":

@@ -249,6 +249,15 @@ class BalancedAccuracy(_OfCounts):
     """Recall, averaged over the classes that have samples (scikit-learn's ``balanced_accuracy_score``)."""
 
 
+class WorstClass(_OfCounts):
+    """Lowest recall of all classes that have samples."""
+
+    @override
+    def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
+        lowest: Reals = np.fmin.reduce(self.each(hits, actual, predicted), axis=-1)  # fmin ignores NaN
+        return lowest
+
+
 class MacroF1(_OfCounts):
     """F1 score, averaged over the classes that have samples or predictions (scikit-learn's macro ``f1_score``)."""
 
@@ -627,6 +636,7 @@ METRICS: Registry[Metric] = _Metrics(
     {
         "accuracy": f"{_HERE}:Accuracy",
         "balanced-accuracy": f"{_HERE}:BalancedAccuracy",
+        "worst-class": f"{_HERE}:WorstClass",
         "macro-f1": f"{_HERE}:MacroF1",
         "auroc": f"{_HERE}:AUROC",
         "log-loss": f"{_HERE}:LogLoss",

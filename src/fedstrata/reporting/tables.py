@@ -58,7 +58,7 @@ class Measure:
     bounds: Range = UNBOUNDED
 
 
-SHARES = frozenset({"accuracy", "balanced-accuracy", "macro-f1", "auroc", "ece"})
+SHARES = frozenset({"accuracy", "balanced-accuracy", "worst-class", "macro-f1", "auroc", "ece"})
 """The built-in metrics whose values are between 0 and 1."""
 
 MEASURES = {
