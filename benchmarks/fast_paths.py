@@ -101,26 +101,28 @@ def incremental_kmeans(_: str) -> Works:
     """Compare two ways to update k-means after 100 of 10,000 clients have changed: starting again, or continuing."""
     from fedstrata.sampling.allocation import spread
     from fedstrata.sampling.incremental_kmeans import Clusters
-    from fedstrata.sampling.row_store import RowStore
+    from fedstrata.sampling.sketches import lengths
     from fedstrata.sampling.stratified import stratify
 
     draw = np.random.default_rng(0)
     groups = draw.normal(size=(10, 2048)).astype(np.float32)
-    rows = RowStore.of(groups[draw.integers(10, size=10_000)] + draw.normal(size=(10_000, 2048)).astype(np.float32))
-    clusters = Clusters.of(rows, stratify(rows.whole(), 10, 0, 1)).converged(rows)
+    points = groups[draw.integers(10, size=10_000)] + draw.normal(size=(10_000, 2048)).astype(np.float32)
+    norms = lengths(points)
+    clusters = Clusters.of(points, norms, stratify(points, 10, 0, 1)).converged(points, norms)
     renewed = np.sort(draw.choice(10_000, 100, replace=False))
-    fresh = rows.take(renewed) + draw.normal(size=(100, 2048)).astype(np.float32)
+    fresh = points[renewed] + draw.normal(size=(100, 2048)).astype(np.float32)
 
     def plain() -> None:
-        matrix = rows.whole().copy()
+        matrix = points.copy()
         matrix[renewed] = fresh
         strata = stratify(matrix, 10, 0, 2)
         spread(matrix, strata, 10)
 
     def fast() -> None:
-        left = clusters.without(renewed, rows.take(renewed))
-        after = rows.renewed(renewed, fresh)
-        left.converged(after).spread(after.norms)
+        left, matrix = clusters.without(renewed, points[renewed]), points.copy()
+        matrix[renewed] = fresh
+        norms = lengths(matrix)
+        left.converged(matrix, norms).spread(norms)
 
     return plain, fast
 

@@ -17,7 +17,6 @@ from fedstrata.federation.availability import Bernoulli
 from fedstrata.federation.messages import FitReply
 from fedstrata.sampling import fedssar
 from fedstrata.sampling.fedssar import FedSSARSampler, cluster, shares
-from fedstrata.sampling.row_store import RowStore
 from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
 
 
@@ -235,8 +234,7 @@ def test_new_sketches_replace_old_ones():
 def clustered(federation, *sizes: int) -> fedssar.FedSSARState:
     """Return the state in which the clients form clusters of these sizes."""
     points, known = groups(*sizes, noise=0.01), np.arange(sum(sizes))
-    joined, rows = RowStore.empty().joined(known[:0], known, points)
-    return fedssar.FedSSARState(Sketches(joined, rows, np.zeros(points.shape[1], dtype=np.float32)), 0)
+    return fedssar.FedSSARState(Sketches(known, points, np.zeros(points.shape[1], dtype=np.float32)), 0)
 
 
 def drawn(federation, state: fedssar.FedSSARState, rounds: int) -> np.ndarray:

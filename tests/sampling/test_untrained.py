@@ -22,7 +22,7 @@ SAMPLERS = {
 
 
 def points(state: object) -> np.ndarray:
-    return state.points if hasattr(state, "rows") else state.sketches.points
+    return state.points if hasattr(state, "points") else state.sketches.points
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
-from fedstrata.sampling.row_store import RowStore
 
 STEPS = 5
 """The maximum number of steps of Lloyd's iteration per round. The next round continues an unfinished iteration."""
@@ -52,21 +51,22 @@ class Clusters:
     renewed: int = 0
 
     @classmethod
-    def of(cls, rows: RowStore, labels: Ints) -> Clusters:
+    def of(cls, points: Floats32, norms: Floats, labels: Ints) -> Clusters:
         """Create the state for given strata.
 
         Args:
-            rows: The rows, shape (n, d).
+            points: The rows, shape (n, d).
+            norms: The norm of every row, shape (n,).
             labels: The stratum of each row in 0 … H − 1, shape (n,). No stratum may be empty.
         """
-        count, matrix = int(labels.max()) + 1, rows.whole()
-        sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
+        count = int(labels.max()) + 1
+        sums = np.stack([points[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
         sizes = np.bincount(labels, minlength=count)
         centres = (sums / sizes[:, None]).astype(np.float32)
         # If a row is nearer to another centre than to its own centre, then upper > lower, and ``converged`` checks this
         # row first.
-        scale = _scale(rows.norms)
-        upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
+        scale = _scale(norms)
+        upper, lower = (scale * bound for bound in _bounds(_distances(points, norms, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
 
     def without(self, places: Ints, before: Floats32) -> Clusters:
@@ -95,19 +95,24 @@ class Clusters:
         labels[places], upper[places], lower[places] = self.labels, self.upper, self.lower
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
-    def converged(self, rows: RowStore) -> Clusters:
-        """Iterate at most ``STEPS`` times until each row belongs to its nearest centre, and return the new state."""
-        scale = _scale(rows.norms)
+    def converged(self, points: Floats32, norms: Floats) -> Clusters:
+        """Iterate at most ``STEPS`` times until each row belongs to its nearest centre, and return the new state.
+
+        Args:
+            points: The rows, shape (n, d).
+            norms: The norm of every row, shape (n,).
+        """
+        scale = _scale(norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
         suspects = np.flatnonzero((labels == UNASSIGNED) | (upper > lower))
         for _ in range(STEPS):
             if len(suspects) == 0:
                 break
-            distances = scale * _distances(rows, suspects, centres, scale)
+            distances = scale * _distances(points[suspects], norms[suspects], centres, scale)
             nearest = distances.argmin(axis=1)
             changed = np.flatnonzero(nearest != labels[suspects])
-            changed_rows, old = rows.take(suspects[changed]).astype(np.float64), labels[suspects[changed]]
+            changed_rows, old = points[suspects[changed]].astype(np.float64), labels[suspects[changed]]
             assigned = old != UNASSIGNED
             np.add.at(sums, nearest[changed], changed_rows)
             np.subtract.at(sums, old[assigned], changed_rows[assigned])
@@ -151,15 +156,11 @@ def _scale(norms: Floats) -> float:
     return float(norms.max()) or 1.0
 
 
-def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: float) -> Floats:
-    """Return the distances between rows and centres, divided by ``scale``, shape (rows, H).
-
-    Only the rows at ``indices`` are used, or all rows if ``indices`` is None.
-    """
+def _distances(points: Floats32, norms: Floats, centres: Floats32, scale: float) -> Floats:
+    """Return the distances between rows and centres, divided by ``scale``, shape (rows, H)."""
     scaled = centres / np.float32(scale)
-    products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T
-    norms = (rows.norms if indices is None else rows.norms[indices]) / scale
-    squares = np.square(norms)[:, None] - 2 * products / scale + np.square(scaled, dtype=np.float64).sum(axis=1)
+    products = points @ scaled.T
+    squares = np.square(norms / scale)[:, None] - 2 * products / scale + np.square(scaled, dtype=np.float64).sum(axis=1)
     distances: Floats = np.sqrt(np.maximum(squares, 0.0))
     return distances
 

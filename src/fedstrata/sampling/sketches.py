@@ -14,11 +14,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fedstrata.base.arrays import Floats32, Ints
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
 from fedstrata.federation.messages import FitReply, Params
 from fedstrata.sampling.quantization import project
-from fedstrata.sampling.row_store import RowStore
+
+NO_POINTS: Floats32 = np.empty((0, 0), dtype=np.float32)
+"""A matrix without rows."""
 
 
 @record("Sketches")
@@ -27,19 +29,14 @@ class Sketches:
 
     Args:
         known: The clients with a sketch, ascending, int64.
-        rows: The sketches, with one row of length K for each client in ``known``.
+        points: The sketches of the clients in ``known``, shape (len(known), K).
         sent: The sketch of the global model that the server sent most recently, shape (K,), float32; empty before the
             first round.
     """
 
     known: Ints
-    rows: RowStore
+    points: Floats32
     sent: Floats32
-
-    @property
-    def points(self) -> Floats32:
-        """The sketches of the clients in ``known``, as a read-only array of shape (len(known), K)."""
-        return self.rows.whole()
 
     def with_rows(self, clients: Ints, points: Floats32) -> Sketches:
         """Return a copy in which the given clients have new sketches.
@@ -48,13 +45,42 @@ class Sketches:
             clients: Clients with a new sketch, ascending, shape (n,).
             points: The new sketches, shape (n, K).
         """
-        known, rows = self.rows.joined(self.known, clients, points)
-        return replace(self, known=known, rows=rows)
+        known, points = with_rows(self.known, self.points, clients, points)
+        return replace(self, known=known, points=points)
 
 
 def no_sketches() -> Sketches:
     """Return an empty collection of sketches: the state before the first client sends a model."""
-    return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
+    return Sketches(np.empty(0, dtype=np.int64), NO_POINTS, np.empty(0, dtype=np.float32))
+
+
+def with_rows(known: Ints, points: Floats32, clients: Ints, rows: Floats32) -> tuple[Ints, Floats32]:
+    """Replace the rows of some clients in a copy of a matrix, and add rows for clients without a row.
+
+    Args:
+        known: The client of each row of the matrix, ascending, shape (n,).
+        points: The matrix, shape (n, d).
+        clients: The clients with new rows, ascending, shape (c,).
+        rows: The new rows, shape (c, d).
+
+    Returns:
+        The client of each row of the new matrix, and the new matrix.
+    """
+    union = np.union1d(known, clients)
+    result = np.empty((len(union), rows.shape[1]), dtype=np.float32)
+    if len(known):
+        result[np.searchsorted(union, known)] = points
+    result[np.searchsorted(union, clients)] = rows
+    return union, result
+
+
+def lengths(points: Floats32) -> Floats:
+    """Return the Euclidean norm of every row, shape (n,).
+
+    The type is float64, because squares of very small values are zero in float32.
+    """
+    norms: Floats = np.sqrt(np.einsum("kd,kd->k", points, points, dtype=np.float64))
+    return norms
 
 
 def sketch(params: Params, coordinates: int, seed: int) -> Floats32:

@@ -28,8 +28,7 @@ from fedstrata.sampling.allocation import Allocation, allocated, quotas, spread,
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
 from fedstrata.sampling.messages import Compress, CompressReply, sketch_length
-from fedstrata.sampling.row_store import RowStore
-from fedstrata.sampling.sketches import sketch
+from fedstrata.sampling.sketches import NO_POINTS, lengths, sketch, with_rows
 
 Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]
@@ -54,7 +53,7 @@ class StratifiedState:
 
     Args:
         known: Clients with a known gradient, ascending, int64.
-        rows: The gradients, with one row of length d for each client in ``known``.
+        points: The compressed gradients of the clients in ``known``, shape (len(known), d).
         participants: Clients that sent back a model in the last round, ascending, int64.
         sent: A random projection of the global model of the last round, shape (d,); empty if updates are not used as
             gradients.
@@ -66,7 +65,7 @@ class StratifiedState:
     """
 
     known: Ints
-    rows: RowStore
+    points: Floats32
     participants: Ints
     sent: Floats32 = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     lr: float = 1.0
@@ -74,27 +73,22 @@ class StratifiedState:
     seed: int = 0
     clusters: Clusters | None = None
 
-    @property
-    def points(self) -> Floats32:
-        """The compressed gradients of the clients in ``known``, shape (len(known), d)."""
-        return self.rows.whole()
-
     def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
         """Return a copy in which the given clients have new compressed gradients.
 
         The argument ``clients`` contains the clients, ascending, shape (n,), and ``points`` contains their new
         gradients, shape (n, d).
         """
-        known, rows = self.rows.joined(self.known, clients, points)
+        known, after = with_rows(self.known, self.points, clients, points)
         clusters = self.clusters
         if clusters is not None and len(clients) == len(known):
             clusters = None
         elif clusters is not None:
             again = np.searchsorted(self.known, clients[np.isin(clients, self.known)])
-            clusters = clusters.without(again, self.rows.take(again))
+            clusters = clusters.without(again, self.points[again])
             if len(known) > len(self.known):
                 clusters = clusters.among(np.searchsorted(known, self.known), len(known))
-        return replace(self, known=known, rows=rows, clusters=clusters)
+        return replace(self, known=known, points=after, clusters=clusters)
 
 
 class Stratified(ClientSampler):
@@ -213,7 +207,7 @@ class Stratified(ClientSampler):
     @override
     def init(self, federation: Federation) -> Tree:
         no_clients = np.empty(0, dtype=np.int64)
-        return StratifiedState(no_clients, RowStore.empty(), no_clients)
+        return StratifiedState(no_clients, NO_POINTS, no_clients)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Renew the gradients, divide the clients into strata, allocate the draws to the strata, and draw clients."""
@@ -229,10 +223,13 @@ class Stratified(ClientSampler):
         # clients with a gradient.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         available = np.searchsorted(state.known, known)
-        norms = state.rows.norms[available]
+        all_norms = lengths(state.points)
+        norms = all_norms[available]
         strata, deviations, overall = known, np.empty(0), 1.0
         if len(known):
-            state, strata, deviations, overall = self._strata(federation, state, available, min(count, len(known)))
+            state, strata, deviations, overall = self._strata(
+                federation, state, all_norms, available, min(count, len(known))
+            )
         sizes = np.bincount(strata, minlength=len(deviations))
         if len(unseen):
             strata = np.concatenate([strata, np.full(len(unseen), len(sizes))])
@@ -277,19 +274,20 @@ class Stratified(ClientSampler):
             return None
         points = state.points
         if state.clusters is not None:
-            strata = np.unique(state.clusters.converged(state.rows).labels, return_inverse=True)[1]
+            strata = np.unique(state.clusters.converged(points, lengths(points)).labels, return_inverse=True)[1]
         else:
             strata = stratify(points, min(self.strata, len(points)), config.seed, round, self.start)
         return Strata(state.known, points, strata)
 
     def _strata(
-        self, federation: Federation, state: StratifiedState, available: Ints, count: int
+        self, federation: Federation, state: StratifiedState, norms: Floats, available: Ints, count: int
     ) -> tuple[StratifiedState, Ints, Floats, float]:
         """Divide the available clients into strata.
 
         Args:
             federation: The federation.
             state: The sampler's state.
+            norms: The norm of each gradient in ``state.points``.
             available: The indices in ``state.known`` of the available clients, ascending, shape (n,).
             count: The maximum number of strata.
 
@@ -298,18 +296,18 @@ class Stratified(ClientSampler):
             ``allocation.spread``). The first is the spread of the gradients in each stratum, shape (H,). The second is
             the spread over all clients.
         """
-        seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
-        if len(rows) > FITTED and self._renewal(federation.config) != "all":
+        seed, round, points, clusters = federation.config.seed, federation.round, state.points, state.clusters
+        if len(points) > FITTED and self._renewal(federation.config) != "all":
             # Few rows change per round, so k-means continues from the centres of the last round. k-means starts from
             # scratch when half of the rows have been renewed, when a stratum is empty, or when the number of strata
             # changes.
-            stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
+            stale = clusters is None or 2 * clusters.renewed > len(points) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
-                clusters = Clusters.of(rows, stratify(rows.whole(), count, seed, round, self.start))
-            clusters = clusters.converged(rows)
-            deviations, overall = clusters.spread(rows.norms)
+                clusters = Clusters.of(points, norms, stratify(points, count, seed, round, self.start))
+            clusters = clusters.converged(points, norms)
+            deviations, overall = clusters.spread(norms)
             return replace(state, clusters=clusters), clusters.labels[available], deviations, overall
-        points = rows.whole() if len(available) == len(rows) else rows.take(available)
+        points = points[available]
         strata = stratify(points, count, seed, round, self.start)
         subset = _subset(len(points), seed, round)
         fitted, fitted_strata = points[subset], strata[subset]
