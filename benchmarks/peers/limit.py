@@ -29,10 +29,10 @@ from fedstrata.runs.simulation import Simulation
 
 PARTS = {
     "local training": ("local.py", "train"),
-    "· forward, backward, update": (("local.py", "by_autograd"), ("sgd.py", "step")),
-    "· samples in a new order": ("local.py", "_permuted"),
+    "· forward, backward, update": (("local.py", "loss_and_gradient"), ("steps.py", "step"), ("sgd.py", "step")),
+    "· samples in a new order": ("local.py", "shuffled"),
     "· model in and out": (("model.py", "loaded"), ("model.py", "_copy_into"), ("model.py", "_copies")),
-    "samples made floats": ("client.py", "samples"),
+    "samples made floats": ("dataset.py", "inputs"),
     "checks of replies": ("reply_checks.py", "defect_of"),
     "aggregation": ("base.py", "combine"),
     "sizes of messages": ("records.py", "size"),

@@ -225,7 +225,9 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
     # With other rules they are others: everybody tells the truth, one draw for each stratum first, weights by p_k, …
     monkeypatch.setattr(module, "truth_probability", lambda epsilon, bound: 1.0)
     assert module._limit().verdict == "partly"  # sizes are clipped all the same
-    monkeypatch.setattr(calculations, "neyman", lambda places, counts, deviations, least: np.ones_like(counts))
+    monkeypatch.setattr(
+        calculations, "allocated", lambda rule, places, counts, deviations: (np.ones_like(counts), None)
+    )
     assert module._neyman().verdict == "confirmed"
     monkeypatch.setattr(module, "largest_curvature", lambda prepared, params: 3e-4)
     assert module._condition().verdict == "confirmed"

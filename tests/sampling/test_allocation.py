@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.sampling.allocation import FLOOR, allocate, allocated, neyman, quotas, spread, systematic
+from fedstrata.sampling.allocation import FLOOR, allocate, allocated, quotas, spread, systematic
 
 STRATA = st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1e3)), min_size=1, max_size=8).filter(
     lambda strata: any(size for size, _ in strata)
@@ -24,7 +24,7 @@ def unzip(strata: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
 def test_allocations_add_up_and_stay_within_the_strata(strata, share):
     sizes, weights = unzip(strata)
     budget = round(share * int(sizes.sum()))
-    for found in (allocate(budget, sizes, weights), neyman(budget, sizes, weights)):
+    for found in (allocate(budget, sizes, weights), allocated("neyman-at-least-one", budget, sizes, weights)[0]):
         assert found.sum() == budget
         assert (found >= 0).all()
         assert (found <= sizes).all()
@@ -36,7 +36,7 @@ def test_every_stratum_that_is_not_empty_gets_one_while_the_budget_allows_it(str
     sizes, deviations = unzip(strata)
     filled = sizes > 0
     budget = int(filled.sum()) + round(share * int((sizes - filled).sum()))
-    assert (neyman(budget, sizes, deviations)[filled] >= 1).all()
+    assert (allocated("neyman-at-least-one", budget, sizes, deviations)[0][filled] >= 1).all()
 
 
 @pytest.mark.slow
@@ -56,7 +56,8 @@ def test_fewer_clients_than_strata_go_to_the_largest_weights(strata, share):
 def test_without_deviations_allocation_is_proportional_to_size(counts, share):
     sizes = np.array(counts)
     budget = len(sizes) + round(share * int(sizes.sum() - len(sizes)))
-    assert neyman(budget, sizes, np.zeros(len(sizes))).tolist() == allocate(budget, sizes, sizes * 1.0).tolist()
+    counts, _ = allocated("neyman-at-least-one", budget, sizes, np.zeros(len(sizes)))
+    assert counts.tolist() == allocate(budget, sizes, sizes * 1.0).tolist()
 
 
 def largest_remainder(budget: int, weights: list[int]) -> list[int]:
@@ -96,12 +97,12 @@ def test_it_is_the_largest_remainder_where_no_bound_is_met(weights, budget):
     ],
 )
 def test_by_hand(budget, sizes, deviations, expected):
-    assert neyman(budget, np.array(sizes), np.array(deviations)).tolist() == expected
+    assert allocated("neyman-at-least-one", budget, np.array(sizes), np.array(deviations))[0].tolist() == expected
 
 
 def test_more_than_there_are_is_refused():
     with pytest.raises(ValueError, match="6 clients cannot be drawn from 5 clients"):
-        neyman(6, np.array([2, 3]), np.ones(2))
+        allocated("neyman", 6, np.array([2, 3]), np.ones(2))
 
 
 def test_spread_is_the_root_of_the_mean_coordinate_variance():
@@ -121,14 +122,14 @@ def test_spread_is_the_root_of_the_mean_coordinate_variance():
     ],
 )
 def test_as_published_strata_may_get_none(budget, sizes, deviations, expected):
-    assert neyman(budget, np.array(sizes), np.array(deviations), least=0).tolist() == expected
+    assert allocated("neyman", budget, np.array(sizes), np.array(deviations))[0].tolist() == expected
 
 
 def test_as_many_draws_as_strata_leave_the_floor_of_one_nothing_to_allocate():
     """Ten strata and ten draws: with one for each, deviations do not matter."""
     sizes, deviations = np.full(10, 10), np.array([0.1, 0.1, 3, 1, 1, 1, 1, 1, 1, 1])
-    assert neyman(10, sizes, deviations).tolist() == [1] * 10
-    assert neyman(10, sizes, deviations, least=0).tolist() == [0, 0, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert allocated("neyman-at-least-one", 10, sizes, deviations)[0].tolist() == [1] * 10
+    assert allocated("neyman", 10, sizes, deviations)[0].tolist() == [0, 0, 3, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from aggregate_moments import Moments, moments, scattered
 
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
-from fedstrata.sampling.allocation import allocated, neyman, spread
+from fedstrata.sampling.allocation import allocated, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import Distributions, by_group, by_size, group
 from fedstrata.sampling.fedssar import shares
@@ -44,7 +44,7 @@ def strata_of(updates: np.ndarray, replacement: bool):
     points = updates.astype(np.float32)
     strata = stratify(points, 4, seed=0, round=1)
     counts = np.bincount(strata)
-    allocation = neyman(M, counts, spread(points, strata, len(counts)))
+    allocation = allocated("neyman-at-least-one", M, counts, spread(points, strata, len(counts)))[0]
     norms = np.linalg.norm(updates, axis=1)
     return lambda g: draw_strata(EVERYBODY, strata, counts, allocation, norms, replacement, g)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import struct
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
@@ -121,7 +120,7 @@ def encode(tree: Tree) -> bytes:
 
 
 def size(tree: Tree) -> int:
-    """Return ``len(encode(tree))`` without copying the tensors.
+    """Return ``len(encode(tree))``.
 
     Results are cached. Trees with the same structure and the same tensor shapes share one result.
     """
@@ -129,10 +128,9 @@ def size(tree: Tree) -> int:
     length = _SIZES.get(form)
     if length is None:
         text, named = _separated(tree)
-        signature = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
         if len(_SIZES) >= _MOST_FORMS:
             _SIZES.clear()
-        length = _SIZES[form] = _LENGTH.size + len(text) + _block_size(signature)
+        length = _SIZES[form] = _LENGTH.size + len(text) + sum(map(len, _block(named)))
     return length
 
 
@@ -175,60 +173,27 @@ def _form(tree: Tree) -> Hashable:
     return tuple(form)
 
 
-Signature = Mapping[str, tuple[torch.dtype, torch.Size]]
-"""A mapping from the names of tensors to their dtypes and shapes."""
-
-
 def _block(named: Mapping[str, Tensor]) -> list[Any]:
     """Return the parts of a safetensors block: its header, and the data of each tensor.
 
-    ``safetensors.torch.save`` writes the same bytes, but takes longer (``benchmarks/fast_paths.py``).
+    The header is a JSON text, padded to a multiple of 8 bytes and preceded by its length. ``safetensors.torch.save``
+    writes the same bytes, but takes longer (``benchmarks/fast_paths.py``).
     """
-    signature = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
-    if not signature:
+    if not named:
         return []
-    if _is_rare(signature):
+    if any(tensor.dtype not in _SAFETENSORS for tensor in named.values()):
         return [safetensors.torch.save({name: tensor.clone() for name, tensor in named.items()})]
-    names, header, _ = _layout(signature)
-    return [header, *(_bytes_of(named[name].cpu().contiguous()) for name in names)]
-
-
-def _bytes_of(tensor: Tensor) -> np.ndarray:
-    # Use ``as_strided`` instead of ``reshape(-1)``, which may keep a stride other than 1 for a tensor with one element.
-    # ``view`` would then fail.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-
-
-def _block_size(signature: Signature) -> int:
-    """Return the length of a safetensors block."""
-    if not signature:
-        return 0
-    if _is_rare(signature):
-        return len(
-            safetensors.torch.save({name: torch.empty(shape, dtype=d) for name, (d, shape) in signature.items()})
-        )
-    _, header, end = _layout(signature)
-    return len(header) + end
-
-
-def _is_rare(signature: Signature) -> bool:
-    return any(dtype not in _SAFETENSORS for dtype, _ in signature.values())
-
-
-def _layout(signature: Signature) -> tuple[list[str], bytes, int]:
-    """Return the names of tensors in the order of a safetensors block, the block's header, and the length of the data.
-
-    The header is a JSON text, padded to a multiple of 8 bytes and preceded by its length.
-    """
-    names = sorted(signature, key=lambda name: (_RANK[signature[name][0]], name))
-    header, end = {}, 0
-    for name in names:
-        dtype, shape = signature[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": (begin, end)}
+    header, parts, end = {}, [], 0
+    for name in sorted(named, key=lambda name: (_RANK[named[name].dtype], name)):
+        tensor = named[name].cpu().contiguous()
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": tensor.shape, "data_offsets": (begin, end)}
+        # Use ``as_strided`` instead of ``reshape(-1)``, which may keep a stride other than 1 for a tensor with one
+        # element. ``view`` would then fail.
+        parts.append(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return names, _LENGTH.pack(len(text)) + text, end
+    return [_LENGTH.pack(len(text)) + text, *parts]
 
 
 def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:

@@ -21,7 +21,7 @@ from fedstrata.experiments.run import run
 from fedstrata.federation.federation import Federation
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import make_context
-from fedstrata.sampling.allocation import neyman, spread
+from fedstrata.sampling.allocation import allocated, spread
 from fedstrata.sampling.client_sizes import truth_probability
 from fedstrata.sampling.fedssar import shares
 from fedstrata.sampling.stratified import Start, draw, stratify
@@ -75,7 +75,7 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
     ([2, 2], 0.0)
     """
     counts = np.array(sizes, dtype=np.int64)
-    allocation = neyman(places, counts, np.array(deviations), least=0)
+    allocation = allocated("neyman", places, counts, np.array(deviations))[0]
     clients = np.arange(counts.sum())
     strata = np.repeat(np.arange(len(counts)), counts)
     alike = np.ones(len(clients))
@@ -112,7 +112,7 @@ def sampled_variance(
     clients, single = np.arange(100), points.astype(np.float32)
     strata = stratify(single, places, 0, 1, start)
     sizes = np.bincount(strata)
-    allocation = neyman(places, sizes, spread(single, strata, len(sizes)), least=0)
+    allocation = allocated("neyman", places, sizes, spread(single, strata, len(sizes)))[0]
     ours, uniform = np.empty((draws, 50)), np.empty((draws, 50))
     for i in range(draws):
         chosen = draw(clients, strata, sizes, allocation, np.linalg.norm(points, axis=1), False, generator)

@@ -14,7 +14,8 @@ from fedstrata.base.arrays import Floats, Floats32, Ints
 Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proportional"]
 """The rules for allocating draws to strata.
 
-- ``neyman`` is Neyman's optimal allocation (see the function ``neyman``), in which a stratum may get no draw.
+- ``neyman`` is Neyman's optimal allocation (see ``allocated``), in which a stratum may get no draw, as in the authors'
+  published code.
 - ``neyman-random`` is Neyman's allocation with a minimum for each stratum (see ``FLOOR``), rounded at random. Every
   stratum can get a draw.
 - ``neyman-at-least-one`` is Neyman's allocation with at least one draw for every stratum.
@@ -160,54 +161,38 @@ def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.
 
 
 def allocated(
-    rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
+    rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator | None = None
 ) -> tuple[Ints, Floats]:
     """Allocate draws to strata, and return each stratum's number of draws and probability of at least one draw.
+
+    Neyman's optimal allocation is in proportion to stratum size times spread (FedSTS, Eq. 5). If all spreads are zero,
+    draws are allocated in proportion to stratum size.
 
     Args:
         rule: The rule; see ``Allocation``.
         budget: The number of draws to allocate.
         sizes: The number of clients in each stratum, shape (H,).
         deviations: The spread of each stratum, shape (H,); see ``spread``.
-        generator: The random generator, which only ``neyman-random`` uses.
+        generator: The random generator, which only ``neyman-random`` needs.
 
     Returns:
         Two arrays of shape (H,). The first array contains the number of draws from each stratum. A stratum never gets
         more draws than it has clients, and the sum is ``budget``. The second array contains the probability that a
         stratum gets at least one draw. For rules that are not random, this probability is 0 or 1.
-    """
-    if rule == "proportional":
-        counts = allocate(budget, sizes, sizes.astype(np.float64))
-    elif rule != "neyman-random":
-        counts = neyman(budget, sizes, deviations, least=int(rule == "neyman-at-least-one"))
-    else:
-        weights, filled = sizes * deviations, sizes > 0
-        floor = min(1.0, FLOOR * budget / max(int(filled.sum()), 1))
-        floors = np.where(filled, floor, 0.0)
-        exact = quotas(budget, sizes, weights if weights.sum() > 0 else sizes.astype(np.float64), floors)
-        return systematic(exact, generator), np.minimum(exact, 1.0)
-    return counts, (counts > 0).astype(np.float64)
 
-
-def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
-    """Allocate draws in proportion to stratum size times spread: Neyman's optimal allocation (FedSTS, Eq. 5).
-
-    If all spreads are zero, draws are allocated in proportion to stratum size.
-
-    Args:
-        budget: The number of draws to allocate.
-        sizes: The number of clients in each stratum, shape (H,).
-        deviations: The spread of each stratum, shape (H,); see ``spread``.
-        least: The minimum number of draws for a non-empty stratum: 0 (as in the authors' published code) or 1.
-
-    Returns:
-        The number of draws from each stratum, shape (H,). A stratum never gets more draws than it has clients, and the
-        sum is ``budget``.
-
-    >>> neyman(4, np.array([10, 10]), np.array([3.0, 1.0])).tolist()
+    >>> allocated("neyman", 4, np.array([10, 10]), np.array([3.0, 1.0]))[0].tolist()
     [3, 1]
-    >>> neyman(4, np.array([30, 10]), np.array([0.0, 0.0])).tolist()
+    >>> allocated("neyman", 4, np.array([30, 10]), np.array([0.0, 0.0]))[0].tolist()
     [3, 1]
     """
     weights = sizes * deviations
-    return allocate(budget, sizes, weights if weights.sum() > 0 else sizes.astype(np.float64), least=least)
+    if rule == "proportional" or not weights.sum() > 0:
+        weights = sizes.astype(np.float64)
+    if rule != "neyman-random":
+        counts = allocate(budget, sizes, weights, least=int(rule != "neyman"))
+        return counts, (counts > 0).astype(np.float64)
+    assert generator is not None
+    filled = sizes > 0
+    floor = min(1.0, FLOOR * budget / max(int(filled.sum()), 1))
+    exact = quotas(budget, sizes, weights, np.where(filled, floor, 0.0))
+    return systematic(exact, generator), np.minimum(exact, 1.0)

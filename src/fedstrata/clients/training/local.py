@@ -113,25 +113,17 @@ class LocalData:
         for done in range(0, steps, len(ends)):
             order = generator.permutation(n)
             bounds = pairwise([0, *ends[: steps - done]])
-            # Reordering all samples at once is faster if the remaining steps use at least half of the samples.
-            if self._fits and steps - done > n // size // 2:
-                whole = self._permuted(order, once)
-                yield from [whole[begin:end] for begin, end in bounds]
-            else:
+            if not self._fits or steps - done <= n // size // 2:
                 yield from (self.batch(order[begin:end]) for begin, end in bounds)
-
-    def _permuted(self, order: NDArray[np.int64], once: bool) -> Batch:
-        """Return all samples in a new order. Each mini-batch is then a slice of the result, which avoids copies.
-
-        Args:
-            order: Positions among the chosen samples, shape (n,).
-            once: Whether the round has only this epoch. If so, the inputs are read directly in the new order.
-                Otherwise, the inputs are first gathered in their original order, and stored for the other epochs.
-        """
-        where = torch.from_numpy(order)
-        there = where.to(self.device)
-        x = self._read(self._indices[where]) if once and self._gathered is None else selected(self._inputs(), there)
-        return Batch(x, self.y.index_select(0, there))
+                continue
+            # If the remaining steps use at least half of the samples, it is faster to reorder all samples at once. Each
+            # batch is then a slice, without a copy. If the round has only this epoch, the inputs are read directly in
+            # the new order. Otherwise, they are gathered in their original order, and stored for the other epochs.
+            where = torch.from_numpy(order)
+            there = where.to(self.device)
+            x = self._read(self._indices[where]) if once and self._gathered is None else selected(self._inputs(), there)
+            whole = Batch(x, self.y.index_select(0, there))
+            yield from [whole[begin:end] for begin, end in bounds]
 
 
 def selected(x: Inputs, where: Tensor) -> Inputs:
