@@ -96,12 +96,7 @@ class Clusters:
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, points: Floats32, norms: Floats) -> Clusters:
-        """Iterate at most ``STEPS`` times until each row belongs to its nearest centre, and return the new state.
-
-        Args:
-            points: The rows, shape (n, d).
-            norms: The norm of every row, shape (n,).
-        """
+        """Take at most ``STEPS`` steps until each row belongs to its nearest centre. See ``of`` for the arguments."""
         scale = _scale(norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()

@@ -323,15 +323,13 @@ class Site:
         Raises:
             RefusedError: The site has voted for another set, or the exchange is not the site's last exchange.
         """
-        current, joined = self._exchange(message.exchange)
-        members = sorted(message.members)
+        (current, joined), members = self._exchange(message.exchange), sorted(message.members)
         self._require("opened", current.voted in (None, members), "the site has voted for another set")
         joined.forget(current.number + 1)
         self._current = None
         return self.name in members
 
     def _require(self, check: str, holds: bool, problem: str) -> None:
-        """Raise ``RefusedError`` if a condition does not hold."""
         if not holds:
             raise RefusedError(check, problem)
 
