@@ -139,7 +139,7 @@ def test_the_privacy_loss_of_the_whole_job_is_known_before_it_starts(fed: Path) 
     rate, steps = training.poisson(samples)
 
     def epsilon(rounds: int) -> float:
-        return PrivacyBudget(kit / PLACE, Policy.read(kit)).forecast(
+        return PrivacyBudget(kit / PLACE, Policy.read(kit), "f").forecast(
             "job", 0, noise=2.0, rate=rate, steps=rounds * steps
         )[1]
 

@@ -167,6 +167,15 @@ def test_a_site_that_is_killed_before_it_answers_has_spent_the_round(tmp_path: P
     assert has_spent_the_round(tmp_path)
 
 
+def test_a_job_with_the_same_spec_in_another_federation_is_another_job(tmp_path: Path) -> None:
+    """The total over both was the maximum of the two clients, as if they had different samples."""
+    spend(PrivacyBudget(tmp_path, Policy(), "one"), "a", 50, client=0)
+    spend(PrivacyBudget(tmp_path, Policy(), "two"), "a", 30, client=1)
+    report = PrivacyBudget(tmp_path, Policy()).report()
+    assert report["epsilon"] == pytest.approx(min(epsilon_of(order, 80) for order in ORDERS), rel=1e-9)
+    assert [(job["job"], job["steps"]) for job in report["jobs"]] == [("a", 50), ("a", 30)]
+
+
 def test_a_forecast_is_what_a_job_then_spends_and_writes_nothing(tmp_path: Path) -> None:
     budget = PrivacyBudget(tmp_path, POLICY_OF_3)
     spend(budget, "a", 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -123,6 +124,11 @@ def fingerprint(kit: Path) -> str:
     from cryptography.hazmat.primitives.hashes import SHA256
 
     return read(key_pair(kit)[0]).fingerprint(SHA256()).hex()
+
+
+def federation_of(kit: Path) -> str:
+    """Return a short hash of the root certificate in a party's folder, which is different for each federation."""
+    return hashlib.sha256((kit / "startup" / ROOT).read_bytes()).hexdigest()[:16]
 
 
 def request_certificate(name: str, folder: Path) -> Path:

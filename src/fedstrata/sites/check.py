@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
-from fedstrata.sites.certificates import ROOT, faults, fingerprint, key_pair
+from fedstrata.sites.certificates import ROOT, faults, federation_of, fingerprint, key_pair
 from fedstrata.sites.policy import FILE as POLICY
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
@@ -180,7 +180,7 @@ def _privacy_loss(kit: Path) -> list[Finding]:
         if dp is None:
             return []
         rate, steps = training.poisson(training_samples(survey, settings.data))
-    budget = PrivacyBudget(kit / PLACE, policy)
+    budget = PrivacyBudget(kit / PLACE, policy, federation_of(kit))
 
     def spent(rounds: int) -> tuple[float, float]:
         return budget.forecast(job, survey.clients[0], noise=dp.noise, rate=rate, steps=rounds * steps)

@@ -23,6 +23,7 @@ from fedstrata.evaluation.history import History
 from fedstrata.runs.preparation import prepare, refuse_attack
 from fedstrata.runs.run_folder import METRICS, SPEC, about, is_over
 from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites.certificates import federation_of
 from fedstrata.sites.configuration import ERROR, RESULT, described
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
@@ -287,7 +288,7 @@ class Site:
             credentials=None if settings.simulated else partial(_credentials, root),
         )
         if policy is not None:
-            site_server.budget = PrivacyBudget(root / PLACE, policy)
+            site_server.budget = PrivacyBudget(root / PLACE, policy, federation_of(root))
         return site_server
 
     @collab.publish  # type: ignore[untyped-decorator]

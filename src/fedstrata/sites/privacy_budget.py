@@ -30,7 +30,11 @@ from fedstrata.sites.policy import Policy, RuleError
 FILE = "privacy.json"
 
 Steps = tuple[str, ClientId, float, float]
-"""The key under which steps are counted: the job's hash, the client, the noise, and the sampling probability."""
+"""The key under which steps are counted: the job, the client, the noise, and the sampling probability.
+
+The job is its hash, and after a slash the federation. The clients of a job have different samples. If a site copies its
+file into the kit of another federation, the same spec is another job there, although the site may be another client.
+"""
 
 
 @dataclass
@@ -67,10 +71,11 @@ class PrivacyBudget:
     Args:
         folder: The folder of the file.
         policy: The site's policy, which sets the maximum ε (``budget``) and δ (``delta``).
+        federation: A text without slash that identifies the federation; see ``certificates.federation_of``.
     """
 
-    def __init__(self, folder: Path, policy: Policy) -> None:
-        self._path, self._most, self._delta = folder / FILE, policy.budget, policy.delta
+    def __init__(self, folder: Path, policy: Policy, federation: str = "") -> None:
+        self._path, self._most, self._delta, self._federation = folder / FILE, policy.budget, policy.delta, federation
 
     def spend(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> None:
         """Record on disk how many steps a client takes in a round, before the client takes these steps.
@@ -88,7 +93,7 @@ class PrivacyBudget:
             ExtraMissingError: The extra ``dp`` is not installed.
         """
         with self._changing() as spending:
-            key = job, client, noise, rate
+            key = f"{job}/{self._federation}", client, noise, rate
             self._take(spending, key, spending.steps.get(key, 0) + steps)
             if self._most is not None and self._epsilon(spending) > self._most:
                 problem = "another round would exceed the site's privacy budget over all jobs"
@@ -108,9 +113,9 @@ class PrivacyBudget:
         Raises:
             ExtraMissingError: The extra ``dp`` is not installed.
         """
-        spending, key = self._read(), (job, client, noise, rate)
+        spending, key = self._read(), (f"{job}/{self._federation}", client, noise, rate)
         self._take(spending, key, max(steps, spending.steps.get(key, 0)))
-        return self._epsilon_of_job(spending, job), self._epsilon(spending)
+        return self._epsilon_of_job(spending, key[0]), self._epsilon(spending)
 
     def _take(self, spending: Spending, key: Steps, steps: int) -> None:
         """Set the number of steps of a key. The first steps with a budget also choose the order."""
@@ -132,7 +137,7 @@ class PrivacyBudget:
             return {}
         jobs = [
             {
-                "job": job,
+                "job": job.partition("/")[0],
                 "steps": sum(count for key, count in spending.steps.items() if key[0] == job),
                 "epsilon": self._epsilon_of_job(spending, job),
             }
