@@ -219,8 +219,18 @@ def _claims(judgements: Sequence[Judgement]) -> list[str]:
         _, statement, where, _, figures, _ = _row(each)
         summary = f"{chip(each.verdict)} <span>{html.escape(statement, quote=False)}</span>"
         place = f"The claim is in the paper's {where.replace(', ', ' and ')}."
-        lines += folded(summary, [f"{figures}. {place}"], f"claim {_class(each.verdict)}")
+        judged = f" See [how we judge margins]({CLAIMS}#published-margins)." if each.claim.kind == "margin" else ""
+        lines += folded(summary, [f"{figures}. {place}{judged}"], f"claim {_class(each.verdict)}")
     return lines
+
+
+def _untested(judgements: Sequence[Judgement]) -> list[str]:
+    """Return one collapsed HTML element that lists all claims that our results cannot judge."""
+    if not judgements:
+        return []
+    summary = f"{' '.join(_chips(each.verdict for each in judgements))} <span>Claims that we did not test</span>"
+    lines = [f"- {each.verdict}: {html.escape(each.claim.statement, quote=False)}" for each in judgements]
+    return folded(summary, lines, "claim not-tested")
 
 
 HEADS = ["paper", "claim", "where", "verdict", "figures", "command"]
@@ -328,6 +338,7 @@ def page(paper: str, judgements: Sequence[Judgement], results: Results, *, quick
     shown = [each for each in of_paper if each.decisive or each.verdict not in UNTESTED]
     computed = [each for each in shown if each.claim.kind == "reading"]
     lines += _claims([each for each in shown if each.claim.kind != "reading"])
+    lines += _untested([each for each in of_paper if each not in shown])
     if computed:
         lines += [
             "",
