@@ -6,7 +6,8 @@
 
 A cell is a combination of a method and a codec. ``run`` skips the cells that are already in ``benchmarks/results``, so
 it can be stopped at any time. ``table`` draws all finished cells, and writes tables between the marks of the page and
-the file ``compression-targets.csv`` beside the page. ``speed`` measures the time of the codecs.
+of ``docs/methods/stratify.md``, and the file ``compression-targets.csv`` beside the page. ``speed`` measures the time
+of the codecs.
 
 MNIST: each class is divided among 100 clients by Dirichlet(0.01), and the model is an MLP with layers 784-200-100-10.
 Baselines invite 10 clients per round. Stratify has batches of 400 samples. ``stratify, dense`` has short rounds of
@@ -31,7 +32,9 @@ from marks import write
 
 import fedstrata as fs
 from fedstrata.base import style
+from fedstrata.papers.comparing import difference_text
 from fedstrata.reporting.axes import log_ticks, separated, style_axes
+from fedstrata.reporting.statistics import paired_difference
 
 RESULTS = Path(__file__).parent / "results" / "communication.json"
 RANK1 = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}
@@ -52,6 +55,17 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 BASELINES = {"rounds": 60, "clients_per_round": 10, "local_epochs": 5, "batch_size": 20, "lr": 0.05}
 BATCHES = {"rounds": 11, "lr": 0.4, "schedule": "cosine"}
+HALF = "online with probability 0.5"
+BYTES_LABEL = "stratify | powersgd, rank 1 in bytes"
+PAIRS = [
+    ("mnist", "[MNIST](../results/compression.md), Dirichlet(0.01), all clients online", "fedavg | none", BYTES_LABEL),
+    ("mnist", "as above", "fedavg | qsgd", BYTES_LABEL),
+    ("mnist", "as above, with short rounds", "fedavg | none", "stratify, dense | none"),
+    ("mnist-half", f"MNIST, {HALF}", "fedavg | none", BYTES_LABEL),
+    ("fashion", f"Fashion-MNIST, two classes per client, {HALF}", "fedavg | qsgd", BYTES_LABEL),
+    ("fashion", "as above", "fedavg | none", BYTES_LABEL),
+]
+"""The comparisons at equal bytes: the study, the setting in words, and the cells of FedAvg and Stratify."""
 METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "fedavg": ("fedavg", BASELINES, ["none", "bf16", "qsgd", "top-k", "powersgd, rank 4"]),
     # With the learning rate of the other methods, the accuracy of SCAFFOLD stays at chance here.
@@ -215,6 +229,31 @@ def aims() -> list[list[Any]]:
     return lines
 
 
+def at_equal_bytes() -> list[str]:
+    """Return a table of Stratify's accuracy minus FedAvg's accuracy when Stratify has sent at most FedAvg's bytes."""
+    lines = ["| setting | FedAvg's codec | Stratify's codec | difference, points | seeds |", "|---|---|---|---|---:|"]
+    for study, setting, plain, label in PAIRS:
+        ours, theirs = by_label(study)[label], {cell["spec"]["seed"]: cell for cell in by_label(study)[plain]}
+        values, baseline = {}, {}
+        for cell in ours:
+            other = theirs.get(cell["spec"]["seed"])
+            if other is None:
+                continue
+            limit = other["up"][-1] + other["down"][-1]
+            rows = zip(cell["accuracy"], cell["up"], cell["down"], strict=True)
+            within = [accuracy for accuracy, up, down in rows if up + down <= limit]
+            values[cell["spec"]["seed"]] = 100 * within[-1] if within else None
+            baseline[cell["spec"]["seed"]] = 100 * other["accuracy"][-1]
+        difference = paired_difference(values, baseline)
+        names = [each.split(" | ")[1].split(",")[0] for each in (plain, label)]
+        low, high = difference.interval or (-1.0, 1.0)
+        verdict = "wins: " if low > 0 else "loses: " if high < 0 else ""
+        lines.append(
+            f"| {setting} | {names[0]} | {names[1]} | {verdict}{difference_text(difference)} | {difference.n} |"
+        )
+    return lines
+
+
 def draw(path: Path) -> None:
     """Plot the final accuracy against the bytes of runs: the Pareto front with names, and other runs in grey."""
     import matplotlib
@@ -306,6 +345,7 @@ def main() -> None:
             write(options.page, study, table_of(study))
         with options.page.with_name("compression-targets.csv").open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(aims())
+        write(options.page.parents[1] / "methods" / "stratify.md", "equal bytes", at_equal_bytes())
         draw(options.page.with_suffix(".png"))
 
 
