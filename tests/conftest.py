@@ -72,6 +72,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 FEATURES, CLASSES = 5, 3
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _spare_time() -> Iterator[None]:
     """Save time in all tests: read the digits once, use no worker processes, draw no pictures, and await no disk.

@@ -9,6 +9,7 @@ import pytest
 import strangers
 import torch
 import torch.nn.functional as F
+from quick import others_long
 from stranger_specs import ELSEWHERE, METHODS, MORE, NAMES, bytes_of, here, refused, spec
 from strangers import DRAWS
 
@@ -61,7 +62,10 @@ def test_a_fused_batch_is_the_sum_of_its_parts(model: str) -> None:
         torch.testing.assert_close(tensor, parts[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [name for name in NAMES if name != "Rebound"])
+@pytest.mark.parametrize(
+    "model",
+    others_long([name for name in NAMES if name != "Rebound"], ["LoRA", "Tied", "Attention", "Grouped", "Embedded"]),
+)
 def test_single_sample_steps_are_those_of_autograd(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     single = spec(model, "stratify").model_copy(update={"method": fs.Stratify(mode="single", cap=6)})
     ours = fs.run(single)

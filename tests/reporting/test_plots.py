@@ -7,6 +7,7 @@ import pytest
 from canvas import assert_inside
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from quick import others_long
 
 import fedstrata as fs
 from fedstrata.base import style
@@ -164,12 +165,15 @@ LONG = "a method with a very long name, codec powersgd of rank "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("against", ["round", "bytes"])
-@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
-    "labels", [[LONG], [f"{LONG}{n}" for n in range(6)], ["fedavg", *map(str, range(19))]], ids=["1", "6", "20"]
+    ("count", "narrow", "against"),
+    others_long(
+        itertools.product([1, 6, 20], [False, True], ["round", "bytes"]),
+        [(1, True, "round"), (6, True, "bytes"), (20, True, "round"), (20, True, "bytes")],
+    ),
 )
-def test_no_text_leaves_the_picture(labels: list[str], narrow: bool, against: str) -> None:
+def test_no_text_leaves_the_picture(count: int, narrow: bool, against: str) -> None:
+    labels = {1: [LONG], 6: [f"{LONG}{n}" for n in range(6)], 20: ["fedavg", *map(str, range(19))]}[count]
     title = f"{labels[0]} reaches a test accuracy of 92.1 % with the fewest bytes, 1.23 MB"
     figure = plot(many(labels), against=against, title=title, narrow=narrow)
     assert_inside(figure)

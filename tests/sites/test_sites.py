@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import re
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from limits import within
+from quick import others_long
 from site_engine import make_site_engine
 
 import fedstrata as fs
@@ -140,22 +142,27 @@ def _events(folder: Path, kind: str) -> list[str]:
     return [event.get("reason", "") for event in read_jsonl(folder / "events.jsonl") if event["kind"] == kind]
 
 
+EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ask": ("scaffold", {}),
+    "relay": ("sfl", {}),
+    "long relay": ("stratify", {"method": {"mode": "single", "cap": 8}}),
+    "sums": ("stratify", {"method": {"cap": 4}, "model": {"name": "resnet20"}, "training": {"rounds": 1}}),
+    "label weights": ("stratify", {"method": {"cap": 4, "label_weights": True}}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("site_of_client", ["abc", "aab", "aaa"])
 @pytest.mark.parametrize(
-    ("method", "table"),
-    [
-        ("scaffold", {}),
-        ("sfl", {}),
-        ("stratify", {"method": {"mode": "single", "cap": 8}}),
-        ("stratify", {"method": {"cap": 4}, "model": {"name": "resnet20"}, "training": {"rounds": 1}}),
-        ("stratify", {"method": {"cap": 4, "label_weights": True}}),
-    ],
-    ids=["ask", "relay", "long relay", "sums", "label weights"],
+    ("way", "site_of_client"),
+    others_long(
+        itertools.product(EXCHANGES, ["abc", "aab", "aaa"]),
+        [*((way, "aab") for way in EXCHANGES), ("ask", "abc"), ("relay", "aaa")],
+    ),
 )
 def test_clients_at_sites_compute_what_they_compute_here(
-    sites: Callable[..., Sites], method: str, table: dict[str, Any], site_of_client: str
+    sites: Callable[..., Sites], way: str, site_of_client: str
 ) -> None:
+    method, table = EXCHANGES[way]
     spec = _spec(method, **table)
     assert _same(sites(spec, site_of_client).run(), fs.run(spec))
 
@@ -810,9 +817,17 @@ def tables(tmp_path: Path) -> Tables:
     return spec, files, cells
 
 
+HELD_OUT: list[dict[str, float]] = [{}, {"client_test": 0.25}, {"validation": 0.2, "client_test": 0.25}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["standard", "unit", "none"])
-@pytest.mark.parametrize("evaluation", [{}, {"client_test": 0.25}, {"validation": 0.2, "client_test": 0.25}])
+@pytest.mark.parametrize(
+    ("evaluation", "normalize"),
+    others_long(
+        itertools.product(HELD_OUT, ["standard", "unit", "none"]),
+        [*((held_out, "standard") for held_out in HELD_OUT), (HELD_OUT[-1], "unit"), (HELD_OUT[-1], "none")],
+    ),
+)
 def test_tables_at_sites_and_the_pooled_table_give_the_same_model(
     tables: Tables, tmp_path: Path, evaluation: Any, normalize: str
 ) -> None:
