@@ -95,6 +95,7 @@ def test_canaries_are_drawn_once_per_parameter_and_with_probability_one_half() -
     assert abs(drawn.present.sum() - 2000) < 4 * np.sqrt(1000)
 
 
+@pytest.mark.slow
 def test_a_canary_is_clipped_and_moves_its_parameter() -> None:
     """Almost without noise, the step of client 1 is −η/b times 1 for each canary in the data: its norm is clipped."""
     prepared = prepare(spec({"dp": {"clip": 1.0, "noise": 1e-6}}))

@@ -64,6 +64,7 @@ def test_the_kept_models_differ_from_the_last_ones(compared: tuple[Path, dict[st
             assert abs(history.column("test.auroc")[1][-1] - value) > 1e-4, "otherwise these tests say nothing"
 
 
+@pytest.mark.slow
 def test_every_output_has_the_auroc_of_the_kept_model(
     compared: tuple[Path, dict[str, list[float]]], capsys: pytest.CaptureFixture[str]
 ) -> None:

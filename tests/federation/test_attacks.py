@@ -177,6 +177,7 @@ def test_real_sites_refuse_attacks():
             assemble(digits("size", attack), honest.data, honest.assignment, sizes_known=False)
 
 
+@pytest.mark.slow
 def test_an_event_names_the_attackers_and_honest_replies_stay():
     spec = digits("size", {"name": "sign-flip", "clients": [7, 2], "scale": 2})
     seen = []
@@ -204,6 +205,7 @@ class Infinite(Attack):
         return update / 0
 
 
+@pytest.mark.slow
 def test_false_replies_that_are_not_finite_are_refused():
     spec = digits("size").model_copy(update={"attack": Infinite(clients=[4])})
     with fs.Simulation(prepare(spec)) as simulation:
@@ -224,6 +226,7 @@ def test_a_resumed_run_ends_in_the_same_bytes(tmp_path, attack):
     assert (tmp_path / "events.jsonl").read_text().count('"attackers"') == 1
 
 
+@pytest.mark.slow
 def test_a_codec_does_not_change_what_the_attackers_send():
     """The attack comes after decoding: the attackers are not limited by a codec."""
     sections = {"communication": {"up": {"name": "top-k", "fraction": 0.01}}}

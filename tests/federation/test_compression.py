@@ -182,6 +182,7 @@ def spread(changes: list[Params], like: Params) -> float:
     return float(torch.cat([part.flatten() for part in off]).square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_the_errors_of_qsgd_average_out_over_rounds() -> None:
     """Each exchange draws its own numbers, so that the error of the mean over R rounds falls as 1 / √R."""
     world = World(up={"name": "qsgd", "levels": 1})
@@ -195,6 +196,7 @@ def test_the_errors_of_qsgd_average_out_over_rounds() -> None:
     assert spread(decoded, always) == pytest.approx(once / 8, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_errors_of_the_servers_qsgd_average_out_over_rounds() -> None:
     world = World(down={"name": "qsgd", "levels": 1})
     world.ask({2})
@@ -441,6 +443,7 @@ def test_the_books_are_the_bytes_of_the_wire(communication: dict[str, Any]) -> N
     assert engine.up < 0.5 * sum(record["bytes_up"] for record in plain)
 
 
+@pytest.mark.slow
 def test_prototypes_have_no_place_in_a_memory() -> None:
     """They are no changes: each is what a client's features are now."""
     spec = fs.Experiment.from_table({**BASE, "method": "rebafl", "communication": {"up": CODECS["top-k"]}})

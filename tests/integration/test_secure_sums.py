@@ -448,6 +448,7 @@ def test_settings_without_effect_are_refused(key: str) -> None:
         spec("plain", privacy={key: value})
 
 
+@pytest.mark.slow
 def test_the_simulator_of_sites_refuses_secure_sums() -> None:
     pytest.importorskip("nvflare")
     with pytest.raises(SpecError, match=r"privacy\.sums = 'secure': needs certificates, which NVFlare's simulator"):

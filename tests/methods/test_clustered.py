@@ -28,6 +28,7 @@ def test_it_learns(algorithm):
     assert len({record["clients_invited"] for record in history}) > 1
 
 
+@pytest.mark.slow
 def test_groups_are_recorded():
     history = fs.run(spec(ClusteredSampling(coordinates=64), training=fs.Training(rounds=3, clients_per_round=6)))
     assert [sum(record["strata_sizes"]) for record in history] == [20] * 3

@@ -240,6 +240,7 @@ def test_with_rho_0_it_is_fedavg_bit_for_bit(method):
     assert not all(torch.equal(plain[name], moved[name]) for name in plain)
 
 
+@pytest.mark.slow
 def test_the_first_round_of_fedlesam_is_that_of_fedavg(start):
     table = {**DIGITS, "training": {**DIGITS["training"], "rounds": 1, "local_epochs": 1}}
     plain, first = (fs.run({**table, "method": each}).params for each in ("fedavg", "fedlesam"))

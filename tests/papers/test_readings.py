@@ -141,6 +141,7 @@ def test_strata_of_equal_gradients_leave_no_variance_but_a_bias():
     assert found["ratio"] < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 5])
 def test_a_chunk_is_transferred_at_most_once_for_each_label(chunk_size):
     spec = fs.Experiment.from_table(
@@ -205,6 +206,7 @@ def test_what_other_pages_have_measured_is_on_them(claim):
         assert figure in pages, figure
 
 
+@pytest.mark.slow
 def test_verdicts_follow_from_the_figures(monkeypatch):
     assert {name: each.verdict for name, each in readings().items()} == {
         "stratify-weights": "partly",

@@ -53,6 +53,7 @@ def accountant(
     return ClientAccountant(dp, clients, rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (2.0, 10), (0.5, 3), (5.0, 40)])
 def test_the_epsilon_of_full_participation_is_that_of_one_gaussian_mechanism(noise: float, rounds: int):
     epsilon = accountant(None, noise).epsilon(rounds)
@@ -80,6 +81,7 @@ def test_the_renyi_divergences_of_single_samples_are_those_of_opacus(rate, noise
     assert own.get_epsilon(DELTA) == pytest.approx(renyi, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise():
     assert accountant(0.1).epsilon(0) == 0
     assert accountant(0.1, 2.0).epsilon(5) < accountant(0.1).epsilon(5) < accountant(0.1).epsilon(6)

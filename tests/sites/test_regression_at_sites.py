@@ -329,6 +329,7 @@ def asked(made: Site) -> Any:
     return made.call(Survey(made.spec.to_toml(), [1], 3, False))
 
 
+@pytest.mark.slow
 def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     spec = spec_of(place, {**BINS, "step": 0.25}, {**SCHEMA, "columns": {"age": {}, "days": {}}})
     few = site(place, spec)
@@ -343,6 +344,7 @@ def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     assert coarse.statistics.counts["days"].tolist() == [[0, coarse.statistics.samples]]
 
 
+@pytest.mark.slow
 def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
     task, schema = {**BINS, "step": 2.5}, {**SCHEMA, "columns": {"age": {}, "days": {}}}
     counts = asked(site(place, spec_of(place, task, schema), min_samples=2)).statistics.counts["days"][:, 1]
@@ -353,6 +355,7 @@ def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
     assert f"a count that this site would send is below {smallest + 1}." in refused.reason
 
 
+@pytest.mark.slow
 def test_a_site_tells_of_targets_only_what_the_task_needs(place: Path) -> None:
     schema = {**SCHEMA, "columns": {"age": {}, "days": {}}}
     edges = asked(site(place, spec_of(place, {"name": "regression", "edges": [4, 6]}, schema))).statistics

@@ -123,6 +123,7 @@ class ReddiAdam(torch.optim.Optimizer):
             p.sub_(self.defaults["lr"] * memory["m"] / (memory["v"].sqrt() + 1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "make"),
     [
@@ -192,6 +193,7 @@ def test_a_gradient_that_two_parameters_share_is_clipped_once(start, seven, mode
         assert clip > 1 or kept <= 5 * 0.5 * clip * 1.0001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_every_sample_of_a_balanced_set_trains_once(start, balanced, partition):
     spec = spec_of(partition)

@@ -270,6 +270,7 @@ def test_the_next_client_is_known_before_the_reply(start, balanced):
     assert len(rest) == 5 + (second == first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 def test_a_failed_hop_costs_one_task_and_not_the_epoch(start, balanced, execution):
     """The client with the bad sample is left out from then on; others train what it would have."""
@@ -283,6 +284,7 @@ def test_a_failed_hop_costs_one_task_and_not_the_epoch(start, balanced, executio
     assert np.isfinite(metrics["train_loss"])
 
 
+@pytest.mark.slow
 def test_whoever_is_away_is_done_without(start, balanced, trace):
     spec = spec_of("iid", clients=4, availability=trace({0: [1], 1: [1], 3: [1]}))
     started = start(spec, balanced)
@@ -301,6 +303,7 @@ def test_a_label_whose_last_holder_is_away_is_skipped_and_noted(start, balanced,
     assert sorted(trained_labels(started).tolist()) == [0, 40, 40, 40, 40]
 
 
+@pytest.mark.slow
 def test_hops_take_their_time_one_after_another(start, balanced):
     timed = {"name": "always", "deadline": 1.0, "seconds_per_sample": 0.01}
     metrics = start(spec_of("iid", availability=timed, chunk_size=1), balanced).step()
@@ -355,6 +358,7 @@ def test_hybrid_trains_batches_first_and_then_every_part_of_the_stream(start, ba
     assert len(set.union(early, *late)) == 200
 
 
+@pytest.mark.slow
 def test_hybrid_keeps_on_learning(balanced):
     spec = spec_of("#C=1", training={"rounds": 8, "batch_size": 10}).to_spec()
     spec["method"] |= {"mode": "hybrid"}
@@ -447,6 +451,7 @@ def test_an_absurd_answer_is_not_believed(start, balanced, lie, problem):
     assert "stratify" not in started.store.get(1)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_mnist_is_planned_to_the_end(start):
     generator = np.random.default_rng(0)
     counts = generator.multinomial(600, np.ones(10) / 10, size=(10,))

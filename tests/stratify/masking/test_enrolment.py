@@ -111,6 +111,7 @@ def test_all_modes_number_the_labels_alike(site: Sites) -> None:
         assert [held.tolist() for held in one[0].held.values()] == [held.tolist() for held in other[0].held.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", ["prf", "ckks"])
 def test_names_do_not_say_who_brought_a_label(masking: str, site: Sites) -> None:
     """Numbers in the order of discovery would: what a client is told is a random permutation of them."""
@@ -257,6 +258,7 @@ def test_a_share_of_less_than_a_sample_is_refused(site: Sites) -> None:
     assert roll.holders().counts.min() >= 1
 
 
+@pytest.mark.slow
 def test_a_client_that_gives_no_share_leaves_the_rest_to_itself(site: Sites) -> None:
     federation = site(HOLDINGS)
     federation.engine.cut[4] = ShareReport
@@ -412,6 +414,7 @@ def test_places_that_cannot_be_true_leave_their_client_out(site: Sites) -> None:
     assert claimed.discover([1, 2])[0].keys() == {2}
 
 
+@pytest.mark.slow
 def test_a_client_that_claims_matches_where_there_is_nothing_is_left_out(site: Sites) -> None:
     claims = {2: lambda places: places * 0 + 3, 3: lambda places: places * 0 + 10**9, 4: lambda places: places[:0]}
     federation = site(HOLDINGS, names=["ant", "cat", "dog", "emu", "fox", "gnu", "yak"])

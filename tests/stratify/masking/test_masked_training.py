@@ -62,6 +62,7 @@ def test_every_mode_trains_the_same_model(options: dict[str, Any]) -> None:
             assert {key: a[key] for key in COMPARED if key in a} == {key: b[key] for key in COMPARED if key in b}
 
 
+@pytest.mark.slow
 def test_what_can_be_set_aside_tells_how_many_samples_of_a_placeholder_there_are() -> None:
     """A server that asks for more than a client has learns n_k(p), and never which label it is."""
     with Simulation(fs.prepare(spec("prf"))) as simulation:
