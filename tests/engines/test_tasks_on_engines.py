@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import others_long
 from task_cases import CASES, Networks, data_of, prepared_of, spec_of
 
 import fedstrata as fs
@@ -90,7 +91,10 @@ def die_once(record: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "way"), EACH_WAY_ONCE)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    others_long(RUNS, [run for run in RUNS if run[0] == "classification" or run == ("regression", "asks")]),
+)
 def test_a_run_that_goes_on_from_a_checkpoint_ends_in_the_same_bytes(case: str, way: str, tmp_path: Path) -> None:
     spec, data, model = (
         spec_of(WAYS[way], evaluation=EVALUATION | {"checkpoint_every": 1}),

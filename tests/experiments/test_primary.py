@@ -13,6 +13,7 @@ from sklearn.metrics import roc_auc_score
 
 import fedstrata as fs
 from fedstrata.cli import main
+from fedstrata.reporting import plots
 
 TABLE = {
     "callbacks": [{"name": "early-stopping", "patience": 4}],
@@ -42,7 +43,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     (folder / "spec.toml").write_text(spec.to_toml())
     arguments = ["compare", str(folder / "spec.toml"), "--methods", "fedavg,fedprox", "--seeds", "0,1", "--jobs", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        pictures.replace(patch, pictures.REAL_ONES)
+        patch.setattr(plots, "plot_comparison", pictures.REAL_ONES[plots, "plot_comparison"])
         assert main([*arguments, "--out", str(folder / "out"), "--quiet"]) == 0
     by_hand = {
         method: [

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from quick import others_long
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -392,7 +393,7 @@ METHODS: list[Any] = ["fedavg", "scaffold", "feddyn", "rebafl", {"name": "strati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", others_long(METHODS, ["scaffold", "rebafl", METHODS[-1]]), ids=str)
 def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
     spec = fs.Experiment.from_table({**BASE, "method": method, "communication": BOTH})
     whole = fs.run(spec)

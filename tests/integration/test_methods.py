@@ -33,11 +33,8 @@ KINDS = (
     "fedtan",  # BatchNorm over several clients
     "rebafl",  # a moving average
     "ditto",  # personal models
-    "fedavgm",  # a state of the server's optimiser
-    "fedavg-ft",  # training at the server
     "ccvr",  # statistics of features
-    "fedau",  # a memory of the aggregator about participation
-    "fedvarp",  # a memory of the aggregator about updates
+    "fedvarp",  # a memory of the aggregator
 )
 """A method of each kind of state."""
 

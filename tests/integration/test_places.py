@@ -178,7 +178,7 @@ def test_longer_padding_changes_nothing():
     ],
     ids=lambda method: f"{method['name']} {method.get('mode', '')}".strip(),
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["tokens", pytest.param("pixels", marks=pytest.mark.long)])
 def test_methods_that_ask_clients_about_their_samples_run(case: str, method: dict[str, Any]):
     make, model, _ = CASES[case]
     training = fs.Training(rounds=3, batch_size=4, local_epochs=1, lr=0.2, clients_per_round=4)

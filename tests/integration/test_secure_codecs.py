@@ -273,7 +273,7 @@ def test_a_batch_that_loses_a_client_between_its_sums_changes_no_state(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("masks", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_client_that_is_lost_after_its_second_vector_stays_in_the_sum(
     masks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

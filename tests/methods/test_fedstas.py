@@ -300,10 +300,10 @@ class UnpluggedError(Exception):
 @pytest.mark.parametrize(
     "method",
     [
-        {**FEDSTAS, "aggregation": "horvitz-thompson"},
+        pytest.param({**FEDSTAS, "aggregation": "horvitz-thompson"}, marks=pytest.mark.long),
         {**FEDSTAS, "aggregation": "inclusion", "refresh": "participants", "gradients": "asked", "epsilon": 3.0},
         {**FEDSTAS, "epsilon": 3.0, "estimates": "pooled", "samples": 60, "reuse": True},
-        {**FEDSTAS, "share": 0.5},
+        pytest.param({**FEDSTAS, "share": 0.5}, marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -121,7 +122,11 @@ def trained_labels(started) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("partition", "chunk_size"), [("#C=1", 5), ("dirichlet", 1), ("dirichlet", 5), ("dirichlet", 50), ("iid", 5)]
+    ("partition", "chunk_size"),
+    others_long(
+        [("#C=1", 5), ("dirichlet", 1), ("dirichlet", 5), ("dirichlet", 50), ("iid", 5)],
+        [("#C=1", 5), ("dirichlet", 1), ("iid", 5)],
+    ),
 )
 def test_an_epoch_is_centralised_sgd_sample_by_sample(start, balanced, partition, chunk_size):
     spec = spec_of(partition, chunk_size=chunk_size, training={"weight_decay": 0.01})
@@ -165,9 +170,16 @@ def test_one_pass_gives_the_same_bits_and_the_same_books(start, balanced, model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selection", ["uniform", "weighted"])
 @pytest.mark.parametrize(
-    ("rule", "frequencies"), [("capped", [50, 50, 10]), ("uncapped", [120, 50, 10]), ("uniform", [60, 60, 60])]
+    ("rule", "frequencies", "selection"),
+    [
+        ("capped", [50, 50, 10], "uniform"),
+        ("uncapped", [120, 50, 10], "weighted"),
+        ("uniform", [60, 60, 60], "uniform"),
+        pytest.param("capped", [50, 50, 10], "weighted", marks=pytest.mark.long),
+        pytest.param("uncapped", [120, 50, 10], "uniform", marks=pytest.mark.long),
+        pytest.param("uniform", [60, 60, 60], "weighted", marks=pytest.mark.long),
+    ],
 )
 def test_labels_train_as_often_as_the_schedule_says(start, skewed, rule, frequencies, selection):
     spec = spec_of({"name": "dirichlet", "alpha": 0.5}, schedule=rule, selection=selection, retain=1.0)

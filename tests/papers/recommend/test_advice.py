@@ -164,7 +164,7 @@ def test_the_data_of_the_board_are_missing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("task", [pytest.param("classification", marks=pytest.mark.long), "regression"])
 def test_the_refused_methods_are_those_that_a_run_refuses(task):
     spec = fs.Experiment(**SHARED, task=task, partition={"name": "iid", "clients": 20})
     problems, errors = refused(prepare(spec)), {}
