@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,10 @@ def _spare_time() -> Iterator[None]:
         yield
 
 
+RAY = ExitStack()
+"""What ends the session of Ray, if one was started."""
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
     """Two Ray workers for all tests, because starting them takes longer than a short run."""
@@ -106,14 +111,19 @@ def pool() -> Iterator[Any]:
     from fedstrata.engines.ray import WorkerPool
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
+    with RAY:
+        RAY.callback(ray.shutdown)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
             ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
-        with WorkerPool(2) as workers:
-            yield workers
-    finally:
-        ray.shutdown()
+        yield RAY.enter_context(WorkerPool(2))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop Ray after the last test that starts servers, because its idle processes would slow down all other tests."""
+    if nextitem is not None and is_with_servers(item) and not is_with_servers(nextitem):
+        RAY.close()
 
 
 @pytest.fixture
@@ -149,6 +159,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
         slow[group_of(item)] += item.get_closest_marker("slow") is not None
     items.sort(key=lambda item: (group_of(item) != "servers", -slow[group_of(item)], group_of(item)))
+
+
+def is_with_servers(item: pytest.Item) -> bool:
+    """Return True if the test may start Ray or NVFlare."""
+    marker = item.get_closest_marker("xdist_group")
+    return marker is not None and marker.args[0] == "servers"
 
 
 def group_of(item: pytest.Item) -> str:
