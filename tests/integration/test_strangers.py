@@ -32,7 +32,9 @@ Note = Callable[[str, object], None]
         for method in [*METHODS, *MORE]
     ],
 )
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize(
+    "model", others_long(NAMES, ["LoRA", "Rebound", "RandomSlopes", "Dropped", "Attention", "TwoHeads"])
+)
 def test_a_run_repeats_to_the_bit_and_nobody_fails(model: str, method: str, record_property: Note) -> None:
     if refused(model, method):
         with pytest.raises(SpecError, match="draws random numbers") as error:

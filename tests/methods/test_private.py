@@ -93,9 +93,9 @@ def test_without_clipping_and_noise_the_run_is_fedavg_with_equal_weights():
     "changes",
     [
         {},
-        {"method": {"name": "moon"}},
+        pytest.param({"method": {"name": "moon"}}, marks=pytest.mark.long),
         {"method": {"client_sampler": "poisson"}},
-        {"communication": {"up": "qsgd"}},
+        pytest.param({"communication": {"up": "qsgd"}}, marks=pytest.mark.long),
         {"communication": {"up": {"name": "top-k", "fraction": 0.1}, "down": "bf16"}},
         {"training": {"optimizer": "adamw", "optimizer_state": "keep", "lr": 0.01}},
         {"attack": {"name": "label-flip", "clients": [1]}},
