@@ -156,6 +156,7 @@ def test_few_more_bytes_are_as_few_as_few_more_operations():
     assert {each.about["most"] for each in claims() if "most" in each.about} == {module.FEW_MORE}
 
 
+@pytest.mark.slow
 def test_every_reading_says_what_the_review_of_the_rules_found():
     found = readings()
     assert found["ldp"].values["ratio"] == pytest.approx(math.exp(3.0))
@@ -175,6 +176,7 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.slow
 def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     found = readings()
     bias, private = found["fedssar-bias"].values, found["ldp-samples"].values
