@@ -19,7 +19,7 @@ def spec(method: object, **changes: object) -> fs.Experiment:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [1, 2])
+@pytest.mark.parametrize("algorithm", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_it_learns(algorithm):
     history = fs.run(spec(ClusteredSampling(algorithm=algorithm)))
     assert history.summary["final_accuracy"] > 0.8
