@@ -7,12 +7,14 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import matrix
 import numpy as np
+import pictures
 import pytest
 import torch
 from _pytest.doctest import DoctestModule
@@ -24,7 +26,6 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.partitions.base import Assignment
-from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.sources import Data
 from fedstrata.data.tasks.base import Task
 from fedstrata.engines import make_engine, worker_pool
@@ -38,7 +39,7 @@ from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.runs import run_folder, simulation
+from fedstrata.runs import simulation
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import HANDLERS, Simulation
 
@@ -72,16 +73,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 FEATURES, CLASSES = 5, 3
-GREY = bytes.fromhex(
-    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
-    "0000000a49444154789c636800000082008177cd72b60000000049454e44ae426082"
-)
-"""A PNG file with one pixel."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _spare_time() -> Iterator[None]:
-    """Save time in all tests: read the digits once, use no worker processes, and do not draw pictures of partitions."""
+    """Save time in all tests: read the digits once, use no worker processes, draw no pictures, and await no disk.
+
+    Commands write grey pictures instead of charts, because drawing the charts takes longer than a short run.
+    """
     load, read = Data.load, dict[tuple[str, int], Dataset]()
 
     def load_once(data: Data, seed: int = 0, task: Task | None = None) -> Dataset:
@@ -96,8 +95,13 @@ def _spare_time() -> Iterator[None]:
         patch.setattr(Data, "load", load_once)
         # Several tests run at the same time already, and workers save time only in long rounds.
         patch.setattr(worker_pool, "cores", lambda: 1)
-        patch.setattr(run_folder, "draw_partition", lambda assignment, data, path: path.write_bytes(GREY))
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        pictures.replace(patch, pictures.GREY_ONES)
         yield
+
+
+RAY = ExitStack()
+"""What ends the session of Ray, if one was started."""
 
 
 @pytest.fixture(scope="session")
@@ -107,14 +111,19 @@ def pool() -> Iterator[Any]:
     from fedstrata.engines.ray import WorkerPool
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
+    with RAY:
+        RAY.callback(ray.shutdown)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
             ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
-        with WorkerPool(2) as workers:
-            yield workers
-    finally:
-        ray.shutdown()
+        yield RAY.enter_context(WorkerPool(2))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop Ray after the last test that starts servers, because its idle processes would slow down all other tests."""
+    if nextitem is not None and is_with_servers(item) and not is_with_servers(nextitem):
+        RAY.close()
 
 
 @pytest.fixture
@@ -131,8 +140,8 @@ def on_ray(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., fs.Histo
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test draw the real picture of a partition in run folders."""
-    monkeypatch.setattr(run_folder, "draw_partition", draw_partition)
+    """Let a test draw the real pictures in the folders of runs and comparisons."""
+    pictures.replace(monkeypatch, pictures.REAL_ONES)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -150,6 +159,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
         slow[group_of(item)] += item.get_closest_marker("slow") is not None
     items.sort(key=lambda item: (group_of(item) != "servers", -slow[group_of(item)], group_of(item)))
+
+
+def is_with_servers(item: pytest.Item) -> bool:
+    """Return True if the test may start Ray or NVFlare."""
+    marker = item.get_closest_marker("xdist_group")
+    return marker is not None and marker.args[0] == "servers"
 
 
 def group_of(item: pytest.Item) -> str:

@@ -54,6 +54,7 @@ def test_what_is_imported_is_declared():
     assert imported() - names - WITH_OTHERS == set()
 
 
+@pytest.mark.slow
 def test_test_modules_need_no_outer_package_to_be_collected():
     """The copy without outer packages has all other tests; a module that imports one at its top cannot be collected."""
     wrong = []

@@ -178,6 +178,7 @@ class TestBias:
     def test_without_replacement_the_papers_weights_are_biased_too(self):
         assert self.deviations(self.totals(StratumMean(), replacement=False), self.UPDATES.mean()) > 10
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("aggregator", [MeanBySize(), Mean(), StratumMean(), HorvitzThompson()])
     def test_uniform_draws_of_clients_alike_in_size_are_unbiased_with_any(self, aggregator):
         generator = np.random.default_rng(1)

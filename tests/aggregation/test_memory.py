@@ -104,6 +104,7 @@ def test_fedau_counts_a_client_that_is_not_invited_as_absent():
         assert invited.round(updates, sorted(updates)) == absent.round(updates)
 
 
+@pytest.mark.slow
 def test_fedau_estimates_the_inverse_of_each_probability():
     """Clients reply with p = 0.9, 0.5 and 0.2: ω is near 1/p, and the mean step is near the mean update."""
     generator, p, updates = np.random.default_rng(0), np.array([0.9, 0.5, 0.2]), np.array([1.0, -2.0, 7.0])

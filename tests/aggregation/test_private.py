@@ -45,6 +45,7 @@ def test_without_answers_the_sum_is_zero_and_the_noise_remains():
     assert noisy_mean(total, before, 1.0, 2, np.ones(3))["b"].tolist() == [0.5]
 
 
+@pytest.mark.slow
 @given(st.lists(VECTORS, min_size=1, max_size=6), VECTORS, st.floats(0.01, 100), st.data())
 def test_one_client_changes_the_sum_by_at_most_the_largest_norm(clients, start, clip, data):
     left = data.draw(st.integers(0, len(clients) - 1))
@@ -54,6 +55,7 @@ def test_one_client_changes_the_sum_by_at_most_the_largest_norm(clients, start, 
     assert float((whole - without).norm()) <= clip * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(st.lists(VECTORS, min_size=1, max_size=6), VECTORS)
 def test_with_a_large_bound_the_sum_is_exact(clients, start):
     before = start_at(start)

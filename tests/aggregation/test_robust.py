@@ -129,6 +129,7 @@ def test_krum_chooses_one_of_its_inputs():
     assert any(torch.equal(Krum(attackers=3).center(x), row) for row in x)
 
 
+@pytest.mark.slow
 def test_the_geometric_median_has_the_smallest_sum_of_distances():
     x = drawn(7, 3)
     best = GeometricMedian(steps=1000).center(x)

@@ -64,6 +64,7 @@ def test_the_weights_of_gradients_are_those_of_sgd_with_momentum(momentum):
         assert gradient_weights(np.array([steps]), momentum)[0] == pytest.approx(w.item())
 
 
+@pytest.mark.slow
 def test_fednova_finds_the_minimum_of_the_mean_loss_and_fedavg_does_not():
     """Client k takes τ_k steps on (w − e_k)² / 2: FedAvg ends near Σ τ_k e_k / Σ τ_k, FedNova near Σ e_k / 3."""
     minima, steps, lr = (0.0, 3.0, 9.0), (2, 4, 20), 2e-3
@@ -96,6 +97,7 @@ def trained(method: Any, seven: fs.Dataset, **more: Any) -> torch.Tensor:
     return fs.run(spec(method, **more), data=seven, model=linear).params["weight"]
 
 
+@pytest.mark.slow
 def test_fednova_is_fedavg_if_all_clients_take_as_many_steps(seven):
     for momentum in (0.0, 0.9):
         nova, avg = (trained(method, seven, local_steps=3, momentum=momentum) for method in ("fednova", "fedavg"))

@@ -55,6 +55,7 @@ def audit(folder: Path) -> GradientAudit:
     return audit_gradients(folder, parts=4, steps=60)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8), st.integers(0, 7))
 def test_the_label_of_a_single_sample_is_always_right(logits: list[float], label: int) -> None:
     z = torch.tensor([logits], requires_grad=True)

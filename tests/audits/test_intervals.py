@@ -77,6 +77,7 @@ def test_the_bound_is_too_large_in_at_most_five_percent_of_randomised_responses(
     assert wrong > 0.005
 
 
+@pytest.mark.slow
 def test_guesses_by_hand() -> None:
     """Canaries in the data have low sums: with all four guesses one is wrong, with the two surest guesses none."""
     scores, present = np.array([-3.0, -1.0, 1.0, 3.0]), np.array([True, False, False, False])

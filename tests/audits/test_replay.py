@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
+
 import fedstrata as fs
 from fedstrata.audits.replay import replay
 from fedstrata.clients.client import StateStore
 
 
+@pytest.mark.slow
 def test_an_audit_reads_states_that_went_to_disk(tmp_path, monkeypatch):
     """Their files were removed before they were read."""
     experiment = fs.Experiment.from_table(

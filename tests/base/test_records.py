@@ -183,6 +183,7 @@ def test_a_damaged_byte_is_refused_or_changes_a_value_and_never_anything_else(da
         return  # any other exception fails the test
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200))
 def test_noise_is_refused_and_raises_nothing_else(noise):
     try:
@@ -382,6 +383,7 @@ def declared() -> dict[str, list[str]]:
     return {name: list(records._FIELDS[cls]) for name, cls in sorted(found.items())}
 
 
+@pytest.mark.slow
 def test_wire_names_and_fields_stay():
     """A message of a party with another version, and a checkpoint, are read by these names."""
     found, expected = declared(), json.loads(WIRE_NAMES.read_text())

@@ -123,6 +123,7 @@ def test_categories_have_24_colours() -> None:
     assert style.categories(25)[24] == categories[0]
 
 
+@pytest.mark.slow
 def test_no_other_file_defines_a_colour() -> None:
     root = Path(__file__).resolve().parents[2]
     files = [path for folder in ("src", "examples", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]

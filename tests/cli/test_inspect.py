@@ -8,6 +8,7 @@ import pytest
 from fedstrata.cli import main
 
 
+@pytest.mark.slow
 def test_methods_and_datasets_are_listed(capsys):
     assert main(["methods"]) == 0
     listed = capsys.readouterr().out
@@ -20,6 +21,7 @@ def test_methods_and_datasets_are_listed(capsys):
     assert "digits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_table_is_as_wide_as_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
     for command in (["methods"], ["datasets"], ["settings"], ["settings", "availability"], ["settings", "data"]):
@@ -82,6 +84,7 @@ def test_settings_that_are_not_there(capsys, arguments, message):
     assert captured.out == ""
 
 
+@pytest.mark.slow
 def test_settings_as_pages_keep_the_text_above_the_first_section(tmp_path):
     (tmp_path / "availability.md").write_text("# Mine\n\nText.\n\n## `availability`\n\nOld.\n", encoding="utf-8")
     assert main(["settings", "--markdown", str(tmp_path)]) == 0

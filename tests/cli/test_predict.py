@@ -36,6 +36,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> fs.Predictor:
     return fs.load("run")
 
 
+@pytest.mark.slow
 def test_predictions_of_a_file(run: fs.Predictor, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.schema is not None
     new = read_csv(Path("new.csv"), ";")
@@ -57,6 +58,7 @@ def test_predictions_of_a_file(run: fs.Predictor, capsys: pytest.CaptureFixture[
     assert Path("again.csv").read_text() == text
 
 
+@pytest.mark.slow
 def test_columns_are_kept_beside_the_predictions(run: fs.Predictor, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "run", "new.csv", "--keep", "note,age"]) == 0
     header, *rows = csv.reader(capsys.readouterr().out.splitlines())
@@ -106,6 +108,7 @@ def test_rows_that_do_not_fit(run: fs.Predictor, capsys: pytest.CaptureFixture[s
     assert not Path("predictions.csv").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_is_imported_only_when_it_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.csv").write_text(ROWS)
     Path("spec.toml").write_text(SPEC.replace('{ name = "tabular", hidden = [4] }', '{ name = "net_of_rows:net" }'))
@@ -119,6 +122,7 @@ def test_a_model_of_the_users_own_is_imported_only_when_it_is_trusted(capsys: py
     assert len(capsys.readouterr().out.splitlines()) == 13
 
 
+@pytest.mark.slow
 def test_a_model_of_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.csv").write_text(ROWS)
     fs.run(fs.Experiment(training={"rounds": 1}), out="digits")

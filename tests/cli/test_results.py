@@ -140,6 +140,7 @@ def test_a_folder_without_runs(capsys):
     assert "folder = 'nowhere': is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_is_refused_before_anything_is_written(capsys):
     for arguments, message in [
         (["training.lr=0.1,0.2"], "evaluation.validation: is required, because a sweep selects settings with"),

@@ -84,6 +84,7 @@ def test_each_way_of_training_augments_and_the_identity_changes_no_byte(way: str
     assert any(not torch.equal(w, cropped.params[name]) for name, w in plain.params.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_by_hand(accumulate: int) -> None:
     """Each step draws from a generator of its own, before its samples are cut into mini-batches."""
@@ -146,6 +147,7 @@ def test_evaluations_predictions_and_measurements_are_not_augmented(monkeypatch:
         assert [row["train_loss"] for row in plain] != [row["train_loss"] for row in noisy]
 
 
+@pytest.mark.slow
 def test_layers_that_draw_random_numbers_draw_the_same() -> None:
     class Masks(torch.nn.Module):
         seen: list[torch.Tensor] = []

@@ -48,6 +48,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         device_of("cuda:2")
 
 
+@pytest.mark.slow
 def test_auto_without_a_gpu_is_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runs = [fs.run(spec(device)) for device in ("auto", "cpu")]

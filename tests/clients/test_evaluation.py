@@ -30,6 +30,7 @@ def asked(simulation, **fields):
     return simulation.federation.measure(request, check=lambda reply: reply.require(10))
 
 
+@pytest.mark.slow
 def test_the_global_model_is_what_the_loop_measures_itself():
     with started() as simulation:
         simulation.step()
@@ -42,6 +43,7 @@ def test_the_global_model_is_what_the_loop_measures_itself():
             assert reply.sums.samples == score.table["samples"][client]
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace():
     with started("scaffold") as simulation, started("scaffold", fine_tune=0) as other:
         for _ in range(2):
@@ -61,6 +63,7 @@ def test_measuring_leaves_no_trace():
         assert all(torch.equal(w, other.evaluated().params[name]) for name, w in simulation.evaluated().params.items())
 
 
+@pytest.mark.slow
 def test_tuning_by_hand():
     """One epoch of one batch: a step of gradient descent on the client's training samples."""
     with started(fine_tune=1, training={"batch_size": 10_000}) as simulation:
@@ -81,6 +84,7 @@ def test_tuning_by_hand():
             assert found == pytest.approx(float(hits.double().mean()))
 
 
+@pytest.mark.slow
 def test_tuning_serves_clients_that_differ():
     """Each of few classes: a model of its own knows which."""
     partition = {"name": "classes", "per_client": 2, "clients": 5}
@@ -89,6 +93,7 @@ def test_tuning_serves_clients_that_differ():
     assert record["personal"]["accuracy"]["mean"] > record["clients"]["accuracy"]["mean"] + 0.1
 
 
+@pytest.mark.slow
 def test_fedbabu_tunes_the_head_alone():
     from fedstrata.clients.client import Client
     from fedstrata.clients.handlers.evaluation import personal

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -8,6 +9,7 @@ from fedstrata.base import records
 from fedstrata.runs import checkpoint
 
 
+@pytest.mark.slow
 def test_with_local_statistics_only_batchnorms_buffers_stay_with_the_client(tmp_path):
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -225,6 +225,7 @@ def together(least: int, batch: int) -> fs.Experiment:
     )
 
 
+@pytest.mark.slow
 def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
     """FedTAN's group adds up over the first batch alone, however many samples there are."""
     federation = with_minimum(tiny(2, sizes=[9, 9], batch_size=5), 6)

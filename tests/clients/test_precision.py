@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import fedstrata as fs
 
 
+@pytest.mark.slow
 def test_statistics_of_batchnorm_are_not_rounded_to_bf16() -> None:
     """They were, in 8 bits, where clients trained side by side: 0.8063 for 0.8005."""
     with torch.random.fork_rng():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -51,6 +52,7 @@ def gradient_of(x: list[list[float]], y: list[int], clip: float, noise: float, e
     return found
 
 
+@pytest.mark.slow
 def test_the_gradient_by_hand():
     # With the weights 0, both classes have probability 1/2: the gradient of a sample of class 0 is (−x/2, x/2), whose
     # norm is ‖x‖ / √2. The first sample has the norm 5 / √2 and is scaled to 1, the second one has 1 / √2 and is not.
@@ -74,6 +76,7 @@ def test_a_step_without_samples_is_noise_of_the_right_size():
     assert abs(float(noise.mean())) < 0.03
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=2), min_size=1, max_size=CHUNK + 3),
     st.floats(0.1, 5),
@@ -92,6 +95,7 @@ def test_each_sample_is_drawn_with_its_probability():
     assert len({len(draw) for draw in draws}) > 5
 
 
+@pytest.mark.slow
 def test_without_clipping_and_noise_full_batches_are_those_of_fedavg():
     whole = {"batch_size": 1000, "local_epochs": 2}
     plain = fs.run(spec(training=whole, privacy={"dp": None}))
@@ -122,6 +126,7 @@ def test_epsilon_grows_with_rounds_and_batches_and_falls_with_noise():
     assert largest() < largest(batch_size=20) < largest(batch_size=200)
 
 
+@pytest.mark.slow
 def test_a_run_records_the_largest_epsilon_and_no_loss(tmp_path: Path):
     made = spec(availability={"name": "bernoulli", "p": 0.6}, training={"rounds": 5})
     history = fs.run(made, out=tmp_path / "run")
@@ -143,6 +148,7 @@ def test_a_run_records_the_largest_epsilon_and_no_loss(tmp_path: Path):
     assert [record["epsilon"] for record in history] == sorted(record["epsilon"] for record in history)
 
 
+@pytest.mark.slow
 def test_the_number_of_drawn_samples_does_not_leave_a_client():
     history = fs.run(spec(training={"rounds": 1, "clients_per_round": 5, "local_steps": 3, "local_epochs": None}))
     sizes = fs.prepare(spec()).config.sizes
@@ -165,7 +171,9 @@ def test_a_run_ends_before_the_budget_is_exceeded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "feddyn", "fedbabu"])
+@pytest.mark.parametrize(
+    "method", others_long(["fedavg", "fedprox", "scaffold", "feddyn", "fedbabu"], ["fedavg", "scaffold"])
+)
 def test_methods_run_and_go_on_to_the_same_bytes(method: str, tmp_path: Path):
     made = spec(method=method, training={"rounds": 4}, evaluation={"checkpoint_every": 1})
     whole = fs.run(made, out=tmp_path / "whole")

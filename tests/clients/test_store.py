@@ -99,6 +99,7 @@ def test_a_temporary_folder_goes_when_the_store_is_closed():
     StateStore().close()
 
 
+@pytest.mark.slow
 def test_a_run_that_spills_gives_the_same_states_as_one_that_does_not(tiny, tmp_path):
     def states(store):
         from fedstrata.objectives.scaffold import Scaffold

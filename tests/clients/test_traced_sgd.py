@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import others_long
 from torch import nn
 
 from fedstrata.clients.training.traced_sgd import TracedSGD
@@ -56,8 +59,10 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "decay"),
+    others_long(itertools.product(CASES, [0.0, 0.1]), [*((case, 0.1) for case in CASES), ("residual", 0.0)]),
+)
 def test_it_is_sgd(case, decay):
     torch.manual_seed(0)
     build, shape = CASES[case]

@@ -55,7 +55,7 @@ def skew(counts):
     return (counts[held].max(axis=1) / sizes[held]).mean(), sizes.std() / sizes.mean()
 
 
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
+@pytest.mark.parametrize("alpha", [0.1, pytest.param(1.0, marks=pytest.mark.long)])
 def test_dirichlet_over_the_clients_of_a_class(labelled, alpha):
     their = [
         theirs(partitioner.DirichletPartitioner(CLIENTS, "label", alpha, 0, False, seed=seed)) for seed in range(8)

@@ -30,6 +30,7 @@ def test_log_dirichlet_is_the_distribution_that_numpy_draws():
     np.testing.assert_allclose(np.quantile(ours, quantiles, axis=0), np.quantile(theirs, quantiles, axis=0), atol=0.02)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
 def test_taking_from_the_largest_is_what_taking_one_by_one_is(sizes, data):
     amount = data.draw(st.integers(0, sum(sizes)))

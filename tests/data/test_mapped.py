@@ -37,6 +37,7 @@ def folder_of(place: Path, given: dict[str, Any]) -> str:
     return f"{place}/"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "floats"])
 @pytest.mark.parametrize("evaluation", [{}, {"validation": 0.2}, {"client_test": 0.2}])
 def test_a_folder_gives_the_same_run_as_arrays_in_memory(kind: str, evaluation: Any, tmp_path: Path):

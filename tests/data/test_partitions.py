@@ -241,6 +241,7 @@ def test_dirichlet_at_both_ends(labelled):
     assert np.median((one_class > 0).sum(axis=1)) <= 3
 
 
+@pytest.mark.slow
 def test_dirichlet_moments(labelled):
     """Shares of a class have the mean 1/N and the variance (N − 1)/(N² (N α + 1)) of Dir_N(α)."""
     dataset, alpha, clients = labelled(np.repeat(np.arange(20), 200)), 0.3, 8
@@ -251,6 +252,7 @@ def test_dirichlet_moments(labelled):
     assert shares.var() == pytest.approx((clients - 1) / (clients**2 * (clients * alpha + 1)), rel=0.06)
 
 
+@pytest.mark.slow
 def test_dirichlet_favours_no_client_when_pieces_are_small(labelled):
     """With far more clients than samples a class, rounding decides; the first and last get their share all
     the same."""

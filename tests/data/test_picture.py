@@ -5,6 +5,7 @@ import io
 import pytest
 from canvas import assert_inside
 from matplotlib.figure import Figure
+from quick import others_long
 from rich.console import Console
 
 from fedstrata.data.partitions.picture import draw_partition, render_table
@@ -61,7 +62,7 @@ def test_pictures_are_written(labelled, tmp_path, clients, classes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clients", [1, 10, 100, 130])
+@pytest.mark.parametrize("clients", others_long([1, 10, 100, 130], [10, 130]))
 def test_clients_are_whole_numbers_and_nothing_is_cut_off(labelled, tmp_path, monkeypatch, clients):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))

@@ -13,6 +13,7 @@ from fedstrata.data.sources import Data
 polars = Lazy("polars")
 
 
+@pytest.mark.slow
 def test_the_same_data_set_as_its_own_csv(tmp_path):
     frame = polars.DataFrame(
         {

@@ -160,6 +160,7 @@ def test_a_limit_and_validation_cut_all_inputs(tmp_path: Path):
             ).load()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", {"name": "stratify", "batch_size": 8}])
 @pytest.mark.parametrize("execution", ["per-client", "fused"])
 def test_augmentation_gets_all_inputs_of_a_client(method: Any, execution: str):

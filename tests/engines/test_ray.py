@@ -21,6 +21,7 @@ import pytest
 import raycases
 import torch
 from lazy import Lazy
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -59,7 +60,24 @@ def federation(engine: Any, context: ClientContext) -> Federation:
     return made
 
 
-@pytest.mark.parametrize("label", matrix.MATRIX)
+QUICK = [
+    label
+    for label in matrix.MATRIX
+    if label
+    in (
+        "ask",
+        "ask, state of the optimiser",
+        "sum, pools, masked labels",
+        "together, pools",
+        "ask, memories of codecs",
+        "sum, false labels",
+        "relay, pools",
+    )
+]
+"""A spec for each way to ask, with each kind of state; without the extra ``he``, no labels are masked."""
+
+
+@pytest.mark.parametrize("label", others_long(matrix.MATRIX, QUICK))
 def test_equal_bytes_and_equal_books(label: str, on_ray: Any, local: Callable[[str], fs.History]) -> None:
     here, there = local(label), on_ray(matrix.MATRIX[label])
     assert matrix.final_bytes(here) == matrix.final_bytes(there)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import others_long
 from task_cases import CASES, Networks, data_of, prepared_of, spec_of
 
 import fedstrata as fs
@@ -27,11 +28,9 @@ WAYS: dict[str, Any] = {
 
 WITHOUT_STRATA = ("regression", "multilabel", "segmentation")
 RUNS = [(case, way) for case in CASES for way in WAYS if not (case in WITHOUT_STRATA and "stratify" in str(WAYS[way]))]
-EACH_WAY_ONCE = [
-    run if run[0] == "classification" or run[1] == "asks" else pytest.param(*run, marks=pytest.mark.long)
-    for run in RUNS
-]
-"""All runs; in the usual tests, each way with classes and each task with the first way."""
+TASKS = ("regression", "multilabel", "next-token, domains", "segmentation")
+EACH_WAY_ONCE = [run for run in RUNS if run[0] == "classification" or (run[0] in TASKS and run[1] == "asks")]
+"""In the usual tests, each way with classes and each task with the first way."""
 EVALUATION = {"client_test": 0.2, "fine_tune": 1}
 
 
@@ -57,7 +56,7 @@ def same_bytes(one: fs.History, other: fs.History) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "way"), EACH_WAY_ONCE)
+@pytest.mark.parametrize(("case", "way"), others_long(RUNS, EACH_WAY_ONCE))
 def test_two_processes_give_the_same_bytes_and_a_fused_pass_the_same_numbers(case: str, way: str) -> None:
     prepared = prepared_of(case, WAYS[way], evaluation=EVALUATION)
     whole = run(prepared, alone(prepared))
@@ -90,7 +89,10 @@ def die_once(record: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "way"), EACH_WAY_ONCE)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    others_long(RUNS, [run for run in RUNS if run[0] == "classification" or run == ("regression", "asks")]),
+)
 def test_a_run_that_goes_on_from_a_checkpoint_ends_in_the_same_bytes(case: str, way: str, tmp_path: Path) -> None:
     spec, data, model = (
         spec_of(WAYS[way], evaluation=EVALUATION | {"checkpoint_every": 1}),

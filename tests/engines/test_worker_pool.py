@@ -53,9 +53,9 @@ def table(**sections):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"training": {"momentum": 0.9}},
+        pytest.param({"training": {"momentum": 0.9}}, marks=pytest.mark.long),
         {"training": {"optimizer": "adamw", "optimizer_state": "keep", "accumulate": 2}},
-        {"method": {"name": "scaffold"}},
+        pytest.param({"method": {"name": "scaffold"}}, marks=pytest.mark.long),
         {"method": {"name": "fedstas", "strata": 2, "fraction": 0.5}},
         {"model": {"name": "resnet20"}, "training": {"batch_norm": "local", "local_steps": 1, "local_epochs": None}},
         {"availability": {"name": "bernoulli", "p": 0.6}},

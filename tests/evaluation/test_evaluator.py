@@ -74,6 +74,7 @@ def test_each_client_as_if_evaluated_alone(run):
         assert found["worst"] == found["worst_10"] == pytest.approx(worst, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_test_set_validation_and_clients_that_never_train(run):
     simulation, records, _ = run
     prepared, record = simulation.prepared, records[-1]
@@ -125,6 +126,7 @@ def test_nothing_new_is_recorded_where_nothing_new_is_asked_for():
     assert len(record["per_class"]) == 10
 
 
+@pytest.mark.slow
 def test_what_is_held_out_does_not_change_with_what_is_measured():
     """The same training, whatever is looked at."""
     alone = fs.run(spec(evaluation={"metrics": ["accuracy"], "per_class": True}))

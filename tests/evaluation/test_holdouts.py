@@ -141,6 +141,7 @@ def test_a_server_never_looks_at_what_is_held_out():
     assert plain.config.server_data.indices().tolist() == ServerData(plain.data, plain.assignment).indices().tolist()
 
 
+@pytest.mark.slow
 def test_clients_that_never_train_are_a_random_choice():
     numbers = [prepared({"test_clients": 0.5}, seed=seed).held.numbers[6:].tolist() for seed in range(5)]
     assert all(len(away) == 6 for away in numbers)

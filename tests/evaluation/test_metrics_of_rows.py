@@ -20,6 +20,8 @@ from fedstrata.evaluation.metrics import METRICS, values_of
 from fedstrata.evaluation.predictions import Rows
 from fedstrata.evaluation.sums import task_sums
 
+pytestmark = pytest.mark.slow  # the import of torchmetrics takes seconds
+
 torchmetrics = Lazy("torchmetrics")
 CLASSES = "torchmetrics.classification"
 

@@ -184,6 +184,7 @@ def test_nobody_counts_for_more_than_the_cap():
     assert found.tolist() == pytest.approx([1 / 7, 3 / 7, 3 / 7])
 
 
+@pytest.mark.slow
 def test_absence_goes_with_the_label():
     drowsy = example("drowsy").Drowsy(label=1, p=0.2)
     y = np.array([0, 1, 1, 1, 0, 1])

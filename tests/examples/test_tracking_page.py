@@ -32,6 +32,7 @@ def heard(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_the_callback_of_the_page(heard):
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "wandb" in block)
     found: dict = {"__name__": "page"}

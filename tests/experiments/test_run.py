@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -36,7 +37,7 @@ HARD = {"availability": {"name": "bernoulli", "p": 0.6, "deadline": 0.3, "speed_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedstas", "stratify"])
+@pytest.mark.parametrize("method", others_long(["fedavg", "scaffold", "fedstas", "stratify"], ["scaffold", "stratify"]))
 def test_the_same_spec_twice_gives_the_same_bytes(tmp_path, method):
     for name in ("one", "two"):
         torch.manual_seed(len(name) * hash(name) % 1000)  # of no consequence
@@ -49,6 +50,7 @@ def test_the_same_spec_twice_gives_the_same_bytes(tmp_path, method):
     assert sum(record["clients_dropped"] for record in lines(one)) > 0
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_model_and_another_partition():
     specs = [spec(seed=seed) for seed in (0, 1)]
     one, two = (fs.run(s) for s in specs)
@@ -57,6 +59,7 @@ def test_another_seed_gives_another_model_and_another_partition():
     assert (assignments[0] != assignments[1]).any()
 
 
+@pytest.mark.slow
 def test_evaluation_and_checkpoints_move_nobodys_draws(tmp_path):
     often = fs.run(spec(method="scaffold", evaluation={"every": 1, "checkpoint_every": 1}, **HARD), out=tmp_path / "a")
     never = fs.run(
@@ -71,6 +74,7 @@ def test_evaluation_and_checkpoints_move_nobodys_draws(tmp_path):
     assert often[-1]["accuracy"] == never[-1]["accuracy"]
 
 
+@pytest.mark.slow
 def test_one_client_more_changes_nothing_for_the_others(tiny):
     availability = fs.Bernoulli(p=0.6, speed_spread=0.7, deadline=0.013)
     answers = []
@@ -136,12 +140,14 @@ def test_a_run_learns():
     assert history.final_accuracy > 0.85
 
 
+@pytest.mark.slow
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(fs.run(spec())) == 3
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_callbacks_see_every_round():
     seen = []
     history = fs.run(spec(), callbacks=[lambda record: seen.append(dict(record))])
@@ -198,6 +204,7 @@ def test_a_model_that_does_not_fit_the_data_is_said_before_anything_is_written(t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_never_written_over(tmp_path):
     fs.run(spec(), out=tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -219,6 +226,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
             fs.run(spec(), out=out)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_is_put_back():
     seen = []
     before = torch.get_num_threads()
@@ -246,6 +254,7 @@ def test_the_default_dtype_has_no_effect_and_is_put_back(method):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_the_global_generators_are_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

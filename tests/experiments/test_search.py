@@ -158,6 +158,7 @@ def short(tmp_path_factory):
         return out, fs.search(FEW, FEW_SPACE, out=out, trials=4, jobs=1, seeds=[0, 1])
 
 
+@pytest.mark.slow
 def test_a_trial_counts_with_the_mean_of_its_seeds_on_validation_samples(short):
     out, found = short
     whole = {called(t.number): t.value for t in trials(out) if t.state == optuna.trial.TrialState.COMPLETE}
@@ -170,6 +171,7 @@ def test_a_trial_counts_with_the_mean_of_its_seeds_on_validation_samples(short):
     assert {type(cell.settings["training.batch_size"]) for cell in found.cells.values()} == {int}
 
 
+@pytest.mark.slow
 def test_a_pruned_trial_ends_early_and_has_one_seed(short):
     out, found = short
     told = {called(trial.number): trial for trial in trials(out)}
@@ -183,6 +185,7 @@ def test_a_pruned_trial_ends_early_and_has_one_seed(short):
         assert not (out / label / "seed-1").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_ends_alike(short, tmp_path, monkeypatch):
     out, found = short
     monkeypatch.setattr("fedstrata.experiments.search.STARTUP", 1)
@@ -206,6 +209,7 @@ def test_an_interrupted_search_ends_alike(short, tmp_path, monkeypatch):
     assert rounds_run(tmp_path / "out") == rounds_run(out)
 
 
+@pytest.mark.slow
 def test_other_arguments_cannot_continue_a_search(short):
     out, _ = short
     with pytest.raises(SpecError, match=r"--search = .*the search in this folder was started with .*0\.1,1e-9"):
@@ -216,6 +220,7 @@ def test_other_arguments_cannot_continue_a_search(short):
         fs.search(FEW, FEW_SPACE, out=out, trials=0)
 
 
+@pytest.mark.slow
 def test_settings_that_do_not_go_together_are_a_refused_trial(tmp_path):
     pair = {"method.name": "choice:fedavg,scaffold", "training.momentum": "choice:0,0.9"}
     table = FEW | {"training": FEW["training"] | {"rounds": 1}}
@@ -408,6 +413,7 @@ def test_after_kill_9_no_trial_is_lost_or_repeated(tmp_path, jobs):
             assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = ["sweep", "--set", "evaluation.validation=0.2", "--quiet"]

@@ -277,6 +277,7 @@ def test_each_seed_draws_who_is_there(model):
 # What the federation makes of it.
 
 
+@pytest.mark.slow
 def test_a_client_is_there_or_not_for_a_whole_round(tiny):
     federation = tiny(40, availability=fs.Bernoulli(p=0.5))
     first = set(federation.fit())
@@ -375,6 +376,7 @@ def test_a_late_client_keeps_the_state_it_had(tiny, broken):
     assert federation.store.get(0) == {"objective": {"visits": 2}}
 
 
+@pytest.mark.slow
 def test_a_round_in_which_nobody_returns_leaves_the_model_as_it_was():
     settings = {"partition": fs.IID(clients=10), "availability": fs.Bernoulli(p=1e-9)}
     for method in ("fedavg", "scaffold", "fedsts", "fedstas", "stratify"):

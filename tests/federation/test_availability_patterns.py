@@ -80,6 +80,7 @@ def test_limits_of_the_probability(p):
     assert (np.array(online) == (p == 1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("online", "offline"), [(4.0, 12.0), (2.0, 1.5)])
 def test_spells_are_stationary_and_have_their_mean_lengths(online, offline):
     there = drawn(fs.Markov(online_rounds=online, offline_rounds=offline), range(1, 401))
@@ -138,6 +139,7 @@ def test_the_time_of_day_by_hand(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_the_frequency_follows_the_time_of_day():
     model = fs.Diurnal(lowest=0.2, highest=0.8, period=10, spread=0)
     there = drawn(model, range(1, 1001)).reshape(100, 10, -1)

@@ -187,6 +187,7 @@ def test_power_sgd_by_hand_for_two_clients() -> None:
     torch.testing.assert_close(decoded[1], torch.tensor([[1.5, 1.0, 0.0], [0.0, 0.0, 0.0], [1.5, 1.0, 0.0]]))
 
 
+@pytest.mark.slow
 def test_the_next_basis_has_length_one_and_stays_where_a_sum_is_zero() -> None:
     """By hand: Q is divided by its norm, here √(9 + 16 + 64 + 80) = 13."""
     codec = PowerSGD(rank=2)

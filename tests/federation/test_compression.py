@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from quick import others_long
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -182,6 +183,7 @@ def spread(changes: list[Params], like: Params) -> float:
     return float(torch.cat([part.flatten() for part in off]).square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_the_errors_of_qsgd_average_out_over_rounds() -> None:
     """Each exchange draws its own numbers, so that the error of the mean over R rounds falls as 1 / √R."""
     world = World(up={"name": "qsgd", "levels": 1})
@@ -195,6 +197,7 @@ def test_the_errors_of_qsgd_average_out_over_rounds() -> None:
     assert spread(decoded, always) == pytest.approx(once / 8, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_errors_of_the_servers_qsgd_average_out_over_rounds() -> None:
     world = World(down={"name": "qsgd", "levels": 1})
     world.ask({2})
@@ -390,7 +393,7 @@ METHODS: list[Any] = ["fedavg", "scaffold", "feddyn", "rebafl", {"name": "strati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("method", others_long(METHODS, ["scaffold", "rebafl", METHODS[-1]]), ids=str)
 def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
     spec = fs.Experiment.from_table({**BASE, "method": method, "communication": BOTH})
     whole = fs.run(spec)
@@ -441,6 +444,7 @@ def test_the_books_are_the_bytes_of_the_wire(communication: dict[str, Any]) -> N
     assert engine.up < 0.5 * sum(record["bytes_up"] for record in plain)
 
 
+@pytest.mark.slow
 def test_prototypes_have_no_place_in_a_memory() -> None:
     """They are no changes: each is what a client's features are now."""
     spec = fs.Experiment.from_table({**BASE, "method": "rebafl", "communication": {"up": CODECS["top-k"]}})

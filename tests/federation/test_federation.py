@@ -281,6 +281,7 @@ def test_one_client_that_raises_is_no_proof_that_the_program_is_at_fault(tiny):
     assert federation.ask([0, 1], Say("raise")) == {}
 
 
+@pytest.mark.slow
 def test_a_missed_quorum_leaves_no_trace_at_the_clients():
     spec = fs.Experiment(method="scaffold", training={"clients_per_round": 4}, partition=fs.IID(clients=4))
     prepared = fs.prepare(spec)
@@ -307,6 +308,7 @@ def test_when_all_clients_send_nan_nothing_changes(tiny, broken):
     assert len(federation.reasons("refused")) == 2
 
 
+@pytest.mark.slow
 def test_a_run_with_a_bad_client_goes_to_its_end(tmp_path, broken):
     spec = fs.Experiment(
         partition=fs.Given(indices=[list(range(8 * k, 8 * k + 8)) for k in range(3)] + [list(range(100, 140))]),

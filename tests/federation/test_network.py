@@ -81,6 +81,7 @@ def test_a_part_of_a_sum_may_come_too_late(execution):
     assert (record["clients_late"], record["clients_returned"]) == (5, 5)
 
 
+@pytest.mark.slow
 def test_codecs_buy_time():
     spec = {
         "data": {"name": "digits", "limit": 200},

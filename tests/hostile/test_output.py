@@ -221,6 +221,7 @@ def test_a_folder_of_another_party(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "% On x\\n\\input{/etc/passwd}" in out
 
 
+@pytest.mark.slow
 def test_a_page_escapes_once(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     folder = compare_folder(tmp_path / "a<b>&amp;", "x")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quick import others_long
 
 pytest.importorskip("cryptography")
 
@@ -131,6 +132,7 @@ def test_random_patterns_of_dropouts_of_ten_sites() -> None:
     check_all(names, patterns)
 
 
+@pytest.mark.slow
 def test_a_site_that_restarts_is_lost_until_the_next_roster() -> None:
     world = World("abcd").join()
     world.run()
@@ -142,6 +144,7 @@ def test_a_site_that_restarts_is_lost_until_the_next_roster() -> None:
     assert world.run(2) == world.sum_of("abcd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["revealing", "voting", "opening"])
 def test_the_loss_of_one_survivor_does_not_void_the_sum(stage: str) -> None:
     """Another framework lost the sum if a site that had answered the first message was silent later."""
@@ -210,6 +213,7 @@ def test_two_questions_with_sets_that_differ_by_one_site_reveal_its_vector() -> 
     assert difference == plain(world.vectors["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["", "a"])
 def test_a_question_that_continues_another_has_the_same_contributors(lost: str) -> None:
     world = World("abcde").join()
@@ -265,6 +269,7 @@ def test_nothing_can_be_continued_before_a_vote() -> None:
     assert [error.check for _, error in world.refusals] == ["continued"] * 2
 
 
+@pytest.mark.slow
 def test_no_site_reveals_both_secrets_of_a_site() -> None:
     """In another framework, the sets of living and lost sites could overlap."""
     for size in range(4, 7):
@@ -685,8 +690,17 @@ def test_a_site_with_a_faulty_vector_counts_as_lost(what: str | int) -> None:
     assert events_of(world) == ([] if what == 0 else [("refused", ("a",))])
 
 
-@pytest.mark.parametrize("what", range(1, len(JUNK)))
-@pytest.mark.parametrize("stage", ["revealing", "voting", "opening"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    others_long(
+        product(["revealing", "voting", "opening"], range(1, len(JUNK))),
+        [
+            *(("revealing", what) for what in range(1, len(JUNK))),
+            *product(["voting", "opening"], [1, 2]),
+        ],
+    ),
+)
 def test_any_other_message_instead_of_a_vote_or_shares_counts_as_lost(stage: str, what: int) -> None:
     world = World("abcdefg").join()  # two may be lost
     exchange = world.begin()
@@ -717,6 +731,7 @@ def lying(reply: Shares) -> Shares:
     return Shares(*({owner: flipped(share) for owner, share in each.items()} for each in (reply.selfs, reply.pairs)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["", "g"])
 @pytest.mark.parametrize("liars", ["", "a", "g", "ab", "abc"])
 def test_wrong_shares_are_found_out_while_enough_right_ones_are_left(lost: str, liars: str) -> None:
@@ -735,6 +750,7 @@ def test_wrong_shares_are_found_out_while_enough_right_ones_are_left(lost: str, 
         assert [kind for kind, _ in events_of(world)] == ["wrong share", "failed"]
 
 
+@pytest.mark.slow
 def test_a_site_that_lies_is_named_and_asked_last() -> None:
     world = World("abcdefg").join()
     exchange = world.begin()
@@ -825,6 +841,7 @@ def false_dealer(names: str, **settings: Any) -> World:
     return world.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("online", ["abcdefg", "bcdefg"])
 @pytest.mark.parametrize("victims", ["b", "bc", "bcd", "bcdefg"])
 def test_wrong_shares_in_boxes_give_the_sum_or_an_event(victims: str, online: str) -> None:

@@ -14,7 +14,7 @@ from tests.fuzz.worker import FAMILIES, outcome_of
 
 pytestmark = pytest.mark.slow
 
-CASES = {"specs": 104, "data": 80, "messages": 60, "choices": 3, "questions": 5, "checkpoints": 5, "folders": 8}
+CASES = {"specs": 104, "data": 80, "messages": 60, "choices": 2, "questions": 3, "checkpoints": 3, "folders": 4}
 """The corpus, where a family has one, and a few more. Kills are no part of it: chance decides when they come."""
 
 LIMIT = 300.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import matrix
 import pytest
+from quick import others_long
 
 import fedstrata as fs
 from fedstrata.engines import local
@@ -22,8 +23,24 @@ def kill(record: Mapping[str, Any]) -> None:
         raise KilledError
 
 
+KINDS = (
+    "scaffold",  # states of clients and of the server
+    "fedstas",  # a state of the sampler, which strata have, and a sampler of samples
+    "fedssar",  # a sampler that reads updates
+    "power-of-choice",  # a sampler that asks for losses
+    "stratify",
+    "sfl",
+    "fedtan",  # BatchNorm over several clients
+    "rebafl",  # a moving average
+    "ditto",  # personal models
+    "ccvr",  # statistics of features
+    "fedvarp",  # a memory of the aggregator
+)
+"""A method of each kind of state."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", matrix.EVERY_METHOD)
+@pytest.mark.parametrize("name", others_long(matrix.EVERY_METHOD, KINDS))
 def test_a_resumed_run_and_a_run_with_workers_have_the_same_bytes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

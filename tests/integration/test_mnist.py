@@ -31,6 +31,7 @@ def test_fedavg_learns_from_skewed_clients_in_six_rounds():
     assert all(record["clients_returned"] == 10 for record in history)
 
 
+@pytest.mark.long  # with digits, quick tests have the same
 def test_stratify_needs_one_epoch_even_with_one_class_a_client():
     spec = fs.Experiment(
         data="mnist",

@@ -128,6 +128,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "stratify"])
 def test_a_round_over_unequal_clients_is_the_centralised_step(case: str, method: str):
@@ -140,6 +141,7 @@ def test_a_round_over_unequal_clients_is_the_centralised_step(case: str, method:
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_one_client_with_all_samples_trains_as_a_centralised_run(case: str):
     """Three full-batch steps with the samples of all clients at one client."""
@@ -176,7 +178,7 @@ def test_longer_padding_changes_nothing():
     ],
     ids=lambda method: f"{method['name']} {method.get('mode', '')}".strip(),
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["tokens", pytest.param("pixels", marks=pytest.mark.long)])
 def test_methods_that_ask_clients_about_their_samples_run(case: str, method: dict[str, Any]):
     make, model, _ = CASES[case]
     training = fs.Training(rounds=3, batch_size=4, local_epochs=1, lr=0.2, clients_per_round=4)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import others_long
 from task_cases import prepared_of
 
 import fedstrata as fs
@@ -224,9 +225,21 @@ def test_a_client_that_is_lost_before_the_first_sum_is_left_out(masks: bool, mon
         assert "secure sum failed" not in {event["kind"] for event in simulation.events}
 
 
+LOST: list[tuple[type, tuple[int, ...]]] = [
+    (Coefficients, (3,)),
+    (Coefficients, (1, 2, 3)),
+    (Encoded, (1, 2, 3)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("kind", "clients"), [(Coefficients, (3,)), (Coefficients, (1, 2, 3)), (Encoded, (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("kind", "clients", "masks"),
+    others_long(
+        [(*lost, masks) for lost in LOST for masks in (False, True)],
+        [*((*lost, True) for lost in LOST), (*LOST[0], False)],
+    ),
+)
 def test_a_batch_that_loses_a_client_between_its_sums_changes_no_state(
     masks: bool, kind: type, clients: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +273,7 @@ def test_a_batch_that_loses_a_client_between_its_sums_changes_no_state(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("masks", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_client_that_is_lost_after_its_second_vector_stays_in_the_sum(
     masks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import strangers
 import torch
 import torch.nn.functional as F
+from quick import others_long
 from stranger_specs import ELSEWHERE, METHODS, MORE, NAMES, bytes_of, here, refused, spec
 from strangers import DRAWS
 
@@ -31,7 +32,9 @@ Note = Callable[[str, object], None]
         for method in [*METHODS, *MORE]
     ],
 )
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize(
+    "model", others_long(NAMES, ["LoRA", "Rebound", "RandomSlopes", "Dropped", "Attention", "TwoHeads"])
+)
 def test_a_run_repeats_to_the_bit_and_nobody_fails(model: str, method: str, record_property: Note) -> None:
     if refused(model, method):
         with pytest.raises(SpecError, match="draws random numbers") as error:
@@ -44,7 +47,7 @@ def test_a_run_repeats_to_the_bit_and_nobody_fails(model: str, method: str, reco
     assert bytes_of(fs.run(spec(model, method, execution="per-client", workers=1))) == bytes_of(first)
 
 
-@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize("model", others_long(NAMES, ["Rebound", "Dropped", "Attention", "Grouped", "TwoHeads"]))
 def test_workers_give_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Sharing is forced: such small work would not pay.
     monkeypatch.setattr("fedstrata.engines.local.STARTING_PAYS", -1.0)
@@ -61,7 +64,10 @@ def test_a_fused_batch_is_the_sum_of_its_parts(model: str) -> None:
         torch.testing.assert_close(tensor, parts[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [name for name in NAMES if name != "Rebound"])
+@pytest.mark.parametrize(
+    "model",
+    others_long([name for name in NAMES if name != "Rebound"], ["LoRA", "Attention", "Embedded"]),
+)
 def test_single_sample_steps_are_those_of_autograd(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     single = spec(model, "stratify").model_copy(update={"method": fs.Stratify(mode="single", cap=6)})
     ours = fs.run(single)

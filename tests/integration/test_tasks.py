@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from quick import others_long
 from task_cases import CASES, prepared_of
 
 import fedstrata as fs
@@ -76,15 +78,28 @@ def numbers(value: Any) -> Iterator[float]:
         yield float(value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        case if case in ("classification", "regression") else pytest.param(case, marks=pytest.mark.long)
-        for case in CASES
-    ],
+IN_OTHER_TESTS = (
+    *(
+        "clustered",
+        "fedadagrad",
+        "fedadam",
+        "fedau",
+        "fedavgm",
+        "fedawe",
+        "fedbabu",
+        "feddecorr",
+        "feddyn",
+        "fedentopt",
+    ),
+    *("fedexp", "fedlc", "fedlesam", "fednova", "fedntd", "fedrs", "fedsam", "fedssar", "fedvarp", "fedyogi", "mifa"),
 )
-@pytest.mark.parametrize("method", list(METHODS))
+"""Methods that other quick tests train with classes."""
+QUICK = [(method, "regression") for method in METHODS]
+QUICK += [(method, "classification") for method in METHODS if method not in IN_OTHER_TESTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "case"), others_long(itertools.product(METHODS, CASES), QUICK))
 def test_a_method_trains_or_is_refused_before_the_first_round(method: str, case: str) -> None:
     table = {"name": method} | SETTINGS.get(method, {})
     more = {"partition": LEAVES_SAMPLES} if method == "fedavg-ft" and case in CLASSES else {}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import others_long
 from torch import Tensor, nn
 
 import fedstrata as fs
@@ -85,7 +86,7 @@ def test_an_lstm_learns_the_text(method: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize("method", others_long(METHODS, METHODS[1:]), ids=NAMES)
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(method: Any, tmp_path: Path):
     whole = train(spec(method))
 

@@ -117,6 +117,7 @@ def test_a_client_sends_the_moments_of_its_features(start, least):
             torch.testing.assert_close(answer.second[label], own.T @ own, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_only_the_head_of_the_last_model_is_calibrated_and_training_is_fedavgs(start):
     ccvr, fedavg = started(start), started(start, method="fedavg")
     for round in (1, 2, 3):
@@ -130,6 +131,7 @@ def test_only_the_head_of_the_last_model_is_calibrated_and_training_is_fedavgs(s
         assert ("server_loss" in metrics) == (round == 3)
 
 
+@pytest.mark.slow
 def test_every_second_round(start):
     run = started(start, method={"name": "ccvr", "every": 2})
     assert ["server_loss" in run.step() for _ in range(3)] == [False, True, True]
@@ -148,6 +150,7 @@ def test_a_round_in_which_nobody_replies_leaves_the_model_without_calibration(st
     assert run.evaluated() == run.state.weights or run.state.calibrated == {}
 
 
+@pytest.mark.slow
 def test_calibration_starts_from_the_model_that_the_aggregator_evaluates(start):
     run = started(start, method={"name": "ccvr", "aggregator": "fedexp"})
     for _ in range(3):

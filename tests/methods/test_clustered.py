@@ -19,7 +19,7 @@ def spec(method: object, **changes: object) -> fs.Experiment:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [1, 2])
+@pytest.mark.parametrize("algorithm", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_it_learns(algorithm):
     history = fs.run(spec(ClusteredSampling(algorithm=algorithm)))
     assert history.summary["final_accuracy"] > 0.8
@@ -28,6 +28,7 @@ def test_it_learns(algorithm):
     assert len({record["clients_invited"] for record in history}) > 1
 
 
+@pytest.mark.slow
 def test_groups_are_recorded():
     history = fs.run(spec(ClusteredSampling(coordinates=64), training=fs.Training(rounds=3, clients_per_round=6)))
     assert [sum(record["strata_sizes"]) for record in history] == [20] * 3

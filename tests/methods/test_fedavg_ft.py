@@ -34,6 +34,7 @@ def test_the_head_is_trained_at_the_server_and_the_body_is_not(start):
     assert started.step()["server_loss"] > 0
 
 
+@pytest.mark.slow
 def test_the_reference_is_better_than_fedavg_where_labels_are_skewed():
     plain, tuned = fs.run({**LEFT_OVER, "method": "fedavg"}), fs.run({**LEFT_OVER, "method": FedAvgFT(per_class=5)})
     assert tuned.best_accuracy > plain.best_accuracy + 0.1

@@ -29,6 +29,7 @@ def test_the_head_of_fedbabu_never_moves(aggregator, start):
         assert (after[name].numpy().tobytes() == before[name].numpy().tobytes()) == in_head
 
 
+@pytest.mark.slow
 def test_fedbabus_head_is_tuned_for_evaluation_alone(tmp_path):
     """The runs' bodies are the same, and the plain one's model with its head tuned is what the other one leaves."""
     tuning = {"per_class": 5, "steps": 20}

@@ -32,6 +32,7 @@ def run(method: object, rounds: int = 3) -> fs.History:
     return fs.run(fs.Experiment.from_table(table))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SERVERS)
 def test_each_method_is_fedavg_with_its_server_optimiser(method: str) -> None:
     own, server = SERVERS[method]

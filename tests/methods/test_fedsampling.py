@@ -29,6 +29,7 @@ def test_a_round_trains_on_the_wanted_number_of_samples():
     assert history.summary["final_accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_keeping_everything_in_one_step_is_centralised_gradient_descent():
     """K above what there is, one full batch each: the update weighted by what was kept is the pooled gradient step."""
     training = fs.Training(rounds=3, batch_size=5000, lr=0.2, local_epochs=1)
@@ -67,6 +68,7 @@ def test_power_of_choice_learns():
     assert {record["clients_invited"] for record in history} == {8}
 
 
+@pytest.mark.slow
 def test_fedprox_by_name_is_fedavg_with_its_objective():
     short = fs.Training(rounds=2)
     named = fs.run(fs.Experiment(method={"name": "fedprox", "mu": 0.5}, training=short)).params
@@ -76,6 +78,7 @@ def test_fedprox_by_name_is_fedavg_with_its_objective():
     assert all(torch.equal(named[name], spelled[name]) for name in named)
 
 
+@pytest.mark.slow
 def test_clients_with_one_sample_and_batchnorm_take_no_step():
     """FedSampling often leaves a client a single sample: nobody's failure."""
     norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))

@@ -45,6 +45,7 @@ def test_clusters_and_places_are_recorded(one_label):
     assert len(one_label[0]["strata_sizes"]) > 3
 
 
+@pytest.mark.slow
 def test_clusters_are_labels_when_each_client_holds_one():
     """Three clients a label: those that share a cluster share most of their label."""
     spec = fs.Experiment(
@@ -122,6 +123,7 @@ def test_bad_settings_name_their_key(key, value):
     assert caught.value.key == f"method.{key}"
 
 
+@pytest.mark.slow
 def test_announced_dropout_leaves_horvitz_thompson_with_fedssar_its_size():
     """Weights of a round add up to 1 however many of a cluster are away."""
     spec = fs.Experiment(

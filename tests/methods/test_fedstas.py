@@ -27,6 +27,7 @@ def spec(method: dict, *, clients: int = 24, rounds: int = 6, **training) -> fs.
 FEDSTAS = {"name": "fedstas", "strata": 4, "coordinates": 64, "fraction": 0.25}
 
 
+@pytest.mark.slow
 def test_a_round_on_digits(start):
     started = start(spec(FEDSTAS))
     for _ in range(2):
@@ -52,6 +53,7 @@ def test_the_server_sees_squeezed_gradients_and_pays_for_them_alone(start):
     assert 4 * model + 24 * 32 < metrics["bytes_up"] < 4 * (model + 1000) + 24 * (32 + 9 * 4 + 600)
 
 
+@pytest.mark.slow
 def test_clients_may_be_compared_by_their_centroids_alone(start):
     started = start(spec({**FEDSTAS, "centres": 5, "compared": "centroids"}))
     metrics = started.step()
@@ -97,6 +99,7 @@ def test_about_the_requested_number_of_samples_is_used(start):
     assert 0.2 < used / (12 * started.state.data.total / started.state.data.rounds) < 0.4
 
 
+@pytest.mark.slow
 def test_a_share_needs_no_exchange_for_sizes(start):
     started = start(spec({**FEDSTAS, "share": 0.5}))
     for _ in range(2):
@@ -197,6 +200,7 @@ def test_one_draw_for_each_stratum_can_be_weighted(rule):
     assert fs.prepare(spec(method, clients_per_round=4)).config.training.clients_per_round == 4
 
 
+@pytest.mark.slow
 def test_without_rounding_strata_are_of_the_whole_gradients(start):
     """255 values for fewer than 255 coordinates round nothing, so both runs have the same strata, draws and models."""
     exact, rounded = (start(spec({**FEDSTAS, "centres": centres, "coordinates": 32})) for centres in (0, 32))
@@ -213,6 +217,7 @@ def test_gradients_that_are_not_rounded_have_no_centroids():
         fs.prepare(spec({**FEDSTAS, "centres": 0, "compared": "centroids"}))
 
 
+@pytest.mark.slow
 def test_participants_renew_and_the_others_keep_their_last(start):
     started = start(
         spec({"name": "fedsts", "strata": 3, "coordinates": 32, "refresh": "participants", "gradients": "asked"})
@@ -239,6 +244,7 @@ def test_participants_renew_and_the_others_keep_their_last(start):
     assert len(kept) == 18
 
 
+@pytest.mark.slow
 def test_who_is_offline_keeps_an_old_gradient_and_is_no_candidate_when_announced(start):
     settings = spec({"name": "fedsts", "strata": 3, "coordinates": 32})
     started = start(settings.model_copy(update={"availability": fs.Bernoulli(p=0.5, announced=True)}))
@@ -294,10 +300,10 @@ class UnpluggedError(Exception):
 @pytest.mark.parametrize(
     "method",
     [
-        {**FEDSTAS, "aggregation": "horvitz-thompson"},
+        pytest.param({**FEDSTAS, "aggregation": "horvitz-thompson"}, marks=pytest.mark.long),
         {**FEDSTAS, "aggregation": "inclusion", "refresh": "participants", "gradients": "asked", "epsilon": 3.0},
         {**FEDSTAS, "epsilon": 3.0, "estimates": "pooled", "samples": 60, "reuse": True},
-        {**FEDSTAS, "share": 0.5},
+        pytest.param({**FEDSTAS, "share": 0.5}, marks=pytest.mark.long),
     ],
 )
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):

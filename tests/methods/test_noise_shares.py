@@ -137,6 +137,7 @@ def test_masks_change_no_byte(method: str, tmp_path: Path):
     assert {0, 7, 8} <= set(trained)
 
 
+@pytest.mark.slow
 def test_a_sum_of_too_few_clients_fails_and_still_spends_epsilon():
     """Seven of nine clients must answer in every round, although six clients without noise would be enough."""
     records, models = steps(spec(availability=OFFLINE, training=NINE))
@@ -149,6 +150,7 @@ def test_a_sum_of_too_few_clients_fails_and_still_spends_epsilon():
     assert epsilons == sorted(epsilons)
 
 
+@pytest.mark.slow
 def test_clients_are_invited_at_most_as_often_as_the_limit():
     with fs.Simulation(fs.prepare(spec(training={"rounds": 20}, privacy=dp(participations=3)))) as simulation:
         records = list(simulation)

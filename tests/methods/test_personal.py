@@ -195,6 +195,7 @@ def small_params() -> dict[str, Tensor]:
     return {name: w.detach() for name, w in small().named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [{"batch_size": 2}, {"batch_size": 2, "momentum": 0.9, "optimizer_state": "keep"}])
 def test_dittos_global_model_is_fedavgs(training, start, seven):
     for module in (small(), nn.Linear(2, 3)):  # trained by autograd and with handwritten gradients

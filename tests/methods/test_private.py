@@ -81,6 +81,7 @@ def test_a_round_by_hand():
     np.testing.assert_allclose(row(after), row(before) + 0.5 * (clipped + noise) / 3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_clipping_and_noise_the_run_is_fedavg_with_equal_weights():
     plain = fs.run(spec(privacy={"clients": None}))
     private = fs.run(spec(privacy=dp(clip=1e6, noise=1e-14)))
@@ -92,9 +93,9 @@ def test_without_clipping_and_noise_the_run_is_fedavg_with_equal_weights():
     "changes",
     [
         {},
-        {"method": {"name": "moon"}},
+        pytest.param({"method": {"name": "moon"}}, marks=pytest.mark.long),
         {"method": {"client_sampler": "poisson"}},
-        {"communication": {"up": "qsgd"}},
+        pytest.param({"communication": {"up": "qsgd"}}, marks=pytest.mark.long),
         {"communication": {"up": {"name": "top-k", "fraction": 0.1}, "down": "bf16"}},
         {"training": {"optimizer": "adamw", "optimizer_state": "keep", "lr": 0.01}},
         {"attack": {"name": "label-flip", "clients": [1]}},
@@ -124,6 +125,7 @@ def test_invitations_of_others_do_not_depend_on_the_answers_of_a_client():
     assert invitations[0] == invitations[1]
 
 
+@pytest.mark.slow
 def test_a_round_without_clients_still_has_noise():
     made = spec(method={"client_sampler": "poisson"}, training={"rounds": 12, "clients_per_round": 1})
     records, models = steps(made)
@@ -134,6 +136,7 @@ def test_a_round_without_clients_still_has_noise():
         np.testing.assert_allclose(row(models[index + 1]) - row(models[index]), noise, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_parameters_that_clients_do_not_train_or_send_stay_as_they_are():
     for method in ("fedbabu", "fedper"):
         _, models = steps(spec(method={"name": method}))
@@ -170,6 +173,7 @@ def test_sampling_lowers_epsilon_only_where_it_hides_who_takes_part(changes: dic
     assert records[0]["privacy"]["sampling"] == sampling
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_the_budget_is_exceeded():
     free = fs.run(spec(method={"client_sampler": "all"}))
     second = free[1]["epsilon"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -103,6 +104,7 @@ def test_a_moving_average_of_prototypes_over_rounds_with_dropout(start, seven, t
         torch.testing.assert_close(started.state.objective["means"], stored)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_moving_average(tmp_path):
     method = {"name": "rebafl", "prototype_momentum": 0.9}
     spec = fs.Experiment(**{**SKEWED, "method": method, "evaluation": {"checkpoint_every": 1}})
@@ -162,7 +164,7 @@ def test_its_switches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rebafl", "feddyn", "moon", "fedlc", "fedbabu"])
+@pytest.mark.parametrize("method", others_long(["rebafl", "feddyn", "moon", "fedlc", "fedbabu"], ["rebafl", "moon"]))
 def test_the_same_spec_gives_the_same_bytes_twice(method):
     assert same(run(method), run(method))
 
@@ -192,6 +194,7 @@ def test_a_client_that_sends_other_shapes_is_refused(start, seven):
             check_message(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": bad}), expected)
 
 
+@pytest.mark.slow
 def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():
     private = {"name": "fedstas", "epsilon": 3.0, "objective": "rebafl", "strata": 2}
     with pytest.raises(
@@ -257,6 +260,7 @@ class Headed(nn.Module):
         return self.head(self.body(x))
 
 
+@pytest.mark.slow
 def test_a_head_that_augmented_samples_would_change_is_refused():
     body = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU())
     model = Headed(body, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 10)))

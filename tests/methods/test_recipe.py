@@ -66,7 +66,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize(
     ("sampler", "data", "aggregator", "objective"),
     [
-        each if place % 4 == 0 else pytest.param(*each, marks=pytest.mark.long)
+        each if place % 7 == 0 else pytest.param(*each, marks=pytest.mark.long)
         for place, each in enumerate(COMBINATIONS)
     ],
 )

@@ -125,6 +125,7 @@ def test_a_run_with_a_module_that_returns_an_object():
         assert all(torch.equal(tensor, run.params[name]) for name, tensor in runs[0].params.items())
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_trains_until_a_method_needs_it():
     class Headless(nn.Module):
         def __init__(self) -> None:

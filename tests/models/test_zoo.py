@@ -145,6 +145,7 @@ def test_group_norm_takes_the_place_of_every_batch_norm():
         assert not Model(cls(norm="gn").build((3, 8, 8), 2)).has_batchnorm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [ResNet9(), ResNet20(), ResNet20(norm="gn")])
 def test_residual_networks_train(spec):
     # In-place ReLUs next to shortcuts: autograd would complain here if one overwrote what the backward needs.

@@ -45,6 +45,7 @@ def test_scale_and_offset_do_not_matter():
     assert correlation(moved).item() == pytest.approx(5 / 9, abs=1e-5)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 9), st.integers(1, 12), st.integers(0, 999))
 def test_it_lies_between_0_and_1_and_is_the_norm_of_the_correlation_matrix(samples, features, seed):
     x = torch.randn(samples, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -33,7 +33,7 @@ def test_dense_layers_train_like_any_others(objective):
     spec = fs.Experiment(
         partition={"name": "classes", "clients": 4, "per_client": 2},
         method={"name": "fedavg", "objective": objective},
-        training={"rounds": 3, "clients_per_round": 4, "local_epochs": 2, "batch_size": 4, "lr": 0.1},
+        training={"rounds": 2, "clients_per_round": 4, "local_epochs": 2, "batch_size": 4, "lr": 0.1},
     )
     found = list(fs.run(spec, data=data, model=layers).params.values())
     layers = nn.Sequential(nn.Flatten(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fedstrata as fs
@@ -7,6 +8,7 @@ from fedstrata.federation.messages import Fit
 from fedstrata.objectives.moon import Contrastive
 
 
+@pytest.mark.slow
 def test_a_visit_without_a_step_leaves_moons_previous_model(tiny):
     """It was replaced by the global model, towards which the loss then pulled and pushed at once."""
     federation = tiny(2, objective=Contrastive())
@@ -24,6 +26,7 @@ def test_a_first_visit_without_a_step_leaves_nothing(tiny):
     assert federation.store.get(1).get("objective") is None
 
 
+@pytest.mark.slow
 def test_a_mean_loss_under_privacy_is_of_those_that_trained():
     spec = fs.Experiment.from_table(
         {

@@ -148,6 +148,7 @@ def test_a_published_margin_lies_in_the_prediction_interval(table, published, st
     assert found.verdict == verdict
 
 
+@pytest.mark.slow
 def test_a_prediction_interval_misses_one_number_in_twenty():
     generator, trials = np.random.default_rng(0), 4000
     numbers = generator.normal(size=(trials, 6))

@@ -154,6 +154,7 @@ def test_what_is_compared_beside_the_baseline_has_rows_of_its_own(monkeypatch):
     assert "| x | c − b | −1.0 [−1.0, −1.0] |" in text
 
 
+@pytest.mark.slow
 def test_an_interval_of_accuracies_ends_at_what_is_possible(table):
     there = results(table)
     for cell in table.cells():
@@ -180,6 +181,7 @@ def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(ta
     assert f"{taken} 2 {repeated} 0.5 points." in page_of(table, there)
 
 
+@pytest.mark.slow
 def test_a_page_names_the_gpu_of_its_runs_and_their_times_are_not_those_of_a_core(table):
     there = results(table)
     assert "GPU" not in page_of(table, there)
@@ -286,6 +288,7 @@ HEADLINES = {
 }
 
 
+@pytest.mark.slow
 def test_the_sentences_about_the_papers_are_of_these_verdicts():
     """The sentences are written by hand: read ``summary`` in claims.toml again if a verdict has changed."""
     found = known(DOCS)
@@ -301,6 +304,7 @@ def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
             assert (DOCS / name).read_text(encoding="utf-8") == text, "fedstrata reproduce --show --out docs/results"
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_forest_plot_has_a_row_for_each_difference_of_accuracies():
     wanted = [
@@ -349,6 +353,7 @@ def test_no_verdict_is_of_fewer_than_three_seeds():
             assert all(comparison.alone.n >= 3 for comparison, _ in found.decisive)
 
 
+@pytest.mark.slow
 def test_every_reading_is_on_the_page_of_its_paper():
     cited = [claim.about["reading"] for claim in claims() if claim.kind == "reading"]
     assert sorted(cited) == sorted(readings())

@@ -41,6 +41,7 @@ def test_marks_and_intervals_stand_at_their_values(panel):
     assert axes.get_xlabel() == "accuracy after the last round, %"
 
 
+@pytest.mark.slow
 def test_the_picture_is_the_same_each_time_and_says_what_the_marks_are(panel):
     text = draw_published([panel, panel])
     assert text == draw_published([panel, panel])

@@ -141,6 +141,7 @@ def test_strata_of_equal_gradients_leave_no_variance_but_a_bias():
     assert found["ratio"] < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 5])
 def test_a_chunk_is_transferred_at_most_once_for_each_label(chunk_size):
     spec = fs.Experiment.from_table(
@@ -155,6 +156,7 @@ def test_few_more_bytes_are_as_few_as_few_more_operations():
     assert {each.about["most"] for each in claims() if "most" in each.about} == {module.FEW_MORE}
 
 
+@pytest.mark.slow
 def test_every_reading_says_what_the_review_of_the_rules_found():
     found = readings()
     assert found["ldp"].values["ratio"] == pytest.approx(math.exp(3.0))
@@ -174,6 +176,7 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.slow
 def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     found = readings()
     bias, private = found["fedssar-bias"].values, found["ldp-samples"].values
@@ -205,6 +208,7 @@ def test_what_other_pages_have_measured_is_on_them(claim):
         assert figure in pages, figure
 
 
+@pytest.mark.slow
 def test_verdicts_follow_from_the_figures(monkeypatch):
     assert {name: each.verdict for name, each in readings().items()} == {
         "stratify-weights": "partly",

@@ -52,6 +52,7 @@ def quiet(text: str) -> None:
     """Say nothing."""
 
 
+@pytest.mark.slow
 def test_a_cell_is_run_once_and_says_what_it_was_made_of(table, tmp_path):
     cell = next(table.cells())
     found = run_one(table, cell, tmp_path, tmp_path / "runs")
@@ -108,6 +109,7 @@ def test_a_cell_that_another_process_is_at_is_left_alone(table, tmp_path):
     assert known(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_told_of_and_the_others_run(table, tmp_path):
     broken = read("rebafl", "mine", TEXT.replace("mu = 0.1", "mu = -1.0"))
     told: list[str] = []
@@ -189,6 +191,7 @@ def test_what_is_kept_of_strata(tmp_path):
     assert about_strata(History(rounds), tmp_path) == {"strata": 2, "undrawn": 41.7}
 
 
+@pytest.mark.slow
 def test_a_cell_of_a_stratified_sampler_keeps_the_purity_of_its_strata(table, tmp_path):
     cell = replace(
         next(table.cells()),

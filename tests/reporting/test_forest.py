@@ -39,7 +39,7 @@ def test_dots_intervals_and_rings_by_hand(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("methods", [2, 20])
+@pytest.mark.parametrize("methods", [pytest.param(2, marks=pytest.mark.long), 20])
 def test_the_figure_fits_a_column_and_embeds_truetype_fonts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: int
 ) -> None:

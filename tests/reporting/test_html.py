@@ -74,7 +74,8 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-def test_compare_folder_gets_table_pictures_and_page(compare: Path) -> None:
+@pytest.mark.usefixtures("drawn")
+def test_compare_folder_gets_table_pictures_and_page(compare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_comparison(compare)
     assert [row.label for row in rows] == ["fedavg", "fedstas"]
     assert json.loads((compare / "table.json").read_text())[1]["final_accuracy"]["n"] == 3
@@ -88,10 +89,12 @@ def test_compare_folder_gets_table_pictures_and_page(compare: Path) -> None:
     assert " p " not in page.text.replace("– p ", ""), "p-values are left to the command table"
     assert [method["name"] for method in page.data[0]["methods"]] == ["fedstas", "fedavg"], "the best one first"
     assert len(page.ids) == len(set(page.ids))
+    monkeypatch.setattr("fedstrata.reporting.plots.plot_comparison", lambda curves, folder: [])
     write_comparison(compare)
     assert (compare / "report.html").read_text() == text, "the same runs give the same page"
 
 
+@pytest.mark.slow
 def test_cells_of_the_table_say_value_and_difference_and_what_they_are_sorted_by(compare: Path, tmp_path: Path) -> None:
     text = write_report([compare], tmp_path / "report.html").read_text()
     first, second = re.findall(r"<tr[^>]*>.*?</tr>", text.partition("<tbody>")[2].partition("</tbody>")[0], re.DOTALL)
@@ -110,6 +113,7 @@ def test_cells_of_the_table_say_value_and_difference_and_what_they_are_sorted_by
     assert 0 < low < 100 * difference < high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_sets", [1, 2])
 def test_headings_have_no_gap(make_run: Maker, tmp_path: Path, data_sets: int) -> None:
     folders = [make_run("a"), make_run("b", best=0.7)]
@@ -123,6 +127,7 @@ def test_headings_have_no_gap(make_run: Maker, tmp_path: Path, data_sets: int) -
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
+@pytest.mark.slow
 def test_a_single_run_is_called_by_its_method_and_seed(make_run: Maker, tmp_path: Path) -> None:
     page = Page(write_report([make_run("one2", seed=4)], tmp_path / "report.html").read_text())
     assert "fedavg, seed 4, on digits" in page.text
@@ -144,6 +149,7 @@ def test_the_command_for_more_seeds_is_shown_for_compare_folders_only(make_run: 
     assert f"fedstrata compare SPEC.toml --seeds {numbers} --out cmp" in page.text
 
 
+@pytest.mark.slow
 def test_page_needs_nothing_from_outside_and_runs_nothing_but_its_own(make_run: Maker, tmp_path: Path) -> None:
     folder = make_run("mine", method="fedstas", rounds=5)
     out = write_report([folder], folder)
@@ -174,6 +180,7 @@ def test_page_needs_nothing_from_outside_and_runs_nothing_but_its_own(make_run: 
     assert str(tmp_path) not in text
 
 
+@pytest.mark.slow
 def test_page_tells_about_events_spec_and_own_columns(make_run: Maker) -> None:
     folder = make_run("mine", method="fedstas", rounds=20)
     page = Page(write_report([folder], folder).read_text())
@@ -188,6 +195,7 @@ def test_page_tells_about_events_spec_and_own_columns(make_run: Maker) -> None:
     assert "estimate.samples" in [metric["key"] for metric in page.data[0]["metrics"]]
 
 
+@pytest.mark.slow
 def test_everything_is_escaped(make_run: Maker, tmp_path: Path) -> None:
     evil = "<script>x()<&>--><"
     for name in ("a", "b"):
@@ -211,6 +219,7 @@ def test_everything_is_escaped(make_run: Maker, tmp_path: Path) -> None:
     assert f"own_</script>{evil}" in page.data[0]["methods"][0]["y"]
 
 
+@pytest.mark.slow
 def test_a_run_without_rounds_or_extras(tmp_path: Path) -> None:
     folder = tmp_path / "young"
     folder.mkdir()
@@ -234,6 +243,7 @@ def test_numbers_that_never_change_are_words() -> None:
     assert constants([History(records[:1]), History(records)]) == {"flat": "2"}
 
 
+@pytest.mark.slow
 def test_each_data_set_has_tables_of_its_own(make_run: Maker, tmp_path: Path) -> None:
     folders = [make_run("a"), make_run("b", best=0.7), make_run("c", best=0.5)]
     other = folders[2] / "spec.toml"
@@ -245,6 +255,7 @@ def test_each_data_set_has_tables_of_its_own(make_run: Maker, tmp_path: Path) ->
     assert "On unknown data" in write_report(folders, tmp_path / "again.html").read_text()
 
 
+@pytest.mark.slow
 def test_one_data_set_needs_no_heading(compare: Path, tmp_path: Path) -> None:
     assert "On digits" not in Page(write_report([compare], tmp_path / "report.html").read_text()).text
 
@@ -263,6 +274,7 @@ def test_a_partition_is_shown_once(compare: Path, tmp_path: Path, monkeypatch: p
     assert "Not shown, to limit the size of this page: seed 2 (all methods)" in page.text
 
 
+@pytest.mark.slow
 def test_methods_come_in_the_order_of_their_comparison(compare: Path, tmp_path: Path) -> None:
     keep_order(compare, ["fedstas", "fedavg"])
     page = Page(write_report([compare], tmp_path / "report.html").read_text())

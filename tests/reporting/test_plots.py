@@ -7,6 +7,7 @@ import pytest
 from canvas import assert_inside
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from quick import others_long
 
 import fedstrata as fs
 from fedstrata.base import style
@@ -41,6 +42,7 @@ def test_curves_show_percent_and_a_band_only_for_several_seeds(tmp_path: Path) -
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_history_or_the_histories_of_a_comparison_are_drawn(tmp_path: Path) -> None:
     figure = fs.plot(History(run([0.5, 0.8]), method="fedavg"), path=str(tmp_path / "a.png"))
     assert figure.axes[0].lines[0].get_ydata().tolist() == [50, 80]
@@ -61,6 +63,7 @@ def test_labels_are_shown_as_they_are(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == [r"_a\$b\$", r"\$\bad{"]
 
 
+@pytest.mark.slow
 def test_a_column_of_one_method_only_and_of_none() -> None:
     curves = {"a": [run([1.0, 2.0], "drift")], "b": [run([0.5])]}
     assert len(plot(curves, "drift").axes[0].lines) == 1
@@ -123,6 +126,7 @@ def test_a_single_round_can_be_seen() -> None:
     assert [line.get_marker() for line in lines] == ["o"] * 5
 
 
+@pytest.mark.slow
 def test_traffic_has_a_logarithmic_axis_on_which_nothing_has_no_place() -> None:
     first = History([{"round": 1, "accuracy": 0.1}, *run([0.5, 0.6, 0.7], bytes_up=1_000_000)[1:]])
     runs = {"little": [first], "much": [run([0.5, 0.8], bytes_up=10**9)]}
@@ -164,12 +168,15 @@ LONG = "a method with a very long name, codec powersgd of rank "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("against", ["round", "bytes"])
-@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
-    "labels", [[LONG], [f"{LONG}{n}" for n in range(6)], ["fedavg", *map(str, range(19))]], ids=["1", "6", "20"]
+    ("count", "narrow", "against"),
+    others_long(
+        itertools.product([1, 6, 20], [False, True], ["round", "bytes"]),
+        [(1, True, "round"), (6, True, "bytes"), (20, True, "round"), (20, True, "bytes")],
+    ),
 )
-def test_no_text_leaves_the_picture(labels: list[str], narrow: bool, against: str) -> None:
+def test_no_text_leaves_the_picture(count: int, narrow: bool, against: str) -> None:
+    labels = {1: [LONG], 6: [f"{LONG}{n}" for n in range(6)], 20: ["fedavg", *map(str, range(19))]}[count]
     title = f"{labels[0]} reaches a test accuracy of 92.1 % with the fewest bytes, 1.23 MB"
     figure = plot(many(labels), against=against, title=title, narrow=narrow)
     assert_inside(figure)
@@ -182,6 +189,7 @@ def test_no_text_leaves_the_picture(labels: list[str], narrow: bool, against: st
     assert all(low.y1 <= high.y0 + 1 for low, high in itertools.pairwise(boxes))
 
 
+@pytest.mark.slow
 def test_of_twenty_methods_the_baseline_and_the_five_best_have_a_name() -> None:
     figure = plot(many(["fedavg", *map(str, range(19))]))
     assert [note.get_text() for note in figure.axes[0].texts] == ["fedavg", "14", "15", "16", "17", "18"]
@@ -189,6 +197,7 @@ def test_of_twenty_methods_the_baseline_and_the_five_best_have_a_name() -> None:
     assert figure.axes[0].get_title(loc="left") == "mean of 2 seeds, band 1 sd (fedavg, 18), grey: 14 others"
 
 
+@pytest.mark.slow
 def test_a_method_has_its_colour_and_dashes() -> None:
     lines = plot(many(["moon", "fedavg", "stratify"])).axes[0].lines
     chosen = style.lines(["moon", "fedavg", "stratify"]).values()

@@ -37,6 +37,7 @@ def test_a_runs_folder_gives_what_running_it_again_gives(method, tmp_path):
     assert view.labels.sum() == prepared.data.train_size
 
 
+@pytest.mark.slow
 def test_strata_of_gradients_are_the_labels():
     """Two clients a label, ten strata: nearly all samples bear their stratum's label."""
     view = strata_after(fs.prepare(spec("fedsts")), 1)

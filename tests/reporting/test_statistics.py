@@ -124,6 +124,7 @@ def test_p_values_are_corrected_step_by_step() -> None:
     assert holm({}) == {}
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.integers(), st.floats(0, 1)))
 def test_holm_lies_between_no_correction_and_bonferroni(p: dict[int, float]) -> None:
     for key, corrected in holm(p).items():

@@ -205,6 +205,7 @@ def test_a_damaged_checkpoint_is_recognised_and_the_one_before_is_used(tmp_path,
     }
 
 
+@pytest.mark.slow
 def test_when_all_checkpoints_are_damaged_that_is_said(tmp_path, undisturbed, capsys):
     folder = tmp_path / "run"
     shutil.copytree(undisturbed["scaffold"], folder)
@@ -220,6 +221,7 @@ def test_when_all_checkpoints_are_damaged_that_is_said(tmp_path, undisturbed, ca
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_two_checkpoints_are_kept_and_only_files_that_they_need(undisturbed):
     folder = undisturbed["scaffold"] / "checkpoint"
     assert sorted(path.name for path in folder.iterdir()) == ["clients", "round-00000004", "round-00000005"]

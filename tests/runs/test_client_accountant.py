@@ -8,6 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, pld, rdp
+from quick import others_long
 
 from fedstrata.federation.exchanges import RoundLog
 from fedstrata.federation.settings import DPSGD, ClientDP, Training
@@ -53,7 +54,10 @@ def accountant(
     return ClientAccountant(dp, clients, rate)
 
 
-@pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (2.0, 10), (0.5, 3), (5.0, 40)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("noise", "rounds"), others_long([(1.0, 1), (2.0, 10), (0.5, 3), (5.0, 40)], [(1.0, 1), (2.0, 10)])
+)
 def test_the_epsilon_of_full_participation_is_that_of_one_gaussian_mechanism(noise: float, rounds: int):
     epsilon = accountant(None, noise).epsilon(rounds)
     # Balle and Wang 2018, Theorem 8: δ(ε) = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ) with μ = √k / z.
@@ -80,6 +84,7 @@ def test_the_renyi_divergences_of_single_samples_are_those_of_opacus(rate, noise
     assert own.get_epsilon(DELTA) == pytest.approx(renyi, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise():
     assert accountant(0.1).epsilon(0) == 0
     assert accountant(0.1, 2.0).epsilon(5) < accountant(0.1).epsilon(5) < accountant(0.1).epsilon(6)

@@ -112,6 +112,7 @@ def test_what_decides_no_round_may_change(folder: Path) -> None:
         assert f"{key} was" in reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "why"),
     [({"training": {"schedule": "cosine"}}, "cosine"), ({"method": {"name": "stratify", "mode": "hybrid"}}, "hybrid")],
@@ -126,6 +127,7 @@ def test_more_rounds_are_refused_where_their_number_decides_every_round(
         )
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_stand_in_the_spec_and_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The folder said digits and mlp whatever was passed; resuming it trained on digits."""
     out = tmp_path / "own"

@@ -105,6 +105,7 @@ def test_every_form_of_rows_gives_the_same(trained: Path) -> None:
         np.testing.assert_array_equal(predictor.predict_proba(form), expected)
 
 
+@pytest.mark.slow
 def test_rows_of_polars(trained: Path) -> None:
     predictor = fs.load(trained)
     frame = polars.DataFrame({name: ROWS[name] for name in COLUMNS}, strict=False)
@@ -134,6 +135,7 @@ WINE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("normalize", "evaluation"),
     [("standard", {}), ("unit", {"validation": 0.2}), ("none", {"client_test": 0.2}), ("standard", {"float64": True})],

@@ -35,6 +35,7 @@ def test_data_and_models_that_cannot_be_used_are_found_before_the_first_round(ho
         fs.prepare(fs.Experiment(), **how)
 
 
+@pytest.mark.slow
 def test_a_model_that_no_reply_can_be_like_is_refused():
     class Masked(nn.Linear):
         def __init__(self, persistent: bool) -> None:

@@ -64,6 +64,7 @@ def timeless(history):
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
+@pytest.mark.slow
 def test_without_a_folder_the_history_is_kept_in_memory(prepared, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     history = drive(None, prepared)
@@ -81,6 +82,7 @@ def test_nothing_goes_on_in_memory(prepared):
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_driven_by_hand_it_holds_what_run_writes(prepared, whole, tmp_path):
     history = drive(tmp_path / "run", prepared)
     assert files(tmp_path / "run") == files(whole)
@@ -88,6 +90,7 @@ def test_driven_by_hand_it_holds_what_run_writes(prepared, whole, tmp_path):
     assert timeless(fs.History.load(tmp_path / "run")) == timeless(history) == timeless(fs.History.load(whole))
 
 
+@pytest.mark.slow
 def test_what_comes_after_the_checkpoint_is_dropped_and_done_again(prepared, whole, tmp_path):
     drive(tmp_path / "run", prepared, rounds=3)
     assert [record["round"] for record in fs.History.load(tmp_path / "run")] == [1, 2, 3]
@@ -100,6 +103,7 @@ def test_what_comes_after_the_checkpoint_is_dropped_and_done_again(prepared, who
     assert files(tmp_path / "run") == files(whole)
 
 
+@pytest.mark.slow
 def test_nothing_changes_before_it_begins(prepared, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     with fs.RunFolder.open(whole, prepared, resume=True) as folder:
@@ -136,6 +140,7 @@ def test_records_that_end_before_their_checkpoint_are_damaged(prepared, tmp_path
         drive(tmp_path / "run", prepared, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_spec_was_written_holds_nothing_yet(prepared, whole, tmp_path):
     """It could neither go on nor begin."""
     drive(tmp_path / "run", prepared, rounds=0)
@@ -165,6 +170,7 @@ def test_a_checkpoint_holds_the_checksums_of_the_last_lines_and_reads_no_log_for
         assert json.loads((tmp_path / "run" / name).read_bytes().splitlines()[-1])["checksum"] == last
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_says_nothing_of_the_logs_goes_on(prepared, whole, tmp_path):
     """As those of runs from before they did."""
     drive(tmp_path / "run", prepared, rounds=2)

@@ -68,6 +68,7 @@ def test_it_is_evaluated_when_the_spec_says_so_and_whenever_asked():
         assert len(score.per_class) == 10
 
 
+@pytest.mark.slow
 def test_events_are_those_of_the_last_round():
     with fs.Simulation(fs.prepare(spec("stratify"))) as simulation:
         assert [event["kind"] for event in simulation.events] == ["enrolled"]
@@ -134,6 +135,7 @@ def test_an_engine_that_there_is_not():
         fs.Simulation(fs.prepare(spec()), "locl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "stratify"])
 def test_it_goes_on_from_a_checkpoint(tmp_path, method):
     whole = fs.run(spec(method), out=tmp_path)
@@ -149,6 +151,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path, method):
     assert final_bytes({**weights.params, **weights.buffers}) == final_bytes(whole.params)
 
 
+@pytest.mark.slow
 def test_states_that_are_elsewhere_are_missed_before_the_first_round(tmp_path):
     class AtSites(Closing):
         keeps_states = True

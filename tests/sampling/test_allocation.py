@@ -146,6 +146,7 @@ def test_random_rounding_keeps_the_sum_and_stays_within_the_strata(strata, share
     assert (chance[filled] >= floor - 1e-9).all()
 
 
+@pytest.mark.slow
 def test_random_rounding_gives_the_quotas_on_average():
     """4,000 draws: each mean within 4 standard errors, each number one of the two whole ones beside its quota."""
     sizes, weights = np.array([30, 20, 9, 4, 1]), np.array([5.0, 3.0, 2.0, 0.3, 0.0])

@@ -83,6 +83,7 @@ def test_groups_are_as_large_as_their_mass_allows():
     assert max(np.bincount(groups)) == 4
 
 
+@pytest.mark.slow
 def test_draws_come_from_their_distributions():
     made = by_size(np.array([5, 4, 3, 2, 1]), 3)
     matrix, generator = probabilities(made, 5), np.random.default_rng(0)

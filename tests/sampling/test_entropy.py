@@ -49,6 +49,7 @@ def test_clients_are_added_by_hand():
     assert greedy(COUNTS, 4).tolist() == [0, 3, 1, 4]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(2, 5), st.integers(0, 999))
 def test_each_addition_is_the_best_one(m, classes, seed):
     counts = np.random.default_rng(seed).integers(0, 6, (7, classes))
@@ -85,6 +86,7 @@ def test_clients_of_a_pair_of_classes_are_completed(tiny):
         assert sorted(client // 3 for client in clients) == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_first_client_is_drawn_uniformly(tiny):
     """All holders of class 0 are equally good, and so are all others: each of the six is invited equally often."""
     federation = tiny(6, clients_per_round=1)
@@ -159,6 +161,7 @@ def test_clients_tell_their_labels(tiny):
     )
 
 
+@pytest.mark.slow
 def test_the_labels_of_a_round_are_more_even_than_with_a_uniform_draw():
     table = {
         "data": {"name": "digits", "limit": 600},

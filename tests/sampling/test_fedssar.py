@@ -102,6 +102,7 @@ def test_shares_are_proportional_with_at_least_one_each():
     assert shares(10, sizes, np.array([2, 30, 18, 0]), generator).tolist() == [2, 5, 3, 0]
 
 
+@pytest.mark.slow
 def test_with_more_clusters_than_places_shares_are_right_on_average():
     generator, sizes = np.random.default_rng(0), np.array([30, 1, 1, 1, 1, 1, 1, 1, 1, 2])
     drawn = np.array([shares(8, sizes, sizes, generator) for _ in range(3000)])
@@ -111,6 +112,7 @@ def test_with_more_clusters_than_places_shares_are_right_on_average():
     np.testing.assert_allclose(drawn.mean(axis=0), 8 * sizes / sizes.sum(), atol=4 * 0.5 / np.sqrt(3000))
 
 
+@pytest.mark.slow
 def test_with_more_clusters_than_places_every_client_that_is_there_is_as_likely():
     """One client of a cluster of ten and both of a cluster of two are available: each gets a third of the places."""
     generator = np.random.default_rng(0)
@@ -149,6 +151,7 @@ def test_the_sketch_of_a_small_model_is_the_model_after_training(tiny):
         np.testing.assert_array_equal(state.sketches.points[place], flat.numpy())
 
 
+@pytest.mark.slow
 def test_who_was_away_is_asked_in_a_later_round(tiny):
     federation = tiny(12, availability=Bernoulli(p=0.5), clients_per_round=4)
     sampler = FedSSARSampler()
@@ -248,6 +251,7 @@ def drawn(federation, state: fedssar.FedSSARState, rounds: int) -> np.ndarray:
     return weights
 
 
+@pytest.mark.slow
 def test_inclusion_probabilities_of_more_clusters_than_draws(tiny):
     """Clusters of 4, 2 and 2 clients and two draws: every client is drawn with probability 2 / 8, and a = 1/2."""
     federation = tiny(8, clients_per_round=2)
@@ -257,6 +261,7 @@ def test_inclusion_probabilities_of_more_clusters_than_draws(tiny):
     assert abs((weights > 0).mean(axis=0) - 0.25).max() < 4.5 * np.sqrt(0.25 * 0.75 / 400)
 
 
+@pytest.mark.slow
 def test_inclusion_probabilities_of_fewer_clusters_than_draws(tiny):
     """Clusters of 6 and 2 clients and three draws: each cluster is drawn for certain, so that a = N_h / (8 m_h)."""
     federation = tiny(8, clients_per_round=3)

@@ -56,6 +56,7 @@ def solved(apart: np.ndarray, alpha: float, times: np.ndarray, m: int) -> np.nda
     return farthest(alpha * apart, (2 * (times - times.mean()) + 1) / (len(times) - 1), m)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 7), st.sampled_from([0.0, 0.1, 2.0]), st.integers(0, 999))
 def test_no_exchange_of_two_clients_is_better(m, alpha, seed):
     generator = np.random.default_rng(seed)
@@ -68,6 +69,7 @@ def test_no_exchange_of_two_clients_is_better(m, alpha, seed):
         assert value(apart, alpha, times, chosen - {i} | {j}) <= best + 1e-7
 
 
+@pytest.mark.slow
 def test_the_choice_is_nearly_always_the_best_one():
     generator, best = np.random.default_rng(0), 0
     for _ in range(100):
@@ -98,6 +100,7 @@ PAIRS = [[9, 0, 0], [8, 0, 0], [0, 5, 0], [0, 9, 0], [0, 0, 3], [0, 0, 2]]
 """Two clients of each of three classes."""
 
 
+@pytest.mark.slow
 def test_clients_of_a_round_are_far_apart(tiny):
     federation = tiny(6, clients_per_round=3)
     chosen, _ = rounds(federation, Graph(), started(federation, PAIRS), 20)

@@ -56,6 +56,7 @@ def estimates(sizes: np.ndarray, bound: int, alpha: float, times: int) -> np.nda
     return np.array([estimated_total(answers, bound, alpha) for answers in rounds])
 
 
+@pytest.mark.slow
 def test_the_estimate_is_unbiased_where_nothing_is_clipped():
     sizes = np.arange(40, 60)
     found = estimates(sizes, bound=60, alpha=0.5, times=1500)
@@ -64,6 +65,7 @@ def test_the_estimate_is_unbiased_where_nothing_is_clipped():
     assert error < 0.01 * sizes.sum()
 
 
+@pytest.mark.slow
 def test_clipping_biases_it_to_what_the_bound_leaves():
     sizes = np.arange(40, 60)
     found = estimates(sizes, bound=50, alpha=0.5, times=1500)
@@ -173,6 +175,7 @@ def test_pooled_estimates_by_hand(tiny):
     assert metrics_of(estimates="pooled", samples=2) == [(3, 2, 2 / 3, 2), (5, 2, 0.4, pytest.approx(2.8))]
 
 
+@pytest.mark.slow
 def test_pooled_estimates_tend_to_the_true_total_and_keep_the_fraction_exactly(tiny):
     """Four clients of 8 samples, M = 100: single estimates are often below 1, and their mean is within 4 errors."""
     federation = tiny(4)

@@ -19,6 +19,7 @@ def drawn(federation, rounds: int) -> np.ndarray:
     return table
 
 
+@pytest.mark.slow
 def test_each_client_is_drawn_with_its_probability_and_on_its_own(tiny):
     rounds, clients, rate = 4000, 10, 0.3
     table = drawn(tiny(clients, clients_per_round=3), rounds)

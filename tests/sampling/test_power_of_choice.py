@@ -40,6 +40,7 @@ def test_the_worst_of_all_are_taken(tiny):
     assert selection.draws.tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_only_candidates_are_asked_and_large_clients_are_candidates_more_often(tiny):
     federation = tiny(6, sizes=[8, 8, 8, 8, 8, 80], clients_per_round=1)
     sampler = PowerOfChoice(candidates=2)
@@ -64,6 +65,7 @@ def test_twice_as_many_candidates_as_clients_unless_there_are_fewer(tiny):
         assert len(selection.clients) == invited
 
 
+@pytest.mark.slow
 def test_of_clients_for_whom_the_model_is_as_bad_each_is_taken_sometimes(tiny):
     """With a model of zeros every loss is log 3."""
     federation = tiny(5, clients_per_round=1)

@@ -61,6 +61,7 @@ def test_it_beats_lloyds_iterations_on_a_real_gradient(gradient):
     assert exact < 0.1 * inertia(values, np.zeros(len(values)))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 65), st.integers(1, 256), st.integers(0, 2**32 - 1))
 @settings(max_examples=80, deadline=None)
 def test_packing_loses_nothing(length, centres, seed):
@@ -92,6 +93,7 @@ def test_a_reply_is_half_a_byte_a_coordinate_on_the_wire(gradient):
     assert restore(back.centres.numpy(), back.codes.numpy(), back.length).tolist() == X[codes].tolist()
 
 
+@pytest.mark.slow
 def test_projection_keeps_inner_products_on_average():
     generator = np.random.default_rng(0)
     a, b = (torch.from_numpy(generator.normal(size=300)) for _ in range(2))

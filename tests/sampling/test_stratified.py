@@ -17,6 +17,7 @@ from fedstrata.sampling import stratified
 from fedstrata.sampling.stratified import draw, stratify
 
 
+@pytest.mark.slow
 @given(st.integers(1, 12), st.integers(1, 6), st.sampled_from([1e-30, 1e-6, 1.0, 1e25]), st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
 def test_no_stratum_is_empty(clients, count, scale, seed):
@@ -75,6 +76,7 @@ def test_by_hand_two_clients_of_one_pair_keep_their_strata_for_themselves():
     assert lloyd(PAIRS, PAIRS[[0, 2, 4]]) == {frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5})}
 
 
+@pytest.mark.slow
 def test_random_starts_are_random_clients_and_end_where_algorithm_1_ends():
     ends = Counter(lloyd(PAIRS, PAIRS[list(start)]) for start in combinations(range(6), 3))
     runs = 400
@@ -85,12 +87,14 @@ def test_random_starts_are_random_clients_and_end_where_algorithm_1_ends():
         assert abs(drawn[end] / runs - share) < 4 * (share * (1 - share) / runs) ** 0.5
 
 
+@pytest.mark.slow
 def test_k_means_plus_plus_is_the_default_and_finds_groups_far_apart_more_often():
     pairs = frozenset(map(frozenset, [{0, 1}, {2, 3}, {4, 5}]))
     right = {start: sum(groups(stratify(PAIRS, 3, seed, 1, start)) == pairs for seed in range(100)) for start in STARTS}
     assert right["k-means++"] == right[None] > right["random"] + 10
 
 
+@pytest.mark.slow
 @given(st.integers(2, 30), st.integers(1, 8), st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
 def test_from_a_random_start_every_client_ends_nearest_to_the_mean_of_its_stratum(clients, count, seed):
@@ -119,6 +123,7 @@ def test_a_draw_knows_how_it_was_made():
     assert found.stratum_sizes.tolist() == [3, 4, 1]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 1), st.booleans(), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_each_stratum_gives_as_many_as_were_allocated(a, b, c, replacement, seed):
@@ -131,6 +136,7 @@ def test_each_stratum_gives_as_many_as_were_allocated(a, b, c, replacement, seed
     assert (13 in found.clients) == (not replacement and b == 4)
 
 
+@pytest.mark.slow
 def test_systematic_draws_and_their_weights_by_hand():
     """Norms 1, 2 and 3 and two draws: π = 1/3, 2/3 and 1. The third client comes with the first or the second."""
     three, generator = np.array([4, 6, 9]), np.random.default_rng(0)
@@ -160,6 +166,7 @@ def test_if_a_client_drops_out_the_weights_of_its_stratum_grow():
     np.testing.assert_allclose(HorvitzThompson().coefficients(found, np.array([1]), np.ones(1, int)), [2 / 3])
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 1), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_systematic_draws_give_as_many_as_were_allocated(a, b, c, seed):
@@ -202,6 +209,7 @@ def close(found: np.ndarray, expected: np.ndarray, draws: np.ndarray, times: int
     assert (np.abs(found - expected) <= 4.5 * np.sqrt(draws * p * (1 - p) / times) + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_with_replacement_counts_are_multinomial():
     allocation = np.array([5, 3, 2])  # more draws than clients are possible
     expected = allocation[STRATA] * NORMS / np.array([8, 4, 3])[STRATA]

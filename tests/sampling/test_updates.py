@@ -42,6 +42,7 @@ def test_an_update_counts_by_the_step(tiny):
     np.testing.assert_allclose(few, np.linalg.norm(gradients, axis=1), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_nobody_is_asked_and_everybody_becomes_known(tiny):
     federation = tiny(12, clients_per_round=4)
     sampler = Stratified(strata=3, refresh="participants")

@@ -59,6 +59,7 @@ def test_sites_give_the_same_bytes(way: str, augment: Any, make: Any, tmp_path: 
     same(run_prepared(prepared, None, make(prepared, tmp_path, None)), fs.run(spec))
 
 
+@pytest.mark.slow
 def test_a_site_calls_only_functions_that_it_allows(tmp_path: Path) -> None:
     table = {"data": {"name": "digits", "limit": 60, "augment": "augmentations:noise"}}
     refused = Site(tmp_path / "closed", table).begin()

@@ -74,6 +74,7 @@ def test_the_private_key_of_a_site_never_leaves_it(tmp_path: Path, capsys: pytes
         assert identifier == x509.SubjectKeyIdentifier.from_public_key(one.public_key())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_request_has_no_secret_and_a_key_is_never_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,7 @@ def test_a_group_that_loses_a_client_begins_anew_within_its_declaration(
     assert [record["clients_failed"] for record in records] in ([0, 1], [1, 0])
 
 
+@pytest.mark.slow
 def test_an_evaluation_asks_what_it_declares(tmp_path: Path) -> None:
     evaluation = {"every": 2, "client_test": 0.3, "fine_tune": 1, "metrics": ["accuracy", "ece"]}
     table = _table({"method": "fedavg"}, evaluation=evaluation)
@@ -250,6 +251,7 @@ def test_what_is_changed_below_its_declaration_is_not_declared(method: fs.Method
     assert "does not declare its requests" in "\n".join(asked.lines())
 
 
+@pytest.mark.slow
 def test_everything_that_comes_with_fedstrata_is_declared() -> None:
     for name in METHODS:
         assert declaration_of(fs.Experiment(method=name)).allowed is not None, name

@@ -118,12 +118,14 @@ def test_a_run_waits_for_those_that_it_needs(transport: Transport, tmp_path: Pat
         assert all(bool((history.params[key] == here.params[key]).all()) for key in here.params)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_end_with_fewer_ends_and_says_who_is_away(transport: Transport, tmp_path: Path) -> None:
     dies_in_round(transport, 2, back=None)
     with pytest.raises(FedstrataError, match=r"only 2 sites answered, but .* requires 3: site b cannot be reached"):
         run(transport, tmp_path, spec(), 3, "abort")
 
 
+@pytest.mark.slow
 def test_a_run_that_may_go_on_with_fewer_does(transport: Transport, tmp_path: Path) -> None:
     dies_in_round(transport, 2, back=None)
     history = run(transport, tmp_path, spec(), 3, "go-on")
@@ -242,6 +244,7 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
     assert refused, "it told how the model does on four samples"
 
 
+@pytest.mark.slow
 def test_a_site_cannot_claim_more_samples_than_it_reported_before_the_run(transport: Transport, tmp_path: Path) -> None:
     send = transport.send
 

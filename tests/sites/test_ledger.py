@@ -334,6 +334,7 @@ def test_a_file_that_is_no_ledger_is_not_gone_on_with(tmp_path: Path) -> None:
         Ledger(tmp_path).append(entries(1))
 
 
+@pytest.mark.slow
 def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(tmp_path / PLACE)
     for run, rounds in (("first", 3), ("other", 2)):
@@ -361,6 +362,7 @@ def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pyte
     assert {row["run"] for row in told["questions"]} == {"first", "other"}
 
 
+@pytest.mark.slow
 def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path: Path) -> None:
     """Two real sites and a real server's engine, in one process: all that crosses are bytes."""
     spec = fs.Experiment.from_table(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import others_long
 from scipy import stats
 from waiting import free_port, until
 
@@ -126,7 +127,9 @@ def test_the_noise_of_sites_does_not_follow_from_the_seed(unmasked: Any, tmp_pat
     assert abs(np.corrcoef(rows[0], seeded)[0, 1]) < 6 / math.sqrt(len(seeded))
 
 
-@pytest.mark.parametrize(("absent", "colluding"), [("", 0), ("e", 0), ("", 2), ("e", 2)])
+@pytest.mark.parametrize(
+    ("absent", "colluding"), others_long([("", 0), ("e", 0), ("", 2), ("e", 2)], [("", 0), ("e", 2)])
+)
 def test_the_noise_of_an_opened_sum(
     absent: str, colluding: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

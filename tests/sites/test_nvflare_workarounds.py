@@ -122,6 +122,7 @@ PUBLIC = ("nvflare.apis", "nvflare.collab", "nvflare.widgets", "nvflare.fuel.fla
 """NVFlare's documented packages."""
 
 
+@pytest.mark.slow
 def test_only_one_module_touches_the_internals_of_nvflare() -> None:
     folder = Path(nvflare_workarounds.__file__).parent
     inner = set()

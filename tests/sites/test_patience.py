@@ -105,6 +105,7 @@ def test_a_site_that_hangs_is_lost_and_the_others_are_not(method: dict[str, Any]
         assert all(record["samples"] > 0 for record in history)
 
 
+@pytest.mark.slow
 def test_a_relay_does_not_go_on_with_nobody(tmp_path: Path) -> None:
     """Its rounds passed in no time, and the run finished untrained."""
     hops = []

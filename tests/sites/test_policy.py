@@ -83,6 +83,7 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
     assert site.site_server._run is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "job"),
     [
@@ -145,6 +146,7 @@ def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
     assert "sends at most 0.005 MB" in refused.reason
 
 
+@pytest.mark.slow
 def test_so_many_starts_and_no_more_whatever_the_run_is_called(tmp_path: Path) -> None:
     site = Site(tmp_path, policy=Policy(jobs="within-policy", starts=3))
     assert [type(site.begin(run=run)) for run in ("a", "b", "c", "d")] == [Begun, Begun, Begun, Refused]
@@ -198,6 +200,7 @@ def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path
 # --- its file --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     for policy in (Policy(), Policy(methods=["sfl"], approved=["0" * 16], jobs="approved", ldp=True, megabytes=0.5)):
@@ -305,6 +308,7 @@ class Nosy(fs.FedAvg):
         return super().run_round(federation, state)
 
 
+@pytest.mark.slow
 def test_a_refused_question_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     spec = combinations.spec_of("fedavg")
     history, ledgers = _at_sites(
@@ -318,6 +322,7 @@ def test_a_refused_question_is_an_event_and_the_run_goes_on(tmp_path: Path) -> N
     assert all(torch.equal(history.params[key], here.params[key]) for key in here.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strict", "kind"), [({"exchanges": 1}, "failed"), ({"rounds": 1}, "absent")], ids=str)
 def test_a_site_that_refuses_is_absent_and_the_event_names_its_rule(
     tmp_path: Path, strict: dict[str, Any], kind: str

@@ -40,6 +40,7 @@ def spend(budget: PrivacyBudget, job: str, steps: int = 1, client: int = 0, rate
     budget.spend(job, client, noise=NOISE, rate=rate, steps=steps)
 
 
+@pytest.mark.slow
 def test_jobs_and_restarts_share_one_budget_and_its_last_step_is_exact(tmp_path: Path) -> None:
     most, order = longest()
     spend(PrivacyBudget(tmp_path, POLICY_OF_3), "a", most - 7)
@@ -57,6 +58,7 @@ def test_jobs_and_restarts_share_one_budget_and_its_last_step_is_exact(tmp_path:
     assert [(job["job"], job["steps"]) for job in report["jobs"]] == [("a", most - 7), ("b", 6), ("c", 1)]
 
 
+@pytest.mark.slow
 def test_the_epsilon_of_a_job_is_that_of_one_gaussian_mechanism(tmp_path: Path) -> None:
     budget = PrivacyBudget(tmp_path, Policy())
     spend(budget, "a", 100)
@@ -68,6 +70,7 @@ def test_the_epsilon_of_a_job_is_that_of_one_gaussian_mechanism(tmp_path: Path) 
     assert epsilon < budget.report()["epsilon"], "Rényi divergences give a larger bound"
 
 
+@pytest.mark.slow
 def test_clients_of_a_job_have_different_samples_but_jobs_may_share_them(tmp_path: Path) -> None:
     budget = PrivacyBudget(tmp_path, Policy())
     spend(budget, "a", 50, client=0)
@@ -78,6 +81,7 @@ def test_clients_of_a_job_have_different_samples_but_jobs_may_share_them(tmp_pat
     assert budget.report()["epsilon"] == pytest.approx(min(epsilon_of(order, 80) for order in ORDERS), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_set_later_counts_the_earlier_steps(tmp_path: Path) -> None:
     most, order = longest()
     spend(PrivacyBudget(tmp_path, Policy()), "a", most)
@@ -90,6 +94,7 @@ def test_a_budget_that_is_set_later_counts_the_earlier_steps(tmp_path: Path) -> 
     assert abs(raised.report()["order"] - order) <= 1
 
 
+@pytest.mark.slow
 def test_a_job_spends_the_epsilon_that_the_server_records(tmp_path: Path) -> None:
     site = asked.Site(tmp_path, {"privacy": {"dp": {"clip": 1.0, "noise": 1.0}}, "training": {"batch_size": 8}})
     training, dp = site.spec.training, site.spec.privacy.dp
@@ -101,6 +106,7 @@ def test_a_job_spends_the_epsilon_that_the_server_records(tmp_path: Path) -> Non
     assert budget.report()["epsilon"] == Accountant(dp, training, np.array([24])).largest(np.array([3]))
 
 
+@pytest.mark.slow
 def test_the_ledger_command_shows_what_was_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / POLICY.parent).mkdir()
     (tmp_path / POLICY).write_text("budget = 3.0\n")

@@ -70,6 +70,7 @@ def test_noise_at_sites_is_standard_normal_and_never_the_same() -> None:
     assert not np.isin(secret_noise(torch.Size([1000])).numpy(), numbers[:1000]).any()
 
 
+@pytest.mark.slow
 def test_draws_at_sites_have_the_probability_of_the_accountant_and_are_never_the_same(tmp_path: Path) -> None:
     site = Site(tmp_path, PRIVATE)
     site.begin()
@@ -81,6 +82,7 @@ def test_draws_at_sites_have_the_probability_of_the_accountant_and_are_never_the
     assert any(len(one) != len(other) for one, other in zip(*drawn, strict=True))
 
 
+@pytest.mark.slow
 def test_real_sites_never_repeat_an_update_but_simulated_sites_do(tmp_path: Path) -> None:
     real = [trained(tmp_path / name).weights.params for name in "ab"]
     assert all((one != other).all() for one, other in zip(*(each.values() for each in real), strict=True))
@@ -99,12 +101,14 @@ def test_real_sites_never_repeat_an_update_but_simulated_sites_do(tmp_path: Path
     assert all(torch.equal(simulated[name], w) for name, w in local.weights.params.items())
 
 
+@pytest.mark.slow
 def test_neither_the_loss_nor_the_number_of_drawn_samples_is_sent(tmp_path: Path) -> None:
     replies = [trained(tmp_path / str(number)) for number in range(3)]
     assert {(reply.samples, reply.steps, reply.seen, reply.loss) for reply in replies} == {(30, 2, 16, 0.0)}
     assert all(reply.message == {} for reply in replies)
 
 
+@pytest.mark.slow
 def test_random_layers_and_augmentations_at_sites_do_not_follow_from_the_seed(tmp_path: Path) -> None:
     # The noise is negligible, so a difference of two updates comes from the augmentation of full batches.
     table = {
@@ -132,6 +136,7 @@ def test_an_evaluation_needs_the_permission_of_a_site_that_requires_noise(tmp_pa
     assert "refused by the rule 'policy.outside_dp': the results of evaluations" in refused.reason
 
 
+@pytest.mark.slow
 def test_a_round_beyond_the_budget_is_refused_also_after_a_restart(tmp_path: Path) -> None:
     site = Site(tmp_path, PRIVATE, policy=WITHIN.model_copy(update={"budget": 8.0}))
     site.begin()
@@ -148,6 +153,7 @@ def test_a_round_beyond_the_budget_is_refused_also_after_a_restart(tmp_path: Pat
     assert site.site_server.budget.report()["epsilon"] == spent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("up", ["none", "qsgd", "powersgd"])
 def test_a_run_whose_site_has_spent_its_budget_goes_on_with_events(tmp_path: Path, up: str) -> None:
     table = PRIVATE | {"communication": {"up": up}, "model": {"name": "mlp", "hidden": [8]}}

@@ -96,9 +96,16 @@ def same(there: fs.History, here: fs.History) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["standard", "none"])
 @pytest.mark.parametrize(
-    "method", ["fedavg", "sfl", {"name": "stratify", "batch_size": 24}], ids=["asks", "relays", "together"]
+    ("method", "normalize"),
+    [
+        pytest.param("fedavg", "standard", id="asks"),
+        pytest.param("sfl", "standard", id="relays"),
+        pytest.param({"name": "stratify", "batch_size": 24}, "standard", id="together"),
+        pytest.param("fedavg", "none", id="asks, none"),
+        pytest.param("sfl", "none", id="relays, none", marks=pytest.mark.long),
+        pytest.param({"name": "stratify", "batch_size": 24}, "none", id="together, none", marks=pytest.mark.long),
+    ],
 )
 def test_files_of_sites_and_the_pooled_table_give_the_same_model(place: Path, method: Any, normalize: str) -> None:
     spec = spec_of(place, method=method, data={"normalize": normalize})
@@ -223,10 +230,20 @@ def refusal(place: Path, spec: fs.Experiment) -> str:
     ("days", "public", "private"),
     [
         ("nan", "column 'days': a label is not a number", "line 4, column 'days' = 'nan': is not a number"),
-        ("a week", "column 'days': a label is not a number", "column 'days' = 'a week': is not a number. This task"),
+        pytest.param(
+            "a week",
+            "column 'days': a label is not a number",
+            "column 'days' = 'a week': is not a number. This task",
+            marks=pytest.mark.long,
+        ),
         ("", "column 'days': a label is missing. Give a value", "line 4, column 'days' = '': the label is missing"),
         ("-", "column 'days': a label is missing. Give a value", "column 'days' = '-': the label is missing"),
-        ("inf", "column 'days': a label is not a number", "column 'days' = 'inf': is not a number"),
+        pytest.param(
+            "inf",
+            "column 'days': a label is not a number",
+            "column 'days' = 'inf': is not a number",
+            marks=pytest.mark.long,
+        ),
         ("61", "column 'days': not all labels are in range. Use numbers from 0 to 60 days", "'61': is out of range"),
         ("4000", "column 'days': not all labels are in range.", "Check the unit, because a thousandth of the n"),
     ],
@@ -312,6 +329,7 @@ def asked(made: Site) -> Any:
     return made.call(Survey(made.spec.to_toml(), [1], 3, False))
 
 
+@pytest.mark.slow
 def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     spec = spec_of(place, {**BINS, "step": 0.25}, {**SCHEMA, "columns": {"age": {}, "days": {}}})
     few = site(place, spec)
@@ -326,6 +344,7 @@ def test_a_site_does_not_tell_counts_of_few_targets(place: Path) -> None:
     assert coarse.statistics.counts["days"].tolist() == [[0, coarse.statistics.samples]]
 
 
+@pytest.mark.slow
 def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
     task, schema = {**BINS, "step": 2.5}, {**SCHEMA, "columns": {"age": {}, "days": {}}}
     counts = asked(site(place, spec_of(place, task, schema), min_samples=2)).statistics.counts["days"][:, 1]
@@ -336,6 +355,7 @@ def test_a_spec_can_require_more_samples_than_the_site(place: Path) -> None:
     assert f"a count that this site would send is below {smallest + 1}." in refused.reason
 
 
+@pytest.mark.slow
 def test_a_site_tells_of_targets_only_what_the_task_needs(place: Path) -> None:
     schema = {**SCHEMA, "columns": {"age": {}, "days": {}}}
     edges = asked(site(place, spec_of(place, {"name": "regression", "edges": [4, 6]}, schema))).statistics

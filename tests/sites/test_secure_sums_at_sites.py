@@ -72,7 +72,7 @@ def test_a_run_over_sites_has_the_model_of_a_simulation(sites: int, tmp_path: Pa
             assert one[name] == other[name]
 
 
-FEW = ("scaffold", "feddyn", "rebafl", "fednova", "fedexp", "fedrep")
+FEW = ("scaffold", "rebafl", "fednova", "fedrep")
 """Methods in quick tests: their clients have states or send messages, or the server needs other sums."""
 
 

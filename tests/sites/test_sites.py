@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import re
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from limits import within
+from quick import others_long
 from site_engine import make_site_engine
 
 import fedstrata as fs
@@ -140,22 +142,27 @@ def _events(folder: Path, kind: str) -> list[str]:
     return [event.get("reason", "") for event in read_jsonl(folder / "events.jsonl") if event["kind"] == kind]
 
 
+EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ask": ("scaffold", {}),
+    "relay": ("sfl", {}),
+    "long relay": ("stratify", {"method": {"mode": "single", "cap": 8}}),
+    "sums": ("stratify", {"method": {"cap": 4}, "model": {"name": "resnet20"}, "training": {"rounds": 1}}),
+    "label weights": ("stratify", {"method": {"cap": 4, "label_weights": True}}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("site_of_client", ["abc", "aab", "aaa"])
 @pytest.mark.parametrize(
-    ("method", "table"),
-    [
-        ("scaffold", {}),
-        ("sfl", {}),
-        ("stratify", {"method": {"mode": "single", "cap": 8}}),
-        ("stratify", {"method": {"cap": 4}, "model": {"name": "resnet20"}, "training": {"rounds": 1}}),
-        ("stratify", {"method": {"cap": 4, "label_weights": True}}),
-    ],
-    ids=["ask", "relay", "long relay", "sums", "label weights"],
+    ("way", "site_of_client"),
+    others_long(
+        itertools.product(EXCHANGES, ["abc", "aab", "aaa"]),
+        [*((way, "aab") for way in EXCHANGES), ("ask", "abc"), ("relay", "aaa")],
+    ),
 )
 def test_clients_at_sites_compute_what_they_compute_here(
-    sites: Callable[..., Sites], method: str, table: dict[str, Any], site_of_client: str
+    sites: Callable[..., Sites], way: str, site_of_client: str
 ) -> None:
+    method, table = EXCHANGES[way]
     spec = _spec(method, **table)
     assert _same(sites(spec, site_of_client).run(), fs.run(spec))
 
@@ -170,8 +177,14 @@ def test_the_books_are_those_of_the_local_engine(sites: Callable[..., Sites]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("table", [{"method": "sfl"}, {"method": "stratify", "mode": "single", "cap": 8}], ids=str)
+@pytest.mark.parametrize(
+    ("table", "direct"),
+    others_long(
+        itertools.product([{"method": "sfl"}, {"method": "stratify", "mode": "single", "cap": 8}], [True, False]),
+        [({"method": "sfl"}, True), ({"method": "stratify", "mode": "single", "cap": 8}, False)],
+    ),
+    ids=str,
+)
 def test_a_relay_goes_through_the_server_where_sites_may_not_talk(
     sites: Callable[..., Sites], direct: bool, table: dict[str, Any]
 ) -> None:
@@ -182,6 +195,7 @@ def test_a_relay_goes_through_the_server_where_sites_may_not_talk(
     assert _same(made.run(), fs.run(spec))
 
 
+@pytest.mark.slow
 def test_the_server_hands_out_the_route_and_not_the_model(sites: Callable[..., Sites]) -> None:
     made = sites(_spec("sfl", rounds=1))
     hops: list[Hop] = []
@@ -219,6 +233,7 @@ def test_a_site_refuses_a_pickle_and_other_garbage(sites: Callable[..., Sites], 
     assert not _Bomb.gone_off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [pickle.dumps(_Bomb()), b"garbage", _Bomb(), None, *map(records.encode, (Answers([]), Answers([SizeReply(3)])))],
@@ -244,6 +259,7 @@ def test_a_site_that_answers_a_pickle_or_garbage_costs_only_its_own_answer(
     assert "client 1 in round 2" in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promised", [1, 10**12])
 def test_a_site_that_promises_answers_for_ever_costs_only_its_own(
     sites: Callable[..., Sites], tmp_path: Path, promised: int
@@ -268,6 +284,7 @@ def _without(folder: Path, spec: fs.Experiment, *lines: str) -> fs.History:
     return fs.run(spec.model_copy(update={"availability": Trace(file=str(folder / "trace.csv"))}))
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_count_leaves_no_trace_at_its_site(sites: Callable[..., Sites], tmp_path: Path) -> None:
     # A client whose answer is lost on its way keeps the control variate that the server knows of.
     spec = _spec("scaffold", rounds=3)
@@ -288,6 +305,7 @@ def test_an_answer_that_does_not_count_leaves_no_trace_at_its_site(sites: Callab
     assert _same(lost, _without(tmp_path, spec, "0,1,9", "1,1,1", "1,3,9", "2,1,9"))
 
 
+@pytest.mark.slow
 def test_news_comes_again_until_a_message_was_answered(sites: Callable[..., Sites], tmp_path: Path) -> None:
     # The message that told b that its first answer counts never arrives; the one after it tells it again.
     spec = _spec("scaffold", rounds=3)
@@ -317,6 +335,7 @@ def test_an_exchange_that_nobody_waits_for_any_more_is_refused(sites: Callable[.
             read(made.site_servers["a"].call(SERVER, records.encode(late)), Answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ask", "problem"),
     [
@@ -405,6 +424,7 @@ def test_a_group_that_loses_a_site_is_void_and_nobody_waits_for_it(sites: Callab
     assert "it died while it worked" in reason
 
 
+@pytest.mark.slow
 def test_a_lost_site_costs_a_relay_the_hops_since_the_model_was_elsewhere(
     sites: Callable[..., Sites], tmp_path: Path
 ) -> None:
@@ -432,6 +452,7 @@ def test_a_lost_site_costs_a_relay_the_hops_since_the_model_was_elsewhere(
     assert _same(history, here)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_finite_is_not_passed_on(sites: Callable[..., Sites], tmp_path: Path) -> None:
     made = sites(_spec("sfl", rounds=1))
     broken: list[str] = []
@@ -452,6 +473,7 @@ def test_a_model_that_is_not_finite_is_not_passed_on(sites: Callable[..., Sites]
     assert "NaN" in reason
 
 
+@pytest.mark.slow
 def test_a_site_that_cannot_begin_takes_no_part_and_the_events_say_why(
     sites: Callable[..., Sites], tmp_path: Path
 ) -> None:
@@ -504,6 +526,7 @@ def _round(body: Any) -> int:
     return max((getattr(request, "round", 0) for request in requests), default=0)
 
 
+@pytest.mark.slow
 def test_a_site_that_lost_its_states_says_so(sites: Callable[..., Sites], tmp_path: Path) -> None:
     import shutil
 
@@ -517,6 +540,7 @@ def test_a_site_that_lost_its_states_says_so(sites: Callable[..., Sites], tmp_pa
     assert [(kind, clients) for kind, clients, _ in made.engine.events] == [("state lost", [1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "fedavg"])
 def test_a_run_does_not_go_on_where_its_clients_states_are_not(
     sites: Callable[..., Sites], tmp_path: Path, method: str
@@ -571,6 +595,7 @@ def _begin(spec: str, **settings: Any) -> Begun:
     return read(site_server.call(SERVER, records.encode(Envelope([], begin))), Begun)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["method", "model"])
 def test_a_site_loads_only_what_its_own_list_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
@@ -615,6 +640,7 @@ class Broken(FedAvg):
         return {"objective": _Broken()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frank", [False, True])
 def test_what_a_client_raises_stays_in_its_sites_log(
     sites: Callable[..., Sites], caplog: pytest.LogCaptureFixture, frank: bool
@@ -726,6 +752,7 @@ def test_arrays_that_are_not_what_the_spec_says_are_refused_in_words(
     assert private in caplog.text, "the site's log has all of it"
 
 
+@pytest.mark.slow
 def test_where_no_site_can_be_used_the_one_who_submitted_reads_why(own: Own, tmp_path: Path) -> None:
     spec, files, test = own
     for file in files.values():
@@ -737,6 +764,7 @@ def test_where_no_site_can_be_used_the_one_who_submitted_reads_why(own: Own, tmp
         made.run(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_statistics_that_are_none_are_refused(own: Own, tmp_path: Path) -> None:
     spec, files, test = own
     made = _owning(prepare_server(spec, test, 3), files, tmp_path)
@@ -810,9 +838,17 @@ def tables(tmp_path: Path) -> Tables:
     return spec, files, cells
 
 
+HELD_OUT: list[dict[str, float]] = [{}, {"client_test": 0.25}, {"validation": 0.2, "client_test": 0.25}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["standard", "unit", "none"])
-@pytest.mark.parametrize("evaluation", [{}, {"client_test": 0.25}, {"validation": 0.2, "client_test": 0.25}])
+@pytest.mark.parametrize(
+    ("evaluation", "normalize"),
+    others_long(
+        itertools.product(HELD_OUT, ["standard", "unit", "none"]),
+        [*((held_out, "standard") for held_out in HELD_OUT), (HELD_OUT[-1], "unit"), (HELD_OUT[-1], "none")],
+    ),
+)
 def test_tables_at_sites_and_the_pooled_table_give_the_same_model(
     tables: Tables, tmp_path: Path, evaluation: Any, normalize: str
 ) -> None:
@@ -999,6 +1035,7 @@ def test_a_server_without_test_samples_measures_at_the_sites(own: Any, tmp_path:
     assert there.best_on == "validation"
 
 
+@pytest.mark.slow
 def test_a_site_may_bring_test_samples(own: Any, tmp_path: Path) -> None:
     plain, files, test = own
     spec = plain.model_copy(update={"evaluation": fs.Evaluation()})

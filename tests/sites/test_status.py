@@ -100,6 +100,7 @@ def kit(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["FINISHED:ABANDONED", "FINISHED:EXECUTION_EXCEPTION"])
 def test_a_job_that_comes_again_is_followed(admin: Path, server: _Session, look: Look, end: str) -> None:
     told: list[str] = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from near_sites import near_sites, through_the_server
+from quick import others_long
 
 import fedstrata as fs
 from fedstrata.runs.simulation import run_prepared
@@ -55,8 +57,13 @@ def same(one: fs.History, other: fs.History) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [near_sites, through_the_server])
-@pytest.mark.parametrize("way", METHODS)
+@pytest.mark.parametrize(
+    ("way", "make"),
+    others_long(
+        itertools.product(METHODS, [near_sites, through_the_server]),
+        [*((way, near_sites) for way in METHODS), ("relays", through_the_server)],
+    ),
+)
 def test_sites_give_the_same_bytes(way: str, make: Any, tmp_path: Path) -> None:
     spec = spec_of(METHODS[way], tmp_path)
     prepared = fs.prepare(spec)

@@ -59,6 +59,7 @@ def model_after(rounds):
     return values, {**weights.params, **weights.buffers}
 
 
+@pytest.mark.slow
 def test_early_stopping_leaves_the_model_of_the_best_validation_round(tmp_path):
     history = fs.run(spec(STOPPING), out=tmp_path / "run")
     rounds = len(history)
@@ -117,6 +118,7 @@ def test_a_run_that_was_stopped_stays_so(tmp_path):
     assert len(fs.run(plain, out=tmp_path / "none", resume=True)) == 2
 
 
+@pytest.mark.slow
 def test_early_stopping_by_another_metric_and_direction():
     values = [record["validation"]["log-loss"] for record in fs.run(spec())]
     history = fs.run(spec({"name": "early-stopping", "metric": "log-loss", "patience": 1}))
@@ -141,6 +143,7 @@ def test_what_has_no_value_is_never_better():
         assert simulation.memory == {}
 
 
+@pytest.mark.slow
 def test_callbacks_compare_the_primary_metric_by_default(tmp_path):
     assert [each["metric"] for each in spec(STOPPING, "keep-best").to_spec()["callbacks"]] == ["accuracy"] * 2
     by_loss = {"primary": "log-loss"}
@@ -154,6 +157,7 @@ def test_callbacks_compare_the_primary_metric_by_default(tmp_path):
     assert passed.confusion["best"].round == passed.best_round == passed.model_round
 
 
+@pytest.mark.slow
 def test_the_primary_metric_may_change_when_a_run_is_resumed(tmp_path):
     with pytest.raises(Killed):
         fs.run(spec(), out=tmp_path, callbacks=[killed_after(6)])
@@ -168,6 +172,7 @@ def test_small_improvements_do_not_count():
     assert len(fs.run(spec({"name": "early-stopping", "patience": 3, "min_delta": 1.0}))) == 4
 
 
+@pytest.mark.slow
 def test_the_best_model_is_left_where_the_rounds_run_out():
     history = fs.run(spec({"name": "early-stopping", "patience": 50}))
     assert len(history) == 12
@@ -188,6 +193,7 @@ def test_keep_best_keeps_the_best(tmp_path):
     assert (tmp_path / "test" / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_one_of_ones_own_by_the_spec_and_from_python(tmp_path):
     own = watching.Enough(rounds=3)
     history = fs.run(spec(), callbacks=[own])
@@ -298,6 +304,7 @@ def test_in_another_process_the_spec_names_them():
         fs.run(spec(), engine="nvflare", callbacks=[fs.KeepBest()])
 
 
+@pytest.mark.slow
 def test_a_comparison_does_not_run_again_what_was_stopped(tmp_path):
     stopped, going = spec("watching:Enough"), spec(training={**TABLE["training"], "rounds": 2})
     fs.run(stopped, out=tmp_path / "stopped")

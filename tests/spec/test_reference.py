@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = DOCS / "reference" / "spec"
 
 
+@pytest.mark.slow
 def test_the_pages_are_what_the_settings_say_now(tmp_path):
     for page in PAGES.glob("*.md"):
         shutil.copy(page, tmp_path)
@@ -29,6 +30,7 @@ def test_the_pages_are_what_the_settings_say_now(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_each_setting_is_described_once(tmp_path):
     main(["settings", "--markdown", str(tmp_path)])
     text = "\n".join(page.read_text(encoding="utf-8") for page in tmp_path.glob("*.md"))
@@ -77,6 +79,7 @@ def test_limits_and_defaults_are_those_of_the_settings():
     assert {row[0]: row[2] for row in rows(fs.Trace)}["file"] == ""
 
 
+@pytest.mark.slow
 def test_the_command_shows_one_kind(capsys):
     assert main(["settings", "availability", "persistent"]) == 0
     shown = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from batches import PARTITIONS, Spoilt, assert_same, centralised, order_of, spec_of
 from limits import within
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -50,9 +52,14 @@ def with_batchnorm() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
 
 
+FUSED_AND_ONCE_ALONE = others_long(
+    itertools.product(PARTITIONS, ["fused", "per-client"]),
+    [*((partition, "fused") for partition in PARTITIONS), (next(iter(PARTITIONS)), "per-client")],
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", ["fused", "per-client"])
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(("partition", "execution"), FUSED_AND_ONCE_ALONE)
 def test_fifty_steps_are_those_of_centralised_sgd(start, balanced, partition, execution):
     spec = spec_of(partition, training={"execution": execution, "momentum": 0.5, "weight_decay": 0.01})
     started = start(spec, balanced)
@@ -66,8 +73,7 @@ def test_fifty_steps_are_those_of_centralised_sgd(start, balanced, partition, ex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", ["fused", "per-client"])
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(("partition", "execution"), FUSED_AND_ONCE_ALONE)
 def test_with_batchnorm_too(start, balanced, partition, execution):
     spec = spec_of(partition, clients=5, training={"execution": execution})
     started = start(spec, balanced, with_batchnorm())
@@ -123,6 +129,7 @@ class ReddiAdam(torch.optim.Optimizer):
             p.sub_(self.defaults["lr"] * memory["m"] / (memory["v"].sqrt() + 1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "make"),
     [
@@ -192,6 +199,7 @@ def test_a_gradient_that_two_parameters_share_is_clipped_once(start, seven, mode
         assert clip > 1 or kept <= 5 * 0.5 * clip * 1.0001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_every_sample_of_a_balanced_set_trains_once(start, balanced, partition):
     spec = spec_of(partition)

@@ -151,6 +151,7 @@ def test_who_held_back_is_asked_again_before_anything_is_given_up(start, seed):
     assert (metrics["samples"], metrics["held_back"]) == (8, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 @pytest.mark.parametrize("least", [2, 5])
 def test_an_epoch_is_that_of_centralised_sgd_on_the_batches_that_were_made(start, balanced, least, execution):
@@ -183,6 +184,7 @@ def test_with_batchnorm_too(start, balanced):
     assert min(sizes_of_parts(started)) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("rule", ["uncapped", "uniform"])
 def test_every_sample_trains_once_or_is_counted_as_held_back(start, balanced, partition, rule):
@@ -204,6 +206,7 @@ def test_every_sample_trains_once_or_is_counted_as_held_back(start, balanced, pa
         assert metrics["held_back"] < 4 * 12
 
 
+@pytest.mark.slow
 def test_after_a_client_was_lost_the_others_parts_are_large_enough_too(start, balanced):
     spec = private("iid", clients=6, batch_size=40, training={"execution": "per-client"})
     started = start(spec, Spoilt(balanced))
@@ -225,6 +228,7 @@ def test_after_a_client_was_lost_the_others_parts_are_large_enough_too(start, ba
     assert min(sent) >= 3
 
 
+@pytest.mark.slow
 def test_with_a_minimum_of_one_nothing_changes(start, balanced):
     found = []
     for privacy in (fs.Privacy(), fs.Privacy(below="refuse")):

@@ -62,6 +62,7 @@ def test_weights_by_hand() -> None:
     assert label_weights(np.array([0, 4]), np.array([0, 4])).tolist() == [1, 1]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=12).map(np.array), st.sampled_from(RULES))
 def test_the_weighted_schedule_has_the_shares_of_the_data(totals: np.ndarray, rule: Rule) -> None:
     frequency = frequencies(totals, rule)
@@ -131,6 +132,7 @@ def test_over_the_batches_of_an_epoch_too(start, weighted: bool, close: bool) ->
         assert (bool((mean - gradient).norm() < 0.01 * gradient.norm())) == close
 
 
+@pytest.mark.slow
 def test_uncapped_has_the_bytes_of_a_run_without_weights(eight: fs.Dataset, tmp_path) -> None:
     for weighted in (True, False):
         fs.run(spec(schedule="uncapped", label_weights=weighted), data=eight, out=tmp_path / str(weighted))
@@ -138,6 +140,7 @@ def test_uncapped_has_the_bytes_of_a_run_without_weights(eight: fs.Dataset, tmp_
     assert model == other
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_ends_with_the_same_model(eight: fs.Dataset, tmp_path) -> None:
     told = spec(schedule="uniform", batch_size=3, training={"lr": LR, "rounds": 3})
     whole = fs.run(told, data=eight, out=tmp_path / "whole")

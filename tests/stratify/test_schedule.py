@@ -67,6 +67,7 @@ def test_frequencies_by_hand(totals, rule, cap, expected):
     assert frequencies(np.array(totals), rule, cap).tolist() == expected
 
 
+@pytest.mark.slow
 @given(TOTALS)
 def test_a_cap_only_takes_away_and_keeps_every_label(totals):
     found = frequencies(totals)
@@ -75,12 +76,14 @@ def test_a_cap_only_takes_away_and_keeps_every_label(totals):
     assert (found == totals).sum() >= len(totals) / 2  # at least half lie at the median or below
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300), st.integers(1, 10))
 def test_on_balanced_data_all_rules_agree(count, labels):
     totals = np.full(labels, count)
     assert all(frequencies(totals, rule).tolist() == totals.tolist() for rule in ("capped", "uniform", "uncapped"))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8).map(np.array), st.integers(0, 10**6))
 def test_a_schedule_is_a_permutation_of_the_frequencies(frequency, seed):
     found = schedule(frequency, np.random.default_rng(seed))
@@ -105,6 +108,7 @@ def test_a_batch_by_hand():
     assert set(found[wanted == 0]) <= {1, 4, 6, 9}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 2), max_size=12).map(lambda w: np.array(w, dtype=np.int64)),
     st.booleans(),
@@ -159,6 +163,7 @@ def test_many_batches_at_once_obey_the_rules_of_each(wanted, size, holders, weig
                 assert len(np.unique(theirs)) == len(theirs)
 
 
+@pytest.mark.slow
 def test_among_very_many_holders_draws_are_even_and_without_replacement():
     available = {0: np.arange(1000)}
     positions = np.zeros(40_000, dtype=np.int64)

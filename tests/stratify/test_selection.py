@@ -143,6 +143,7 @@ def test_an_epoch_of_mnist_is_planned_at_once():
     assert time.process_time() - began < 0.5  # 0.02 s on one core
 
 
+@pytest.mark.slow
 def test_a_chunk_much_longer_than_the_schedule_is_as_long_as_the_schedule():
     wanted, available = np.array([0, 1, 0, 1, 1, 0]), np.array([[True, True, False], [False, True, True]])
     owners = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import others_long
 from torch import nn
 
 import fedstrata as fs
@@ -121,7 +122,11 @@ def trained_labels(started) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("partition", "chunk_size"), [("#C=1", 5), ("dirichlet", 1), ("dirichlet", 5), ("dirichlet", 50), ("iid", 5)]
+    ("partition", "chunk_size"),
+    others_long(
+        [("#C=1", 5), ("dirichlet", 1), ("dirichlet", 5), ("dirichlet", 50), ("iid", 5)],
+        [("#C=1", 5), ("dirichlet", 1), ("iid", 5)],
+    ),
 )
 def test_an_epoch_is_centralised_sgd_sample_by_sample(start, balanced, partition, chunk_size):
     spec = spec_of(partition, chunk_size=chunk_size, training={"weight_decay": 0.01})
@@ -165,9 +170,16 @@ def test_one_pass_gives_the_same_bits_and_the_same_books(start, balanced, model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selection", ["uniform", "weighted"])
 @pytest.mark.parametrize(
-    ("rule", "frequencies"), [("capped", [50, 50, 10]), ("uncapped", [120, 50, 10]), ("uniform", [60, 60, 60])]
+    ("rule", "frequencies", "selection"),
+    [
+        ("capped", [50, 50, 10], "uniform"),
+        ("uncapped", [120, 50, 10], "weighted"),
+        ("uniform", [60, 60, 60], "uniform"),
+        pytest.param("capped", [50, 50, 10], "weighted", marks=pytest.mark.long),
+        pytest.param("uncapped", [120, 50, 10], "uniform", marks=pytest.mark.long),
+        pytest.param("uniform", [60, 60, 60], "weighted", marks=pytest.mark.long),
+    ],
 )
 def test_labels_train_as_often_as_the_schedule_says(start, skewed, rule, frequencies, selection):
     spec = spec_of({"name": "dirichlet", "alpha": 0.5}, schedule=rule, selection=selection, retain=1.0)
@@ -270,6 +282,7 @@ def test_the_next_client_is_known_before_the_reply(start, balanced):
     assert len(rest) == 5 + (second == first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 def test_a_failed_hop_costs_one_task_and_not_the_epoch(start, balanced, execution):
     """The client with the bad sample is left out from then on; others train what it would have."""
@@ -283,6 +296,7 @@ def test_a_failed_hop_costs_one_task_and_not_the_epoch(start, balanced, executio
     assert np.isfinite(metrics["train_loss"])
 
 
+@pytest.mark.slow
 def test_whoever_is_away_is_done_without(start, balanced, trace):
     spec = spec_of("iid", clients=4, availability=trace({0: [1], 1: [1], 3: [1]}))
     started = start(spec, balanced)
@@ -301,6 +315,7 @@ def test_a_label_whose_last_holder_is_away_is_skipped_and_noted(start, balanced,
     assert sorted(trained_labels(started).tolist()) == [0, 40, 40, 40, 40]
 
 
+@pytest.mark.slow
 def test_hops_take_their_time_one_after_another(start, balanced):
     timed = {"name": "always", "deadline": 1.0, "seconds_per_sample": 0.01}
     metrics = start(spec_of("iid", availability=timed, chunk_size=1), balanced).step()
@@ -355,6 +370,7 @@ def test_hybrid_trains_batches_first_and_then_every_part_of_the_stream(start, ba
     assert len(set.union(early, *late)) == 200
 
 
+@pytest.mark.slow
 def test_hybrid_keeps_on_learning(balanced):
     spec = spec_of("#C=1", training={"rounds": 8, "batch_size": 10}).to_spec()
     spec["method"] |= {"mode": "hybrid"}
@@ -447,6 +463,7 @@ def test_an_absurd_answer_is_not_believed(start, balanced, lie, problem):
     assert "stratify" not in started.store.get(1)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_mnist_is_planned_to_the_end(start):
     generator = np.random.default_rng(0)
     counts = generator.multinomial(600, np.ones(10) / 10, size=(10,))

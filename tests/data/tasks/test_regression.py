@@ -343,6 +343,7 @@ def test_the_best_round_has_the_lowest_error(tmp_path):
 TARGETS = {"accuracy": [0.5], "rmse": [1000.0, 1.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "reached"),
     [({}, {}), ({"metrics": ["rmse"], "targets": TARGETS}, {"rmse": {"1000": 1, "1": None}})],

@@ -79,6 +79,7 @@ def test_noise_with_the_largest_variance_is_nearly_gaussian() -> None:
     assert np.var(drawn) == pytest.approx(2 * module.LARGEST_MEAN, rel=4 * math.sqrt(2 / len(drawn)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answers", "colluding"), [(14, 0), (20, 0), (14, 4), (14, 7)])
 def test_the_noise_of_a_sum(
     config: FederationConfig, monkeypatch: pytest.MonkeyPatch, answers: int, colluding: int
@@ -99,6 +100,7 @@ def test_the_noise_of_a_sum(
     assert np.std(decoded.parts[UPDATE]) == pytest.approx(0.5 * math.sqrt(20 / (14 - colluding)), rel=0.02)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=5, max_size=5),
     st.floats(1e-6, 1e6),
@@ -145,6 +147,7 @@ def test_the_first_norm_is_that_of_whole_numbers(config: FederationConfig) -> No
     assert most1 == min(most2**2, 20 * most2)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 64), st.floats(0, 1e4))
 def test_a_sum_has_room_for_twelve_standard_deviations(sites: int, noise: float) -> None:
     ring = Ring(sites, {"x": Part(1, 2.0)}, noise=noise)

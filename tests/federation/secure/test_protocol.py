@@ -161,6 +161,7 @@ PLAIN = st.sampled_from([b"", b"a", b"1:", b"s1:", "", "a", "b1:a", "\u00e4", 0,
 PARTS = st.one_of(PLAIN, st.lists(PLAIN, max_size=2))
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(PARTS, max_size=3), st.lists(PARTS, max_size=3))
 def test_different_parts_give_different_statements(first: list[Part], second: list[Part]) -> None:

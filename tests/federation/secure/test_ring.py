@@ -21,6 +21,7 @@ def of_one(ring: Ring, value: float, weight: float = 1.0, client: int = 0) -> np
     return ring.encode({"x": np.array([value])}, {}, rounding(0, 1, client, 0), weights={"x": weight})
 
 
+@pytest.mark.slow
 @given(SITES, RANGES, st.sampled_from([-1.0, 1.0]))
 def test_the_sum_of_all_sites_at_the_end_of_the_range_does_not_wrap(sites: int, bound: float, sign: float) -> None:
     ring = Ring(sites, {"x": Part(1, bound)})
@@ -29,6 +30,7 @@ def test_the_sum_of_all_sites_at_the_end_of_the_range_does_not_wrap(sites: int, 
     assert total.scaled == 0
 
 
+@pytest.mark.slow
 @given(SITES, RANGES, FLOATS, st.floats(0, 1))
 def test_no_value_exceeds_the_range_and_the_error_is_below_one_step(
     sites: int, bound: float, value: float, weight: float
@@ -42,6 +44,7 @@ def test_no_value_exceeds_the_range_and_the_error_is_below_one_step(
     assert abs(whole - wanted) <= 1 + 1e-6
 
 
+@pytest.mark.slow
 @given(st.integers(1, 64), st.integers(0, 2**31 - 1))
 def test_sums_of_counts_are_exact_up_to_the_largest(sites: int, most: int) -> None:
     if sites * most > LARGEST:
@@ -53,6 +56,7 @@ def test_sums_of_counts_are_exact_up_to_the_largest(sites: int, most: int) -> No
     assert ring.decode(total, sites).counts == {"n": sites * most}
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_the_order_of_the_sites_does_not_matter(rows: list[list[int]]) -> None:
     vectors = [np.array(row, dtype=np.uint32) for row in rows]
@@ -66,6 +70,7 @@ def test_adding_leaves_the_vectors_as_they_are() -> None:
     assert [vector.tolist() for vector in vectors] == [[3], [2**32 - 1]]
 
 
+@pytest.mark.slow
 @given(st.floats(-1, 1), st.floats(0, 1))
 def test_the_expected_value_of_a_rounded_number_is_the_number(value: float, weight: float) -> None:
     """The probabilities of the two results follow from the drawn number at which the result changes."""

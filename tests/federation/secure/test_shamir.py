@@ -52,6 +52,7 @@ def test_any_t_shares_give_the_secret_and_any_fewer_fit_every_secret(prime: int,
             assert views == Counter(product(range(prime), repeat=threshold - 1))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_t_shares_of_a_secret_of_16_bytes_give_it(data: st.DataObject) -> None:
     holders = data.draw(st.integers(3, 64))

@@ -18,6 +18,7 @@ class Mine(fs.FedAvg):
 """
 
 
+@pytest.mark.slow
 def test_a_new_board_lacks_everything(capsys):
     assert main(["board", "list", "fedavg", "stratify", "--columns", "iid-label,fedau-cyclic"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -39,6 +40,7 @@ def test_wrong_arguments(capsys):
     assert "7 is not a seed of the protocol. Use seeds from 0,1,2,3,4." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_is_added_to_the_board(capsys):
     Path("methods").mkdir()
     Path("methods/own.py").write_text(MINE)

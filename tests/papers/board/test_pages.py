@@ -70,6 +70,7 @@ def judge(protocol, out, names=(*ACCURACY, "moon", "fedtan")):
     return judged(protocol, protocol.columns(["dirichlet-label"])[0], protocol.entries(names), out)
 
 
+@pytest.mark.slow
 def test_a_column_by_hand(protocol, out):
     verdicts = judge(protocol, out)
     assert set(verdicts.complete) == set(ACCURACY)
@@ -87,6 +88,7 @@ def test_a_column_by_hand(protocol, out):
     assert verdicts.outcomes["fedau"].hours == pytest.approx(9 * 36 / 3600)
 
 
+@pytest.mark.slow
 def test_accuracy_at_the_cost_of_fedavg(protocol, out):
     verdicts = judge(protocol, out)
     assert verdicts.values("fedavg", "at_bytes") == ACCURACY["fedavg"]
@@ -107,12 +109,14 @@ def test_the_accuracy_within_a_budget(budget, accuracy):
     assert within(curve, 2, budget) == accuracy
 
 
+@pytest.mark.slow
 def test_a_column_without_its_baseline_is_not_judged(protocol, out):
     verdicts = judge(protocol, out, ["fedau", "rebafl", "fedper"])
     assert (verdicts.complete, verdicts.rankings, verdicts.corrected) == ({}, {}, {})
     assert "significantly" not in pages.page(protocol, [verdicts])
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_results_show(protocol, out):
     column = protocol.columns(["dirichlet-label"])[0]
     written = pages.write(protocol, [column], protocol.entries([*ACCURACY, "moon", "fedtan"]), out)
@@ -132,6 +136,7 @@ def test_the_page_says_what_the_results_show(protocol, out):
     assert "{" not in text.replace("{doc}", "")
 
 
+@pytest.mark.slow
 def test_the_summary_for_programs(protocol, out):
     column = protocol.columns(["dirichlet-label"])[0]
     pages.write(protocol, [column], protocol.entries([*ACCURACY]), out, out / "summary.json")
@@ -153,6 +158,7 @@ def test_the_summary_for_programs(protocol, out):
     }
 
 
+@pytest.mark.slow
 def test_the_ranking_over_columns_has_columns_as_blocks(protocol, out):
     verdicts = judge(protocol, out)
     ranking = overall([verdicts, verdicts])
@@ -161,6 +167,7 @@ def test_the_ranking_over_columns_has_columns_as_blocks(protocol, out):
     assert overall([]) is None
 
 
+@pytest.mark.slow
 def test_lines_overlap_if_ranks_cannot_be_distinguished():
     from matplotlib.figure import Figure
 
@@ -176,11 +183,13 @@ def test_lines_overlap_if_ranks_cannot_be_distinguished():
         assert text.count(f">{words}</text>") == 1
 
 
+@pytest.mark.slow
 def test_a_method_in_two_columns_is_one_method(protocol, out):
     verdicts = judge(protocol, out)
     assert f"This page ranks {len(ACCURACY)} tuned methods" in pages.page(protocol, [verdicts, verdicts])
 
 
+@pytest.mark.slow
 def test_the_page_says_which_differences_of_ranks_are_significant(protocol, out):
     verdicts = judge(protocol, out)
     text = pages.page(protocol, [verdicts, verdicts])

@@ -46,6 +46,7 @@ def test_the_columns(protocol):
     assert list(protocol.more) == ["fedau-bernoulli", "fedau-markov", "fedau-cyclic"]
 
 
+@pytest.mark.slow
 def test_all_entries_have_valid_trials_and_equally_many(protocol):
     assert len(protocol.entries()) > 41
     """In the first column, all trials are valid. Each other column has one trial per entry, and all in turn."""

@@ -51,6 +51,7 @@ def test_too_little_to_rank():
 values = st.lists(st.lists(st.integers(0, 100), min_size=4, max_size=4), min_size=3, max_size=6)
 
 
+@pytest.mark.slow
 @given(values, st.sampled_from([math.exp, lambda x: x**3 - 7.0, lambda x: 2.0 * x]))
 def test_monotone_maps_do_not_change_the_ranking(table, monotone):
     before = ranking({str(i): [value / 50 for value in row] for i, row in enumerate(table)})

@@ -30,6 +30,7 @@ def run(protocol, folder, names):
     return told
 
 
+@pytest.mark.slow
 def test_the_best_trial_on_validation_samples_gives_the_settings_of_all_seeds(small, tmp_path):
     column, (entry,) = small.columns()[0], small.entries(["fedavg"])
     assert len(run(small, tmp_path, ["fedavg"])) == 4 + 3

@@ -62,6 +62,7 @@ def board(tmp_path):
     return write(tmp_path / "board.json", COLUMNS, METHODS_OF_BOARD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_is_its_own_nearest_column(name, board):
     spec = fs.Experiment(**SHARED, **COLUMNS[name])
@@ -72,6 +73,7 @@ def test_a_column_is_its_own_nearest_column(name, board):
     assert "label_skew" in advice.columns[1].clear
 
 
+@pytest.mark.slow
 def test_a_column_is_measured_by_its_settings_and_not_by_its_name(board):
     swapped = dict(zip(COLUMNS, reversed(COLUMNS.values()), strict=True))
     content = json.loads(board.read_text())
@@ -80,6 +82,7 @@ def test_a_column_is_measured_by_its_settings_and_not_by_its_name(board):
     assert recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), board).columns[0].name == "two-classes-bernoulli"
 
 
+@pytest.mark.slow
 def test_results_of_an_alike_column_decide_what_comes_first(board):
     advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), board)
     assert list(advice.methods)[:2] == ["fedprox", "fedau"]
@@ -104,6 +107,7 @@ def test_results_of_an_alike_column_decide_what_comes_first(board):
     assert "the first 2 methods are significantly more accurate than FedAvg" in " ".join(advice.limits)
 
 
+@pytest.mark.slow
 def test_a_column_that_is_not_alike_does_not_decide(board):
     column = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), board).columns[0]
     far = replace(column, own=replace(column.own, online=1.0))
@@ -115,6 +119,7 @@ def test_a_column_that_is_not_alike_does_not_decide(board):
     assert "fedprox" not in advice.methods
 
 
+@pytest.mark.slow
 def test_a_column_with_classes_is_not_alike_a_task_without_classes(board):
     spec = fs.Experiment(**SHARED, **COLUMNS["iid-always"], task="regression")
     advice = recommend(spec, board)
@@ -123,6 +128,7 @@ def test_a_column_with_classes_is_not_alike_a_task_without_classes(board):
     assert "label_skew" in advice.columns[0].clear
 
 
+@pytest.mark.slow
 def test_one_column_with_two_seeds(tmp_path):
     methods = {"fedavg": cell(0, seeds=2), "rebafl": cell(0.1, seeds=2)}
     file = write(tmp_path / "board.json", ["two-classes-bernoulli"], methods)
@@ -141,11 +147,13 @@ def test_without_results(tmp_path):
     assert "The order of the methods is not a ranking." in advice.limits
 
 
+@pytest.mark.slow
 def test_no_property_gives_a_reason(tmp_path):
     advice = recommend(fs.Experiment(**SHARED, **COLUMNS["iid-always"]), tmp_path / "none.json")
     assert (advice.methods, advice.compared) == ({}, ["fedavg"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_the_data_of_the_board_are_missing(tmp_path):
     file = write(tmp_path / "board.json", ["iid-always"], METHODS_OF_BOARD, {"data": {"name": "fashion_mnist"}})
@@ -156,7 +164,7 @@ def test_the_data_of_the_board_are_missing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("task", [pytest.param("classification", marks=pytest.mark.long), "regression"])
 def test_the_refused_methods_are_those_that_a_run_refuses(task):
     spec = fs.Experiment(**SHARED, task=task, partition={"name": "iid", "clients": 20})
     problems, errors = refused(prepare(spec)), {}
@@ -171,6 +179,7 @@ def test_the_refused_methods_are_those_that_a_run_refuses(task):
     assert "fedtan" in errors  # because the model has no BatchNorm layers
 
 
+@pytest.mark.slow
 def test_refused_methods_are_not_advised(board):
     column = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), board).columns[0]
     advice = advise(column.own, [column], {"fedprox": "no", "rebafl": "no"})
@@ -202,6 +211,7 @@ RESULTS = {
 """For methods that a rule recommends because of our own results: the partition and availability of these results."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", RESULTS, ids=", ".join)
 def test_a_rule_holds_in_the_setting_of_its_result(methods):
     measured = measure(prepare(fs.Experiment(**RESULTS[methods])))

@@ -26,6 +26,7 @@ def shown(capsys, *options):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_text_and_json_have_the_same_facts(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     text, facts = " ".join(shown(capsys).split()), json.loads(shown(capsys, "--json"))
@@ -40,6 +41,7 @@ def test_text_and_json_have_the_same_facts(capsys, monkeypatch):
     assert "fedtan" in facts["refused"]
 
 
+@pytest.mark.slow
 def test_the_command_to_know_more_is_one_that_runs(capsys):
     words = shlex.split(json.loads(shown(capsys, "--json", "--set", "method=fedprox"))["command"])
     options = parser().parse_args(words[1:])
@@ -49,6 +51,7 @@ def test_the_command_to_know_more_is_one_that_runs(capsys):
     assert all(spec.availability.name == "label-correlated" for spec in specs.values())
 
 
+@pytest.mark.slow
 def test_columns_of_the_board(capsys, monkeypatch):
     base = [0.70, 0.72, 0.68]
     cells = {"fedavg": 0.0, "fedau": 0.1, "fedprox": -0.1}
@@ -76,6 +79,7 @@ def test_columns_of_the_board(capsys, monkeypatch):
     assert list(facts["behind"]) == ["fedprox"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_lines_fit_the_terminal(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -85,6 +85,7 @@ def test_without_dropouts_classes_are_absent_only_because_of_sampling(invited):
     assert measured.invited == invited / 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     ["fedavg", {"name": "fedavg", "client_sampler": "weighted"}, "fedgs"],

@@ -39,6 +39,7 @@ def comparing() -> Pair:
     return pair(COMPARING)
 
 
+@pytest.mark.slow
 def test_sums_of_counts_to_ten_million_are_exact_with_a_wide_margin(counting: Pair) -> None:
     opener, sealer = counting
     generator = np.random.default_rng(0)
@@ -77,6 +78,7 @@ def test_a_context_with_a_secret_key_or_other_parameters_is_refused_on_arrival()
         Opener(public, COUNTING)
 
 
+@pytest.mark.slow
 def test_ciphertexts_that_are_none_are_refused(counting: Pair, comparing: Pair) -> None:
     _, sealer = counting
     good = sealer.seal([1.0, 2.0])

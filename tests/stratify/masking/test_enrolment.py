@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import others_long
 
 pytest.importorskip("tenseal")
 
@@ -111,6 +112,7 @@ def test_all_modes_number_the_labels_alike(site: Sites) -> None:
         assert [held.tolist() for held in one[0].held.values()] == [held.tolist() for held in other[0].held.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", ["prf", "ckks"])
 def test_names_do_not_say_who_brought_a_label(masking: str, site: Sites) -> None:
     """Numbers in the order of discovery would: what a client is told is a random permutation of them."""
@@ -257,6 +259,7 @@ def test_a_share_of_less_than_a_sample_is_refused(site: Sites) -> None:
     assert roll.holders().counts.min() >= 1
 
 
+@pytest.mark.slow
 def test_a_client_that_gives_no_share_leaves_the_rest_to_itself(site: Sites) -> None:
     federation = site(HOLDINGS)
     federation.engine.cut[4] = ShareReport
@@ -296,7 +299,7 @@ VANISHING = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("masking", "kind", "who"), VANISHING)
+@pytest.mark.parametrize(("masking", "kind", "who"), others_long(VANISHING, [*VANISHING[::2], *VANISHING[-3::2]]))
 def test_clients_that_vanish_are_left_out_and_the_counts_are_those_of_the_others(
     masking: str, kind: type, who: tuple[int, ...], site: Sites
 ) -> None:
@@ -412,6 +415,7 @@ def test_places_that_cannot_be_true_leave_their_client_out(site: Sites) -> None:
     assert claimed.discover([1, 2])[0].keys() == {2}
 
 
+@pytest.mark.slow
 def test_a_client_that_claims_matches_where_there_is_nothing_is_left_out(site: Sites) -> None:
     claims = {2: lambda places: places * 0 + 3, 3: lambda places: places * 0 + 10**9, 4: lambda places: places[:0]}
     federation = site(HOLDINGS, names=["ant", "cat", "dog", "emu", "fox", "gnu", "yak"])

@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_only_its_owner_may_read(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,6 +41,7 @@ def test_the_command_writes_a_file_that_only_its_owner_may_read(
     assert [path.name for path in folder.iterdir()] == [FILE]
 
 
+@pytest.mark.slow
 def test_keys_are_read_as_they_were_written(folder: Path, tmp_path: Path) -> None:
     keys = Keys.make()
     keys.write(tmp_path / "new" / "folder")
@@ -105,6 +107,7 @@ def test_sites_use_the_operators_keys(folder: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(roll.totals.tolist()) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_client_with_other_keys_is_left_out(folder: Path, site: Callable[..., Any]) -> None:
     """Its site got the wrong file: everybody else enrols."""
     import dataclasses
@@ -140,6 +143,7 @@ def test_with_a_key_file_nobody_can_guess_the_order_of_the_placeholders(folder: 
     assert KeyRing().order_seed(3) == 3  # a simulation is repeatable
 
 
+@pytest.mark.slow
 def test_the_order_in_which_labels_are_presented_is_no_sorted_one(folder: Path, site: Callable[..., Any]) -> None:
     orders = []
     for ring in (KeyRing(), KeyRing(folder)):
