@@ -61,7 +61,7 @@ test: $(DEV)  ## All checks, and all tests but those that take minutes each.
 	$(MAKE) --jobs $(CORES) check
 	$(PYTEST) -n $$(($(CORES) + 1))
 
-test-fast: $(DEV)  ## Tests that start no processes and take a third of a second at most: for the time between two changes.
+test-fast: $(DEV)  ## Tests that start no processes and take a tenth of a second at most: for the time between two changes.
 	$(PYTEST) -n $(CORES) -m 'not slow and not long'
 
 test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.

@@ -14,7 +14,6 @@ from typing import Any
 
 import matrix
 import numpy as np
-import pictures
 import pytest
 import torch
 from _pytest.doctest import DoctestModule
@@ -26,6 +25,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import ClientContext, StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.partitions.base import Assignment
+from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.sources import Data
 from fedstrata.data.tasks.base import Task
 from fedstrata.engines import make_engine, worker_pool
@@ -39,7 +39,7 @@ from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.runs import simulation
+from fedstrata.runs import run_folder, simulation
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import HANDLERS, Simulation
 
@@ -73,14 +73,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 FEATURES, CLASSES = 5, 3
+GREY = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+    "0000000a49444154789c636800000082008177cd72b60000000049454e44ae426082"
+)
+"""A PNG file with one pixel."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _spare_time() -> Iterator[None]:
-    """Save time in all tests: read the digits once, use no worker processes, draw no pictures, and await no disk.
-
-    Commands write grey pictures instead of charts, because drawing the charts takes longer than a short run.
-    """
+    """Save time in all tests: read the digits once, use no worker processes, and do not draw pictures of partitions."""
     load, read = Data.load, dict[tuple[str, int], Dataset]()
 
     def load_once(data: Data, seed: int = 0, task: Task | None = None) -> Dataset:
@@ -95,8 +97,7 @@ def _spare_time() -> Iterator[None]:
         patch.setattr(Data, "load", load_once)
         # Several tests run at the same time already, and workers save time only in long rounds.
         patch.setattr(worker_pool, "cores", lambda: 1)
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        pictures.replace(patch, pictures.GREY_ONES)
+        patch.setattr(run_folder, "draw_partition", lambda assignment, data, path: path.write_bytes(GREY))
         yield
 
 
@@ -140,8 +141,8 @@ def on_ray(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., fs.Histo
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test draw the real pictures in the folders of runs and comparisons."""
-    pictures.replace(monkeypatch, pictures.REAL_ONES)
+    """Let a test draw the real picture of a partition in run folders."""
+    monkeypatch.setattr(run_folder, "draw_partition", draw_partition)
 
 
 @pytest.hookimpl(tryfirst=True)

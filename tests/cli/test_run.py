@@ -15,7 +15,6 @@ clients = 10
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("drawn")
 def test_run_writes_prints_and_draws(capsys, tmp_path):
     Path("s.toml").write_text(BASE)
     assert main(["run", "s.toml", "--out", "runs/one", "--set", "method=scaffold", "--set", "seed=3"]) == 0

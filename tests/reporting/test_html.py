@@ -74,8 +74,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("drawn")
-def test_compare_folder_gets_table_pictures_and_page(compare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_folder_gets_table_pictures_and_page(compare: Path) -> None:
     rows = write_comparison(compare)
     assert [row.label for row in rows] == ["fedavg", "fedstas"]
     assert json.loads((compare / "table.json").read_text())[1]["final_accuracy"]["n"] == 3
@@ -89,7 +88,6 @@ def test_compare_folder_gets_table_pictures_and_page(compare: Path, monkeypatch:
     assert " p " not in page.text.replace("– p ", ""), "p-values are left to the command table"
     assert [method["name"] for method in page.data[0]["methods"]] == ["fedstas", "fedavg"], "the best one first"
     assert len(page.ids) == len(set(page.ids))
-    monkeypatch.setattr("fedstrata.reporting.plots.plot_comparison", lambda curves, folder: [])
     write_comparison(compare)
     assert (compare / "report.html").read_text() == text, "the same runs give the same page"
 
