@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,10 @@ from fedstrata.papers.board.judging import judged, overall, within
 from fedstrata.papers.board.picture import critical_difference_picture, draw
 from fedstrata.papers.board.protocol import read
 from fedstrata.papers.board.ranks import Ranking
+from fedstrata.papers.comparing import signed
 from fedstrata.papers.running import keep
 
+ROOT = Path(__file__).resolve().parents[3]
 SEEDS = range(5)
 ACCURACY = {
     "fedavg": [50.0, 52.0, 51.0, 49.0, 53.0],
@@ -196,3 +199,22 @@ def test_the_page_says_which_differences_of_ranks_are_significant(protocol, out)
     # Nemenyi's critical difference of four methods is 2.569 · √(4 · 5 / 6n): 2.1 for five seeds, 3.3 for two columns.
     assert "two methods differ significantly only if their average ranks differ by 2.1 or more" in text
     assert "With 2 columns, the ranks of two methods cannot differ significantly" in text
+
+
+METHODS_ON_PAGES = {
+    "index.md": ["stratify", "ccvr", "rebafl", "fedau", "fedawe", "mifa", "fedvarp"],
+    "absent-clients.md": ["fedau", "fedawe", "mifa", "fedvarp"],
+}
+
+
+@pytest.mark.parametrize("page", METHODS_ON_PAGES)
+def test_the_pages_of_methods_quote_the_board(page):
+    text = (ROOT / "docs" / "methods" / page).read_text(encoding="utf-8")
+    columns = json.loads((ROOT / "src/fedstrata/papers/board/absent-v1.json").read_text(encoding="utf-8"))["columns"]
+    for column in ("dirichlet-label", "two-classes-label"):
+        methods = columns[column]["methods"]
+        for name in METHODS_ON_PAGES[page]:
+            if name in methods and len(methods[name]["accuracy"]) == 5:
+                pairs = zip(methods[name]["accuracy"], methods["fedavg"]["accuracy"], strict=True)
+                difference = signed(100 * sum(a - b for a, b in pairs) / 5)
+                assert difference in text, f"{column}, {name}: {difference}"
