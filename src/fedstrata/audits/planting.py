@@ -1,8 +1,8 @@
 """Create canaries (artificial samples), and let one client train on canaries in addition to its own samples.
 
 The loss of a canary is a multiple of one parameter, so the canary's gradient is zero for all other parameters. If a
-canary is not in the data, its whole gradient is zero. The client's number of samples does not reveal which canaries are
-in the data.
+canary is not in the data, all entries of its gradient are zero. The client's number of samples does not reveal which
+canaries are in the data.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Federation:
     ) -> Summed | None:
         """Send a request, and return only the sum of the replies. See ``ask`` for the arguments.
 
-        An engine may compute the sum in one pass, but the log counts the full size of each client's request and reply.
+        Even if an engine computes the sum in one pass, the log counts the full size of each client's request and reply.
 
         Returns:
             The sum over the clients that answered; None if no client answered.

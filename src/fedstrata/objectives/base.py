@@ -161,7 +161,7 @@ class Objective(Setting):
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
     """The names of the tasks that the objective supports; None for any task.
 
-    An objective for any task must compute its loss from ``context.task.mean_loss``.
+    An objective that supports all tasks must compute its loss from ``context.task.mean_loss``.
     """
 
     # The following hooks run on the server.

@@ -120,7 +120,8 @@ class Restricted(Calibrated):
     Local training then changes the head's parameters for these classes less.
 
     Args:
-        alpha: Factor α of the logits of classes that the client lacks. With 1, training is as in FedAvg.
+        alpha: Factor α by which the logits of classes that the client lacks are multiplied. With 1, training is as in
+            FedAvg.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)

@@ -48,7 +48,7 @@ DOWNLOADS = (
 )
 ABOUT_TABLES = f"""\
 The tables show 95 % intervals over seeds, and differences between runs with the same seed. The intervals are not
-corrected for multiple comparisons, and do not decide [verdicts]({CLAIMS}#how-we-judge).
+corrected for multiple comparisons, and [verdicts]({CLAIMS}#how-we-judge) do not depend on them.
 """
 
 

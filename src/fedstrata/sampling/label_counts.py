@@ -45,7 +45,7 @@ class LabelReport(Request):
     )
 
     def check(self, reply: LabelReply) -> None:
-        """Raise ``ReplyRefusedError`` if a label occurs twice, or if a number of samples is impossible."""
+        """Raise ``ReplyRefusedError`` if a label occurs twice, or if a label has an impossible number of samples."""
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):

@@ -205,7 +205,7 @@ def renew(authority: Path, path: Path, days: int, key: RSAPublicKey | None = Non
         key: The public key of the new certificate. Default: the public key of the old certificate.
 
     Returns:
-        The time at which the new certificate expires. The new certificate never expires after the root certificate.
+        The time at which the new certificate expires. The new certificate expires no later than the root certificate.
 
     Raises:
         DataError: The folder or the old certificate cannot be read.

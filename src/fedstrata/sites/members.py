@@ -42,7 +42,8 @@ def _read(kit: Path) -> _Lists:
     if not path.exists():
         raise SpecError(
             "SERVER",
-            f"is not the folder of a server, because {MEMBERS} is missing. Give its folder from 'fedstrata deploy'.",
+            f"is not the folder of a server, because {MEMBERS} is missing. Give the server's folder, which 'fedstrata "
+            "deploy' made.",
             str(kit),
         )
     try:

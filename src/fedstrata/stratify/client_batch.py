@@ -120,7 +120,7 @@ def opened(
         FedstrataError: The request refills more pools than there are classes. So many pools could exhaust the memory.
     """
     if len(request.refill) > client.context.config.strata:
-        raise FedstrataError("the request allows the reuse of samples of more labels than there are classes")
+        raise FedstrataError("the request names more labels than there are classes")
     result = dict(pools)
     known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
     labels: Ints | None = None

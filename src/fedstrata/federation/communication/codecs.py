@@ -193,7 +193,7 @@ class BFloat16(Codec):
     """Rounding to bfloat16, with half the bytes of float32 and a relative error of at most 2⁻⁸."""
 
     def forms(self, like: Params) -> Forms:
-        """Return the shape of each tensor, with the dtype bfloat16."""
+        """Return the shape of each tensor, and the dtype bfloat16."""
         return {name: {"": (tuple(t.shape), torch.bfloat16)} for name, t in like.items()}
 
     def encode(self, change: Params, generator: np.random.Generator) -> Payload:

@@ -168,7 +168,7 @@ def with_codec(forms: Forms, up: Codec) -> Forms:
 
 
 def update_of(form: ModelForm) -> tuple[str, Update]:
-    """Return the name and the description of the updates that ``form`` sums.
+    """Return the name and the description of the updates that are summed with ``form``.
 
     The updates must be the only numbers in ``form`` that depend on the clients' models.
 

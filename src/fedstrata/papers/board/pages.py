@@ -195,14 +195,14 @@ def _listed(names: Sequence[str], what: str) -> str:
 
 
 def _best(verdicts: Verdicts, measure: str) -> str:
-    at = MEASURES[measure]
+    cost = MEASURES[measure].removeprefix("at FedAvg's ")
     name = verdicts.best_at(measure)
     if name in (None, BASELINE):
-        return f"A{at[1:]}, FedAvg has the best validation accuracy."
+        return f"With at most FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"A{at[1:]}, `{name}` has the best validation accuracy. With new seeds, its difference from FedAvg is then "
-        f"{difference}."
+        f"With at most FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, its difference from "
+        f"FedAvg is then {difference}."
     )
 
 
