@@ -17,7 +17,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup --no
 # torch first: its wheel may be a local CPU build that pip must not be tempted to replace.
 $(TORCH): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
 	touch $@
 
 # What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.

@@ -244,6 +244,7 @@ def test_fedawe_counts_every_round_once_for_each_client():
         assert (factors[there] == t).all()
 
 
+@pytest.mark.slow
 def test_fedawe_averages_models_without_losing_any_of_them():
     """The sum of the clients' models grows by the sum of (t − τ) Δ; without updates, all models become equal."""
     generator, server, total = np.random.default_rng(1), Gossip(5), 0.0

@@ -31,6 +31,7 @@ def test_a_table_is_as_wide_as_the_terminal(capsys, monkeypatch):
         assert max(map(len, rows)) <= 70, command
 
 
+@pytest.mark.slow
 def test_settings_of_a_section_say_once_what_its_kinds_have_in_common(capsys):
     assert main(["settings", "availability"]) == 0
     shown = capsys.readouterr().out

@@ -27,6 +27,7 @@ def helps(width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return list(inside(parser()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_help_fits_the_terminal_without_splitting_a_word_or_a_command(width, monkeypatch):
     for shown, whole in zip(helps(width, monkeypatch), helps(1000, monkeypatch), strict=True):

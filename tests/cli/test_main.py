@@ -324,6 +324,7 @@ def test_a_full_memory_is_one_line(tmp_path):
     assert done.stderr.startswith("fedstrata: the memory is full. Use a smaller model")
 
 
+@pytest.mark.slow
 def test_a_nul_character_is_an_error_in_one_line(capsys):
     Path("s.toml").write_text(BASE + '[compare."a\\u0000b".method]\nname = "fedavg"\n')
     for command in ("run", "compare", "partition"):

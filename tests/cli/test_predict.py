@@ -78,12 +78,14 @@ def test_columns_are_kept_beside_the_predictions(run: fs.Predictor, capsys: pyte
     assert "--keep = 'nota': new.csv has no such column" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_path_of_a_file_is_read_in_python_too(run: fs.Predictor) -> None:
     expected = run.predict_proba(read_csv(Path("new.csv"), ";"))
     assert (run.predict_proba("new.csv") == expected).all()
     assert (run.predict_proba(Path("new.csv")) == expected).all()
 
 
+@pytest.mark.slow
 def test_a_folder_of_several_runs_names_them(run: fs.Predictor, capsys: pytest.CaptureFixture[str]) -> None:
     Path("all/fedavg").mkdir(parents=True)
     Path("run").rename("all/fedavg/seed-0")
@@ -91,6 +93,7 @@ def test_a_folder_of_several_runs_names_them(run: fs.Predictor, capsys: pytest.C
     assert "Use one of its runs: fedavg/seed-0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -44,6 +44,7 @@ def test_a_table_of_what_is_over_beside_the_first_label(compared, capsys):
     assert "Intervals need at least three seeds" in " ".join(shown.split())
 
 
+@pytest.mark.slow
 def test_formats_and_choices(compared, capsys):
     choice = [
         "table",

@@ -43,6 +43,7 @@ def test_a_run_without_out_gets_a_folder_of_its_own(capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_failing_clients_are_told_in_one_line(capsys, tmp_path, monkeypatch):
     lines = (
         "import fedstrata as fs",

@@ -133,6 +133,7 @@ def test_nothing_is_written_over(capsys):
     assert "LongestAway" in Path("sampler.py").read_text()
 
 
+@pytest.mark.slow
 def test_an_explanation_wraps_between_words(capsys, monkeypatch):
     assert main(["explain", "alpha"]) == 0
     words = set(capsys.readouterr().out.split())
@@ -257,6 +258,7 @@ def test_completion_in_a_shell():
     assert candidates("fedstrata com") == {"compare", "completion"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -43,14 +43,20 @@ if "papers" in installed():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a spec, a comparison and a sweep."""
+    """A folder with a spec."""
     made = tmp_path_factory.mktemp("widths")
     (made / "s.toml").write_text(SPEC)
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Path:
+    """The folder with the spec, a comparison and a sweep."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
+        patch.chdir(folder)
         assert main([*COMPARE, "--quiet"]) == 0
         assert main([*SWEEP, "--quiet"]) == 0
-    return made
+    return folder
 
 
 def capture(
@@ -81,8 +87,9 @@ def left_out(lines: list[str]) -> int:
 @pytest.mark.parametrize(
     "name", [name if name == "methods" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 )
-def test_names_stay_whole_and_columns_that_are_left_out_are_counted(name, folder, monkeypatch, capsys):
+def test_names_stay_whole_and_columns_that_are_left_out_are_counted(name, request, monkeypatch, capsys):
     arguments, names = NAMES[name]
+    folder = request.getfixturevalue("folder" if name == "methods" else "results")
     widest_lines = capture(arguments, 300, folder, monkeypatch, capsys)
     words, hidden = Counter(" ".join(headings(widest_lines)).split()), left_out(widest_lines)
     assert len(words) >= 2

@@ -114,6 +114,7 @@ def test_steps_by_hand(accumulate: int) -> None:
         torch.testing.assert_close(reply.weights.params[name], w.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounds_clients_and_steps_draw_other_numbers_and_the_samples_stay_as_they_are() -> None:
     augmentations.SEEN.clear()
     spec = spec_of("by hand", "augmentations:recorded", partition={"name": "iid", "clients": 3})

@@ -128,6 +128,7 @@ def test_a_clients_own_batchnorm_statistics_are_part_of_its_model():
         assert sum(bool(simulation.store.get(client)) for client in range(5)) == 4
 
 
+@pytest.mark.slow
 def test_a_reply_that_cannot_be_is_not_counted():
     with started() as simulation:
         simulation.step()

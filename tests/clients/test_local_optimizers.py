@@ -266,6 +266,7 @@ def test_fine_tuning_begins_without_a_state_and_leaves_the_kept_one(start):
     assert all(torch.equal(w, models[1][name]) for name, w in models[0].items())
 
 
+@pytest.mark.slow
 def test_only_the_trained_part_of_a_model_moves(start):
     """The weight decay of FedBABU's clients does not reach the head."""
     training = {"optimizer": "adamw", "optimizer_state": "keep", "weight_decay": 0.5}
@@ -355,6 +356,7 @@ def test_methods_whose_formulas_need_sgd_refuse_others(case):
     fs.prepare(spec_of(**sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fedtan", "stratify"])
 def test_methods_with_their_own_steps_refuse_accumulation_and_kept_states(case):
     sections, reason = NEEDS[case]
@@ -364,6 +366,7 @@ def test_methods_with_their_own_steps_refuse_accumulation_and_kept_states(case):
         fs.prepare(spec_of(**sections, training={"momentum": 0.9, "optimizer_state": "keep"}))
 
 
+@pytest.mark.slow
 def test_scaffold_divides_by_its_steps_of_accumulated_batches(tiny):
     """c_k⁺ = c_k − c + (w_t − w) / (K η), and in one step (w_t − w) / η is the mean gradient."""
     spec = spec_of(

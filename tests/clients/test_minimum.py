@@ -102,6 +102,7 @@ def test_everybody_too_small_is_no_error_of_the_program(start):
     assert all(torch.equal(w, before[name]) for name, w in started.state.weights.params.items())
 
 
+@pytest.mark.slow
 def test_prototypes_of_few_samples_are_left_out_and_the_others_are_the_same(start):
     sent = []
     for least in (1, 8):

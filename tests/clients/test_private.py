@@ -87,6 +87,7 @@ def test_one_sample_changes_the_sum_by_at_most_the_largest_norm(x, clip):
     assert float((whole - without).norm()) <= clip * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_each_sample_is_drawn_with_its_probability():
     client = Client(0, make_context(fs.prepare(spec())))
     draws = list(poisson_draws(client, Training(local_steps=4000, batch_size=5), 1, 20))
@@ -117,6 +118,7 @@ def test_epsilon_of_full_batches_is_that_of_gaussian_mechanisms():
     assert accountant.largest(np.array([0, 0])) == 0
 
 
+@pytest.mark.slow
 def test_epsilon_grows_with_rounds_and_batches_and_falls_with_noise():
     def largest(noise: float = 1.0, batch_size: int = 10, rounds: int = 5) -> float:
         training = Training(local_steps=10, batch_size=batch_size)

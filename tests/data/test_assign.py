@@ -63,6 +63,7 @@ def test_holders_are_balanced_and_distinct(each, seed):
     assert holders.max() - holders.min() <= 1
 
 
+@pytest.mark.slow
 def test_what_an_even_split_leaves_is_drawn_among_the_holders():
     """Of ten samples each of three holders gets three, and each gets the tenth in about a third of the draws."""
     zeros = np.zeros(10, dtype=np.int64)

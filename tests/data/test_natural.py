@@ -50,6 +50,7 @@ def test_nobody_looks_at_samples_of_clients_that_are_left_out():
     assert ServerData(data(), plain).indices().tolist() == [3, 8]
 
 
+@pytest.mark.slow
 def test_some_of_them_at_random():
     dataset = data([f"c{number:02}" for number in range(20)] * 2)
     chosen = [tuple(fs.Natural(clients=5).split(dataset, seed).names(dataset)) for seed in (0, 0, 1)]

@@ -121,6 +121,7 @@ def test_classes_mixes_which_classes_meet(labelled):
     assert (every_class == 100).all()
 
 
+@pytest.mark.slow
 def test_classes_of_a_fixed_size(labelled):
     """ReBaFL, section 5.1: every client 1,000 samples of two classes, equally many of each."""
     dataset = labelled(np.arange(60_000) % 10)

@@ -187,6 +187,7 @@ def test_settings_that_go_with_other_data(settings, message):
         Data(**settings).load()
 
 
+@pytest.mark.slow
 def test_a_schema_in_a_spec_is_read_back_and_decides_the_data(tmp_path):
     table = {"data": {"name": write(tmp_path / "a.csv"), "schema": SCHEMA}, "partition": "natural", "model": "tabular"}
     spec = fs.Experiment.from_table(table)

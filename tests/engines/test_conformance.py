@@ -169,6 +169,7 @@ def test_a_slow_client_counts(federation: Federation) -> None:
     assert walked(federation, [(0, Walk()), (1, Walk(culprits=(1,), how="slow"))]) == (2.0, {0: 3, 1: 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 1 << 21])
 def test_answers_of_any_size(federation: Federation, size: int) -> None:
     replies = federation.ask(range(CLIENTS), Probe(size=size))

@@ -93,6 +93,7 @@ def test_the_test_set_validation_and_clients_that_never_train(run):
     assert record["test_clients"]["accuracy"]["clients"] == 2
 
 
+@pytest.mark.slow
 def test_the_unheard_are_those_without_a_reply_in_the_last_evaluations(run):
     simulation, records, heard = run
     # Evaluated every round: with k = 2, after round t, those who were not heard of in the rounds since t − 2.

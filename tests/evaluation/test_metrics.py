@@ -56,6 +56,7 @@ def by_reference(label, found):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [label for label in LABELS if label != "ece"])
 @pytest.mark.parametrize("classes", [2, 3, 10])
 @pytest.mark.parametrize("coarse", [False, True])

@@ -47,6 +47,7 @@ def test_the_data_are_what_uci_says():
     assert {row["chol"] for row in rows if row["hospital"] == "Switzerland"} == {"0"}
 
 
+@pytest.mark.slow
 def test_the_spec_takes_every_row_and_zero_cholesterol_for_none(at_root):
     spec = fs.Experiment.from_toml(FOLDER / "hospitals.toml")
     prepared = fs.prepare(spec)

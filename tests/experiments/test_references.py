@@ -31,6 +31,7 @@ def spec(**changes):
     return fs.Experiment.from_table(table)
 
 
+@pytest.mark.slow
 def test_a_client_alone_is_that_client_without_the_others():
     """The run of a client equals plain SGD on its samples: FedAvg on these samples as the only client."""
     experiment = spec()
@@ -50,6 +51,7 @@ def test_a_client_alone_is_that_client_without_the_others():
     assert found[0]["samples"] == 2 * len(mine)
 
 
+@pytest.mark.slow
 def test_everything_in_one_place_has_the_same_work():
     whole = reference_runs("centralised", {"a": spec()})["everything"]
     history = fs.run(whole)

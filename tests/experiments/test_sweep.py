@@ -84,6 +84,7 @@ def test_the_primary_metric_picks_the_best_cell_in_its_direction(primary: str, b
     assert figures(found)["cells"][0][f"validation.{primary}"]["n"] == 1
 
 
+@pytest.mark.slow
 def test_each_method_has_its_own_best_settings() -> None:
     ends = {"fedavg": (0.6, 0.8, 0.7), "my_module:Mine": (0.5, 0.4, 0.9), "scaffold": (0.9, 0.9, 0.9)}
     of_methods = {name: fs.Experiment(method="fedavg") for name in ends}

@@ -180,6 +180,7 @@ def test_a_client_is_online_if_it_is_online_in_each_model(tmp_path):
     assert seen == [[False, False, False], [False, True, True], [False, False, False]]
 
 
+@pytest.mark.slow
 def test_probabilities_multiply_also_of_models_of_one_kind():
     model = combined({"name": "bernoulli", "p": 0.6}, {"name": "bernoulli", "p": 0.5}, {"name": "bernoulli", "p": 0.9})
     there = drawn(model, range(1, 201))

@@ -56,6 +56,7 @@ def test_short_spells_by_hand(monkeypatch):
     assert states == [[True], [False], [True], [False], [True], [False]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("online", "offline"), [(5.0, 20.0), (1.0, 1.0), (1.2, 1.0), (1.0, 30.0), (50.0, 3.0)])
 def test_spells_are_the_chain_step_by_step(online, offline):
     p = online / (online + offline)

@@ -199,6 +199,7 @@ def test_the_next_basis_has_length_one_and_stays_where_a_sum_is_zero() -> None:
     assert torch.equal(after["v"]["q"], before["v"]["q"])
 
 
+@pytest.mark.slow
 def test_however_large_a_change_is_the_next_one_is_encoded() -> None:
     """Without its length of 1, the basis of one exchange times the matrix of the next would be infinite."""
     codec, change = PowerSGD(rank=1), {"w": 1e20 * normal(20, 1) @ normal(1, 30)}

@@ -220,6 +220,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_one_clients_bad_model_is_left_out_and_the_others_aggregate_is_right(tiny, broken, way):
     sizes = [8, 16, 24]

@@ -64,6 +64,7 @@ def test_a_relay_takes_the_way_and_the_work_of_every_hop(tiny, network):
     assert federation.log.simulated_seconds == pytest.approx(3 * (way + 0.25 * 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 def test_a_part_of_a_sum_may_come_too_late(execution):
     spec = {
@@ -95,6 +96,7 @@ def test_codecs_buy_time():
     assert cheap[0]["simulated_seconds"] < 0.5 * dense[0]["simulated_seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 def test_a_sum_waits_for_its_last_part(execution):
     spec = {

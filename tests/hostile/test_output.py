@@ -68,6 +68,7 @@ class Spoilt(CrossEntropy):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("above", "code"), [(5, 0), (10, 1)])
 def test_an_error_of_a_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], above: int, code: int
@@ -90,6 +91,7 @@ def test_an_error_of_a_client(
         assert any(HOSTILE in event.get("reason", "") for event in events), "the file has the text itself"
 
 
+@pytest.mark.slow
 def test_names_and_reasons_of_sites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sites = {HOSTILE: ["gone", HOSTILE], "b": [HOSTILE, ""]}
     table = {"round": 1, "rounds": 2, "bytes_up": 0, "bytes_down": 0, "sites": sites, "over": HOSTILE, "at": 0.0}

@@ -183,6 +183,7 @@ def test_the_control_without_these_checks_obtains_it(name: str) -> None:
     assert world.refusals == []
 
 
+@pytest.mark.slow
 def test_without_the_check_of_statements_another_model_for_one_site_gives_garbage() -> None:
     """The masks depend on the question too, so they do not cancel."""
     world = World("abcd", Careless).join()
@@ -201,6 +202,7 @@ def test_without_the_check_of_statements_another_model_for_one_site_gives_garbag
     assert (exchange.total != 0).all()
 
 
+@pytest.mark.slow
 def test_two_questions_with_sets_that_differ_by_one_site_reveal_its_vector() -> None:
     """This attack remains possible and is documented: a site cannot see that its answers to two questions are equal."""
     world = World("abcd").join()
@@ -229,6 +231,7 @@ def test_a_question_that_continues_another_has_the_same_contributors(lost: str) 
     assert world.refusals == []
 
 
+@pytest.mark.slow
 def test_a_sum_that_has_lost_a_site_of_the_sum_before_fails() -> None:
     world = World("abcde").join()
     world.continues.add(1)

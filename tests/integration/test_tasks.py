@@ -133,6 +133,7 @@ def test_all_expected_refusals_are_of_methods_and_cases_that_exist() -> None:
     assert {case for _, case in REFUSED} <= set(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_an_objective_that_uses_the_loss_of_the_task_accepts_any_task(case: str) -> None:
     with fs.Simulation(prepared_of(case, {"name": "fedavg", "objective": "task_cases:Tamed"})) as simulation:

@@ -43,6 +43,7 @@ def test_a_round_on_digits(start):
     assert started.state.clients.points.shape == (24, 64)
 
 
+@pytest.mark.slow
 def test_the_server_sees_squeezed_gradients_and_pays_for_them_alone(start):
     started = start(spec(FEDSTAS, clients_per_round=4))
     metrics = started.step()

@@ -56,6 +56,7 @@ def steps(made: fs.Experiment, listener: Any = None) -> tuple[list[dict[str, Any
     return records, models
 
 
+@pytest.mark.slow
 def test_a_round_by_hand():
     """The same clients train as without privacy. One of six clients is offline. A share is σ² / (5 − 1)."""
     replies: dict[int, Any] = {}
@@ -80,6 +81,7 @@ def test_a_round_by_hand():
     assert "clipped" not in record
 
 
+@pytest.mark.slow
 def test_without_clipping_and_noise_the_run_is_fedavg_with_equal_weights():
     _, plain = steps(spec(privacy={"clients": None, "sums": "plain"}))
     _, noisy = steps(spec(privacy=dp(clip=50.0, noise=1e-9)))

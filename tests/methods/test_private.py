@@ -196,6 +196,7 @@ def counts(made: fs.Experiment, path: Path | None = None) -> tuple[fs.History, l
     return fs.run(made, out=path), invited
 
 
+@pytest.mark.slow
 def test_a_client_at_the_limit_is_not_invited_and_the_run_ends():
     history, invited = counts(spec(training={"rounds": 9}, privacy=dp(participations=2)))
     assert max(invited) == 2

@@ -322,6 +322,7 @@ def test_weight_diversity_by_hand():
     assert weight_diversity([]) == {"weight_diversity": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "rebafl", "fedtan"])
 def test_weight_diversity_is_that_of_the_models_that_came_back(method, start, trace):
     with torch_seeded(0, "model"):

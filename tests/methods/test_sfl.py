@@ -66,6 +66,7 @@ def test_whoever_is_away_is_passed_over(start, seven, trace):
     assert started.state.weights is before
 
 
+@pytest.mark.slow
 def test_on_one_class_a_client_it_forgets(seven):
     """What the table of the paper shows: the model knows the class that it saw last."""
     spec = fs.Experiment.from_table(

@@ -60,6 +60,7 @@ def count(spec: ModelSpec, shape: tuple[int, ...], classes: int) -> int:
     return sum(parameter.numel() for parameter in spec.build(shape, classes).parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape", "classes", "expected"),
     [

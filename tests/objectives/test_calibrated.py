@@ -128,6 +128,7 @@ def test_batches_are_means_of_their_samples(logits, begun):
     assert objective.loss(model, model.params(), batch, context).item() == pytest.approx(losses.mean().item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bsm-fedavg", "fedlc", {"name": "rebafl", "epsilon": 0, "mu": 0}])
 def test_clients_of_one_class_are_seen_to_learn_nothing(method, start):
     started = start(fs.Experiment.from_table({**ONE_CLASS, "method": method}))
@@ -137,6 +138,7 @@ def test_clients_of_one_class_are_seen_to_learn_nothing(method, start):
     assert all(torch.equal(w, before[name]) for name, w in started.state.weights.params.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bsm-fedavg", "fedlc", {"name": "rebafl", "epsilon": 0}])
 def test_clients_of_two_classes_learn(method):
     history = fs.run({**ONE_CLASS, "partition": {"name": "classes", "clients": 10, "per_client": 2}, "method": method})

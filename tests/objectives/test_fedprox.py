@@ -55,6 +55,7 @@ def test_three_steps_are_those_of_the_penalised_loss():
         torch.testing.assert_close(found[name].double(), expected.detach(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_without_strength_it_is_fedavg_and_with_much_it_stays_near():
     plain = trained("cross-entropy", linear(), steps=8)
     none = trained({"name": "fedprox", "mu": 0}, linear(), steps=8)

@@ -59,6 +59,7 @@ def test_estimates_have_the_mean_and_the_deviation_of_the_randomised_response():
     assert found.std() == pytest.approx(math.sqrt(variance), rel=0.02)
 
 
+@pytest.mark.slow
 def test_estimates_are_those_that_runs_make():
     sizes, bound, epsilon = [5, 60, 600], 100, 3.0
     alpha, generator = truth_probability(epsilon, bound), np.random.default_rng(1)
@@ -122,6 +123,7 @@ def test_prototypes_take_two_forward_passes():
     assert values["5"] == pytest.approx((5 * (epoch + augmented) + 200 * forward) / (5 * epoch))
 
 
+@pytest.mark.slow
 def test_the_largest_eigenvalue_of_the_hessian_is_that_of_the_whole_matrix():
     """The digits of scikit-learn, softmax regression at zero: the Hessian is (I/C − 11ᵀ/C²) ⊗ mean of x xᵀ."""
     prepared = fs.prepare(fs.Experiment.from_table({"data": "digits", "model": {"name": "mlp", "hidden": []}}))
@@ -132,6 +134,7 @@ def test_the_largest_eigenvalue_of_the_hessian_is_that_of_the_whole_matrix():
     assert largest_curvature(prepared, weights) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_strata_of_equal_gradients_leave_no_variance_but_a_bias():
     """Without noise, each stratum has one gradient, so that only Neyman's ties decide which strata are drawn.
 

@@ -92,6 +92,7 @@ def test_a_cell_goes_on_from_its_checkpoint(table, tmp_path):
     assert found["curve"] == whole["curve"]
 
 
+@pytest.mark.slow
 def test_a_cell_is_the_same_cell_on_every_device(table, tmp_path):
     cell = next(table.cells())
     result = run_one(table, cell, tmp_path, tmp_path / "runs", device="auto")

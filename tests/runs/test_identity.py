@@ -359,6 +359,7 @@ def test_short_lists_of_indices_stay_in_the_spec(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "partition.npz").exists()
 
 
+@pytest.mark.slow
 def test_how_a_run_is_measured_may_change_and_who_trains_on_what_may_not(folder: Path) -> None:
     other = {"metrics": ["accuracy", "macro-f1"], "targets": {"macro-f1": [0.1]}, "per_class": True, "unheard": 3}
     longer = spec(training={"rounds": 3}, evaluation={**other, "every": 1})

@@ -194,6 +194,7 @@ def test_two_files_are_enough(trained, tmp_path: Path) -> None:
     assert accuracy(fs.load(tmp_path), IMAGES["x_test"], IMAGES["y_test"]) == trained[1].final_accuracy
 
 
+@pytest.mark.slow
 def test_every_form_of_samples_gives_the_same(trained) -> None:
     predictor = fs.load(trained[0])
     x = IMAGES["x_test"][:50]

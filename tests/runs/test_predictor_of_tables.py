@@ -94,6 +94,7 @@ def test_new_rows_become_features_by_hand(trained: Path) -> None:
         assert torch.equal(predictor.inputs(row), expected[single : single + 1])
 
 
+@pytest.mark.slow
 def test_every_form_of_rows_gives_the_same(trained: Path) -> None:
     predictor = fs.load(trained)
     expected = predictor.predict_proba(ROWS)
@@ -227,6 +228,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD)
 def test_a_row_is_refused_as_the_run_refuses_it(trained: Path, case: str) -> None:
     change, message = BAD[case]

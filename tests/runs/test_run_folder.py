@@ -152,6 +152,7 @@ def test_a_run_killed_before_its_spec_was_written_holds_nothing_yet(prepared, wh
     assert files(tmp_path / "run") == files(whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_where_one_is_due(prepared, tmp_path):
     drive(tmp_path / "run", prepared, rounds=1)
     assert checkpoint.load(tmp_path / "run" / "checkpoint") is None

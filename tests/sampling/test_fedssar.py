@@ -68,6 +68,7 @@ def test_a_shift_of_all_models_changes_nothing():
     np.testing.assert_array_equal(found(points)[0], found(points + np.float32(1e4))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_ordering_is_scikit_learns(seed):
     """Also with many equal distances."""

@@ -26,6 +26,7 @@ def chances(size: int, bound: int, alpha: float) -> dict[int, float]:
     return {r: alpha * (r == clipped) + (1 - alpha) / (bound - 1) for r in range(1, bound)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "bound"), list(itertools.product([0.1, 1.0, 3.0, 8.0], [2, 3, 10, 100])))
 def test_the_largest_ratio_of_two_answers_is_e_to_the_epsilon(epsilon, bound):
     tables = [chances(n, bound, truth_probability(epsilon, bound)) for n in range(bound + 5)]
@@ -39,6 +40,7 @@ def test_the_chance_of_the_truth(epsilon, alpha):
     assert truth_probability(epsilon, 100) == pytest.approx(alpha, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 4, 7, 50])
 def test_answers_have_the_promised_frequencies(size):
     bound, alpha, times = 8, 0.35, 20_000

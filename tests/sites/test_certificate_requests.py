@@ -121,6 +121,7 @@ def test_a_wrong_request_is_refused(what: str, tmp_path: Path) -> None:
         requested_keys(tmp_path, ["a"])
 
 
+@pytest.mark.slow
 def test_every_site_must_send_a_request(tmp_path: Path) -> None:
     request_certificate("a", tmp_path)
     with pytest.raises(SpecError, match=r"--requests = .*: b\.csr cannot be read: No such file.*Ask site b"):

@@ -53,6 +53,7 @@ def test_nobody_is_root_and_nobody_sees_another_ones_files() -> None:
         assert len(files) == (name != "server")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd")
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     unit = shutil.copy(UNIT, tmp_path / "fedstrata@server.service")

@@ -95,6 +95,7 @@ def test_enrolment_asks_what_it_declares_and_all_of_it(name: str, tmp_path: Path
     assert [part for part in engine.unused() if not part.startswith("Reserve")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

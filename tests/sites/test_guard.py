@@ -137,6 +137,7 @@ def test_parameters_are_those_of_the_spec(site: Make, change: dict[str, Any], ru
     assert isinstance(*made.ask(fit(made)), FitReply)
 
 
+@pytest.mark.slow
 def test_rounds_do_not_come_back_and_questions_not_again(site: Make) -> None:
     made = site()
     assert isinstance(*made.ask(fit(made)), FitReply)
@@ -175,6 +176,7 @@ def _enrolled(site: Make) -> Site:
     return made
 
 
+@pytest.mark.slow
 def test_gradients_are_of_what_was_set_aside_and_once(site: Make) -> None:
     made = _enrolled(site)
     assert ruled(*made.ask(Gradient(1, 0, made.weights))) == "order"
@@ -306,6 +308,7 @@ def test_no_group_where_none_is_declared(site: Make) -> None:
 ENCODED = {"communication": {"up": {"name": "powersgd", "rank": 1}}}
 
 
+@pytest.mark.slow
 def test_the_question_inside_an_envelope_is_looked_at(site: Make) -> None:
     made = site(ENCODED)
     assert ruled(*made.ask(fit(made))) == "kind", "agreed is an encoded one"
@@ -699,6 +702,7 @@ def test_two_jobs_that_ask_at_once_are_not_both_told(
     assert sorted(isinstance(answer, Refused) for answer in answers) == [False, True]
 
 
+@pytest.mark.slow
 def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Path) -> None:
     """A row of the confusion matrix is one sample: which of two classes a model takes it for is the server's question.
 
@@ -731,6 +735,7 @@ def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Pat
     assert made.ledger.refused == []
 
 
+@pytest.mark.slow
 def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
     """Only for a job that the site approved: its most frequent category stands in for missing ones."""
     rows = "".join(f"{kind},{label}\n" for kind, label in zip("a" * 14 + "b" * 15 + "c", "nyn" * 10, strict=True))
@@ -745,6 +750,7 @@ def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
     assert 1 in survey(made).statistics.counts["kind"][:, 1].tolist()
 
 
+@pytest.mark.slow
 def test_one_answer_is_told_unless_the_policy_says_more(hospital: Callable[..., Site]) -> None:
     assert not isinstance(survey(hospital({"data": {**OWN["data"], "normalize": "none"}})), Refused), "tells nothing"
     assert not isinstance(survey(hospital()), Refused)

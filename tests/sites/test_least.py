@@ -132,6 +132,7 @@ def test_a_run_that_may_go_on_with_fewer_does(transport: Transport, tmp_path: Pa
     assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
 @pytest.mark.parametrize("method", ["scaffold", "sfl"])
 def test_who_refuses_to_answer_is_not_in(transport: Transport, tmp_path: Path, fewer: Any, method: str) -> None:

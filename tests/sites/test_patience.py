@@ -118,6 +118,7 @@ def test_a_relay_does_not_go_on_with_nobody(tmp_path: Path) -> None:
         run(spec({"name": "sfl"}, 8), tmp_path, hook)
 
 
+@pytest.mark.slow
 def test_a_relay_goes_on_with_those_that_are_there(tmp_path: Path) -> None:
     history = run(
         spec({"name": "sfl"}, 2), tmp_path, lambda site, body: "gone" if isinstance(body, Hop) and site == "b" else ""

@@ -104,6 +104,7 @@ def test_a_job_within_the_rules_begins(tmp_path: Path, policy: dict[str, Any], j
     assert isinstance(Site(tmp_path, job, policy=Policy(jobs="within-policy", **policy)).begin(), Begun)
 
 
+@pytest.mark.slow
 def test_an_approved_job_begins_and_another_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kit" / "local").mkdir(parents=True)
     (tmp_path / "kit" / FILE).write_text(Policy().to_toml())
@@ -123,6 +124,7 @@ def _fit(site: Site, round: int) -> Fit:
     return Fit(round, site.weights, {}, 1.0)
 
 
+@pytest.mark.slow
 def test_so_many_exchanges_and_no_more_also_after_a_restart(tmp_path: Path) -> None:
     site = Site(tmp_path, policy=Policy(jobs="within-policy", exchanges=2))
     site.begin()
@@ -155,6 +157,7 @@ def test_so_many_starts_and_no_more_whatever_the_run_is_called(tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_a_site_takes_the_larger_minimum_of_spec_and_policy(tmp_path: Path) -> None:
     for spec, own, larger in ((3, 7, 7), (7, 3, 7), (1, 5, 5)):
         site = Site(
@@ -177,6 +180,7 @@ def test_an_update_of_too_few_samples_stays_though_the_spec_says_nothing(tmp_pat
     assert site.ledger.refused == ["privacy.min_samples"]
 
 
+@pytest.mark.slow
 def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path) -> None:
     site = Site(tmp_path, {"method": "sfl"}, policy=Policy(jobs="within-policy"))
     site.begin()

@@ -146,6 +146,7 @@ def has_spent_the_round(folder: Path) -> bool:
     return site.ledger.refused == ["policy.budget"]
 
 
+@pytest.mark.slow
 def test_a_site_that_dies_in_its_first_step_has_spent_the_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

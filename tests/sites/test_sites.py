@@ -224,6 +224,7 @@ def _go_off() -> None:
     _Bomb.gone_off = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [pickle.dumps(_Bomb()), b"", b"\xff" * 40, _Bomb(), {"body": 1}])
 def test_a_site_refuses_a_pickle_and_other_garbage(sites: Callable[..., Sites], data: object) -> None:
     made = sites(_spec())
@@ -324,6 +325,7 @@ def test_news_comes_again_until_a_message_was_answered(sites: Callable[..., Site
     assert _same(made.run(), _without(tmp_path, spec, "0,1,9", "1,1,1", "1,3,9", "2,1,9"))
 
 
+@pytest.mark.slow
 def test_an_exchange_that_nobody_waits_for_any_more_is_refused(sites: Callable[..., Sites]) -> None:
     made = sites(_spec())
     made.engine.restore(0)
@@ -351,6 +353,7 @@ def test_a_site_answers_only_for_its_own_clients(sites: Callable[..., Sites], as
         read(made.site_servers["a"].call(SERVER, records.encode(Envelope([], ask))), Answers)
 
 
+@pytest.mark.slow
 def test_another_site_may_only_fetch_the_model_of_a_relay(sites: Callable[..., Sites]) -> None:
     made = sites(_spec())
     made.engine.restore(0)

@@ -118,6 +118,7 @@ def test_a_job_that_comes_again_is_followed(admin: Path, server: _Session, look:
     assert (source.table() or {})["run"] == "2", "of a job that is over the next one may begin"
 
 
+@pytest.mark.slow
 def test_what_a_run_ended_with_is_fetched_once_a_job(admin: Path, server: _Session, look: Look) -> None:
     source = look(admin, print)
     server.has("FINISHED:COMPLETED")
@@ -133,6 +134,7 @@ def test_what_a_run_ended_with_is_fetched_once_a_job(admin: Path, server: _Sessi
     assert source.table() == {"away": "ConnectionError: refused"}, "of the next run nothing is known"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_no_server_without_a_run(
     admin: Path, server: _Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

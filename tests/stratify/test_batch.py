@@ -83,6 +83,7 @@ def test_with_batchnorm_too(start, balanced, partition, execution):
     assert_same(started, sgd, 1e-4)
 
 
+@pytest.mark.slow
 def test_three_executions_of_batchnorm_have_the_same_gradients_in_float64(start, balanced, monkeypatch):
     import dataclasses
 
@@ -392,6 +393,7 @@ def test_a_client_that_sends_a_gradient_of_garbage_is_done_without(start, balanc
     assert all(bool(torch.isfinite(w).all()) for w in started.state.weights.params.values())
 
 
+@pytest.mark.slow
 def test_a_client_that_is_away_is_done_without(start, balanced, trace):
     spec = spec_of("iid", clients=4, availability=trace({0: [1], 1: [1], 3: [1]}))
     metrics = start(spec, balanced).step()

@@ -123,6 +123,7 @@ def test_label_aware_settings_need_a_stratum(table):
     assert "needs classes, but the task 'multilabel' has no classes. Set task.stratum to the name of a label." in words
 
 
+@pytest.mark.slow
 def test_one_client_equals_centralised_training():
     x, y, *test = generated()
     table = spec(

@@ -25,6 +25,7 @@ from fedstrata.federation.secure.server import run
 from fedstrata.federation.secure.site import Site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confirm", ["needed", "always"])
 @pytest.mark.parametrize("names", ["abc", "abcd", "abcdefg"])
 def test_the_server_gets_the_sum_and_all_sites_commit(names: str, confirm: str) -> None:
@@ -37,6 +38,7 @@ def test_the_server_gets_the_sum_and_all_sites_commit(names: str, confirm: str) 
     assert world.server.events == world.refusals == []
 
 
+@pytest.mark.slow
 def test_without_dropouts_confirm_always_takes_one_more_message() -> None:
     stages = {}
     for confirm in ("needed", "always"):
@@ -94,6 +96,7 @@ def test_a_refused_message_changes_nothing() -> None:
     assert plain(run(exchange, world.answer)) == world.sum_of("abc")
 
 
+@pytest.mark.slow
 def test_sites_reveal_shares_for_all_only_if_all_have_signed_and_the_policy_allows_it() -> None:
     for confirm, missing, check in [("always", "", "confirm"), ("needed", "b", "all")]:
         world = World("abcd", confirm=confirm).join()

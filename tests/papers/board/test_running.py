@@ -53,6 +53,7 @@ def test_the_best_trial_on_validation_samples_gives_the_settings_of_all_seeds(sm
     assert run(small, tmp_path, ["fedavg"]) == []
 
 
+@pytest.mark.slow
 def test_an_entry_that_cannot_run_is_stored_with_the_reason(small, tmp_path):
     (told,) = run(small, tmp_path, ["fedtan"])
     column, (entry,) = small.columns()[0], small.entries(["fedtan"])

@@ -138,6 +138,7 @@ def test_one_column_with_two_seeds(tmp_path):
     assert advice.limits[0] == "The board has 1 column on 1 data set (digits), with 2 seeds per method."
 
 
+@pytest.mark.slow
 def test_without_results(tmp_path):
     advice = recommend(fs.Experiment(**SHARED, **COLUMNS["two-classes-bernoulli"]), tmp_path / "none.json")
     assert (advice.columns, advice.ahead) == ([], 0)

@@ -88,6 +88,7 @@ def test_lines_fit_the_terminal(width, capsys, monkeypatch):
     assert max(map(len, lines)) <= width
 
 
+@pytest.mark.slow
 def test_without_a_reason_the_command_compares_with_references(capsys):
     assert main(["recommend", "--set", "partition=iid", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -97,6 +98,7 @@ def test_without_a_reason_the_command_compares_with_references(capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -127,6 +127,7 @@ def test_clients_are_invited_at_random_if_the_method_needs_replies(method):
     assert sampler_of(prepare(fs.Experiment(**{**SPEC, "partition": partition, "method": method}))) == Uniform()
 
 
+@pytest.mark.slow
 def test_a_task_without_classes_has_no_properties_of_classes():
     partition = {"name": "iid", "clients": 12}
     spec = {**SPEC, "partition": partition, "availability": {"name": "bernoulli"}, "task": "regression"}

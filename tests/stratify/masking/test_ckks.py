@@ -127,6 +127,7 @@ def test_a_comparison_shows_zero_or_uniform_noise(comparing: Pair) -> None:
     assert (decrypted(comparing, grid, 0, 1) % grid.prime == 0).all()
 
 
+@pytest.mark.slow
 def test_the_printed_comparison_shows_the_difference(comparing: Pair) -> None:
     opener, _ = comparing
     shown = opener.open_whole(opener.seal([97.0]) - opener.seal([12.0]), tolerance=0.1)

@@ -138,6 +138,7 @@ AWKWARD: dict[str, list[dict[Any, int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", ["prf", "ckks"])
 @pytest.mark.parametrize("holdings", AWKWARD.values(), ids=AWKWARD.keys())
 def test_labels_and_holdings_of_all_kinds(masking: str, holdings: list[dict[Any, int]], site: Sites) -> None:
@@ -458,6 +459,7 @@ def test_a_bug_in_everybody_is_raised_with_its_reason(site: Sites, monkeypatch: 
     assert any("ZeroDivisionError" in reason for reason in federation.reasons("failed"))
 
 
+@pytest.mark.slow
 def test_a_secret_key_that_arrives_at_the_server_is_refused(site: Sites) -> None:
     federation = site(HOLDINGS)
     parts = federation.engine.engine.context.keys.make()._parts
