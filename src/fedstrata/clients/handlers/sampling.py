@@ -1,4 +1,4 @@
-"""Answer the client samplers' requests for information about clients, such as numbers of samples and losses."""
+"""Answer the client samplers' requests for information about clients, such as losses and numbers of samples."""
 
 from __future__ import annotations
 
