@@ -347,7 +347,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence that names the classes with a setting ``word`` in the registry of ``cls``.
+    """Return a sentence that lists which classes in the registry of ``cls`` have a setting ``word``.
 
     Return an empty string if none of the classes has this setting.
     """

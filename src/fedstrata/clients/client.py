@@ -156,8 +156,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of the batches
-        of these steps.
+        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of these steps'
+        batches.
 
         Args:
             samples: Number of samples that are available for training.

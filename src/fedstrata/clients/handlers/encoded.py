@@ -70,7 +70,7 @@ class Pending:
     """A reply that the client stores after PowerSGD's first request, and sends after PowerSGD's second request.
 
     Args:
-        exchange: The id that the first and the second request share.
+        exchange: The id of both requests.
         round: The round of both requests.
         state: The client's new state, which takes effect when the client answers the second request.
         reply: The reply without its update.

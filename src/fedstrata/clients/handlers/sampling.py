@@ -79,7 +79,7 @@ class _TrainsLike(CrossEntropy):
         return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """Return True if the other objective trains the parameter and clients send it to the server."""
+        """Return True if the other objective trains the parameter, and clients send it to the server."""
         return self._other.trains(name, model) and not self._other.stays(name, model)
 
 
