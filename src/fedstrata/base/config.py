@@ -145,7 +145,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _has_truth_value(value: object) -> bool:
-    """Return True if a value is true or false, or a list that contains true or false."""
+    """Return True for the values true and false, and for lists that contain them."""
     return any(map(_has_truth_value, value)) if isinstance(value, (list, tuple)) else isinstance(value, bool)
 
 

@@ -319,8 +319,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
         threads: The thread of each client, in the order of the members.
         group: The group.
         patience: The number of seconds without progress after which the group counts as stuck, as in an endless loop.
-            Progress is a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that
-            results do not depend on the clock.
+            Progress is a completed sum or the end of a thread. A stuck group makes the whole run fail; otherwise,
+            results would depend on the clock.
 
     Raises:
         FedstrataError: The group is stuck.

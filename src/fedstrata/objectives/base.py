@@ -159,7 +159,7 @@ class Objective(Setting):
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
-    """The names of the tasks that the objective supports; None for any task.
+    """The names of the tasks that the objective supports; None for all tasks.
 
     An objective that supports all tasks must compute its loss from ``context.task.mean_loss``.
     """
