@@ -145,7 +145,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _has_truth_value(value: object) -> bool:
-    """Return True if a value is true or false, or a list that contains true or false."""
+    """Return True for the values true and false, and for lists that contain them."""
     return any(map(_has_truth_value, value)) if isinstance(value, (list, tuple)) else isinstance(value, bool)
 
 
@@ -347,7 +347,7 @@ def _unknown(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Return a sentence that names the classes with a setting ``word`` in the registry of ``cls``.
+    """Return a sentence that lists which classes in the registry of ``cls`` have a setting ``word``.
 
     Return an empty string if none of the classes has this setting.
     """

@@ -228,7 +228,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 class _Values:
     """The tensors and numbers of a tree, which are stored outside the tree's JSON skeleton.
 
-    Numbers are not in the skeleton, because the length of their JSON text depends on their values.
+    Numbers are not in the skeleton, so that its length does not depend on their values.
     """
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)

@@ -1,7 +1,7 @@
 """Draw random numbers that depend only on the seed, the purpose, the round and the client.
 
-Each use of random numbers names its purpose, and gets its own counter-based generator. Random numbers therefore stay
-the same if you add a client, skip an evaluation or change the order of computations.
+Each use of random numbers has a named purpose and its own counter-based generator. Random numbers therefore stay the
+same if you add a client, skip an evaluation or change the order of computations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define clients, which answer the server's requests, the context that they share, and the store of their states."""
+"""Define clients (which answer the server's requests), their shared context, and the store of their states."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Client:
         number: The client's id, from 0 to N − 1.
         context: The data, the model and the settings that all clients of this process share.
         state: The values that the client stored during earlier requests. A handler may replace entries, but must not
-            change a value in place, because the old state remains valid if the reply is refused.
-        group: The connection with which clients that run at the same time add up tensors (``all_reduce_sum``); None if
+            change a value in place: if the reply is refused, the old state remains valid.
+        group: The connection for adding up tensors (``all_reduce_sum``) with clients that run at the same time; None if
             the client runs alone.
         model: The client's own copy of the model if it runs in a group. Default: the model of the context.
     """
@@ -156,8 +156,8 @@ class Client:
     def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update.
 
-        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of the batches
-        of these steps.
+        If ``training.local_steps`` is set, the number of contributing samples is at most the total size of these steps'
+        batches.
 
         Args:
             samples: Number of samples that are available for training.

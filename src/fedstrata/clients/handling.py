@@ -35,7 +35,7 @@ class RelayHandler(Protocol):
         """
 
     def keep(self, accepted: bool) -> None:
-        """Keep the model of the last hop if ``accepted`` is true; otherwise restore the model before this hop."""
+        """Keep the last hop's model if ``accepted`` is true; otherwise restore the model from before this hop."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Return the model after all accepted hops, and the reply or the failure of each of these hops, in order."""

@@ -20,7 +20,7 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""The minimum work, in seconds, for which it saves time to start worker processes, or to use workers that run.
+"""The minimum work, in seconds, for which it saves time to start worker processes, or to use running workers.
 
 To decide whether to start workers, the engine also counts work that this process has already done without workers. For
 0.05 seconds of work, two processes are 1.1 times as fast as one process. For more work, they are up to twice as fast.
@@ -38,8 +38,8 @@ GRACE = 5.0
 class LocalEngine(Engine):
     """An engine that creates a new client object for each request, and then keeps only the client's state.
 
-    If the requests require enough work, worker processes compute some of the replies. The process that computes a reply
-    does not affect the result, because clients are independent of each other and replies are sorted.
+    If the requests require enough work, worker processes compute some of the replies. The result does not depend on
+    which process computes a reply, because clients are independent of each other and replies are sorted.
 
     Args:
         context: The data, the assignment of samples, the model and the settings that all clients share.
@@ -256,7 +256,7 @@ class LocalEngine(Engine):
 
 
 class LocalRelaySession:
-    """A relay in this process that a single handler computes for all clients; see ``RelaySession``.
+    """A relay that a single handler computes in this process for all clients; see ``RelaySession``.
 
     Args:
         engine: The engine that runs the clients.
@@ -319,8 +319,8 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
         threads: The thread of each client, in the order of the members.
         group: The group.
         patience: The number of seconds without progress after which the group counts as stuck, as in an endless loop.
-            Progress is a completed sum or the end of a thread. If the group is stuck, the whole run fails, so that
-            results do not depend on the clock.
+            Progress is a completed sum or the end of a thread. A stuck group makes the whole run fail; otherwise,
+            results would depend on the clock.
 
     Raises:
         FedstrataError: The group is stuck.

@@ -52,7 +52,7 @@ MOST_AT_ONCE = 8
 """Maximum number of clients in a call, except in calls with less work than ``CALL_PAYS``."""
 
 DEATHS = 3
-"""The number of workers that die during a call before the call's clients count as failed."""
+"""The number of worker deaths during a call after which the call's clients count as failed."""
 
 CALL_PAYS = 0.005
 """The minimum amount of work per call, in seconds. The engine combines clients with less work in one call."""
@@ -72,7 +72,7 @@ class RayEngine(Engine):
             set, a new cluster on this machine.
         workers: Maximum number of workers. The engine never uses more workers than there are clients. Default:
             ``training.workers`` or, if this setting is not set, one worker per core of the cluster.
-        pool: Running workers to use instead of new workers. ``close`` does not stop these workers.
+        pool: Existing workers to use instead of new workers. ``close`` does not stop these workers.
 
     Raises:
         ExtraMissingError: Ray is not installed.
@@ -241,10 +241,10 @@ class WorkerHandle:
 
     Args:
         actor: Ray's handle to the worker.
-        hello: Ray's reference to the result of ``Worker.enter``; None if the worker is ready, because the result has
-            arrived.
+        hello: Ray's reference to the result of ``Worker.enter``; None if the result has arrived and the worker is
+            ready.
         name: The worker's process and machine, for error messages.
-        running: The unfinished calls by Ray's references to them, in the order in which the calls were sent.
+        running: The unfinished calls, keyed by Ray's references to them, in the order in which they were sent.
         weights: The current model of a relay, if this worker ran the relay's last client; otherwise None.
     """
 

@@ -1,4 +1,4 @@
-"""Exchange nested structures (trees) of tensors and other values between a process and its forks in shared memory.
+"""Exchange nested structures (trees) of tensors and other values in shared memory, between a process and its forks.
 
 The writer puts tensors and arrays into shared memory, where readers use them without copying them. All other values are
 pickled, as in ``multiprocessing``. Pickling is safe here, because both processes run the same program on the same
@@ -22,7 +22,7 @@ from torch import Tensor
 from fedstrata.base.records import Tree
 
 ALIGNMENT = 64
-"""Alignment of each tensor in bytes.
+"""Alignment of each tensor, in bytes.
 
 PyTorch's own allocator uses this alignment, too. Kernels therefore take the same code path, and compute bit-identical
 results.
@@ -144,8 +144,8 @@ class SharedMemory:
 class _Packer(pickle.Pickler):
     """A pickler that replaces each tensor or array by its position in a block of shared memory.
 
-    The attribute ``tensors`` lists the tensors with their offsets in the block, in bytes, and ``size`` is the size of
-    the block.
+    The attribute ``tensors`` contains the tensors with their offsets (in bytes) in the block, and ``size`` is the size
+    of the block.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:

@@ -123,7 +123,7 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """The names of the tensor groups in a client's message that may be added up over rounds.
+    """In a client's message, the names of the tensor groups that may be added up over rounds.
 
     Codecs with error feedback encode only these groups.
     """
@@ -139,7 +139,7 @@ class Objective(Setting):
 
     @property
     def sends(self) -> str:
-        """A description of the message from ``client_final``, which ``fedstrata asks`` prints; empty without a message.
+        """A description of the message from ``client_final``, for ``fedstrata asks``; empty without a message.
 
         A subclass that overrides ``client_final`` must also override ``sends``. If ``sends`` is not overridden, sites
         refuse to train with the objective.
@@ -159,7 +159,7 @@ class Objective(Setting):
     """
 
     tasks: ClassVar[frozenset[str] | None] = frozenset({"classification"})
-    """The names of the tasks that the objective supports; None for any task.
+    """The names of the tasks that the objective supports; None for all tasks.
 
     An objective that supports all tasks must compute its loss from ``context.task.mean_loss``.
     """
@@ -170,7 +170,7 @@ class Objective(Setting):
         """Raise ``SpecError`` if the objective is not compatible with the model or the training settings."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if messages disclose a client's number of samples. Private data samplers forbid such messages."""
+        """Return True if messages disclose a client's number of samples, which some data samplers keep private."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -231,7 +231,7 @@ class Objective(Setting):
 
     @cached_property
     def freezes(self) -> bool:
-        """Whether clients leave some parameters untrained, or do not send them to the server."""
+        """Whether some parameters are not trained, or not sent to the server."""
         return not is_plain(self, "trains", "stays")
 
     def first_stage(self) -> Stage | None:
@@ -265,7 +265,7 @@ class Objective(Setting):
         return received
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Add values to ``context.derived`` that stay constant during the client's training."""
+        """Add to ``context.derived`` values that stay constant during the client's training."""
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
@@ -277,14 +277,14 @@ class Objective(Setting):
         return None
 
     def displacement(self, params: Params, gradient: Callable[[], Params], context: Context) -> Params | None:
-        """Return the displacement δ; None for δ = 0. A step uses the gradient at w + δ instead of w.
+        """Return the displacement δ; None for δ = 0. A step uses the gradient at w + δ, not at w.
 
         The correction and the optimiser's own terms, such as weight decay, are computed at w. A subclass that
         calls ``gradient`` must override ``gradients_per_step``.
 
         Args:
             params: The trained parameters w.
-            gradient: A function that returns the gradient of the loss of the batch at w.
+            gradient: A function that returns the gradient of the batch's loss at w.
             context: The values that the loss needs.
         """
         return None

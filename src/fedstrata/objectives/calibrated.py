@@ -117,7 +117,7 @@ class Calibrated(PerSample):
 class Restricted(Calibrated):
     """Restricted softmax: logits of classes that the client lacks are multiplied by α.
 
-    Local training then changes the head's parameters for these classes less.
+    Local training then changes the head's parameters less for these classes.
 
     Args:
         alpha: Factor α by which the logits of classes that the client lacks are multiplied. With 1, training is as in

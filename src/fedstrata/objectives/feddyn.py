@@ -21,8 +21,8 @@ class Dynamic(CrossEntropy):
 
     The loss is F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², where F_k is the cross-entropy and w_t is the global model. After
     training, client k updates its state, λ_k ← λ_k − α (w_k − w_t), where w_k is its trained model. The server updates
-    its state, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. The set S contains the clients that replied, N is the
-    number of all clients, and w̄ is the aggregated model. If no client replies, the model does not change.
+    state and model: h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α. The set S contains the clients that replied, N
+    is the number of all clients, and w̄ is the aggregated model. If no client replies, the model does not change.
 
     Args:
         alpha: Strength α of the regulariser. The paper tries 0.1, 0.01 and 0.001.

@@ -52,7 +52,7 @@ class Vacant(Distilled):
       of the global model's logits, and q̂ of the client's logits.
 
     L_dis is 0 if a client lacks fewer than two classes. Without dropout layers and BatchNorm, a client with one class
-    learns nothing: the gradients of all three terms are zero at the global model. In the authors' code, the mean of
+    learns nothing: the gradients of all three terms are zero at the global model. In the authors' code, the mean in
     L_sup includes samples of class c, and vacant classes have the prior 10⁻⁹ in L_cal.
 
     Args:

@@ -49,7 +49,7 @@ class Rebalanced(CountsIdle):
     For augmented features, n_k(c) and n_k are replaced by counts of the new labels in the batch.
 
     Augmentation (Eq. 15) moves the features of each sample to a new class. The features h of sample j with class y
-    become h̃ = P[c_j] + λ (h − P[y]) with the label c_j. The prototype of class c is P[c], which the client computes
+    become h̃ = P[c_j] + λ (h − P[y]), with the label c_j. The prototype of class c is P[c], which the client computes
     with the received model. For a class that the client lacks, P[c] is the federation's prototype (Eq. 18). The labels
     c_1, c_2, … of a batch are the classes that have a prototype, in ascending order and repeated as needed. If a batch
     has fewer samples than the number of classes with a prototype, the last classes get no augmented features.
@@ -125,7 +125,7 @@ class Rebalanced(CountsIdle):
 
     @property
     def counts_idle(self) -> bool:
-        """Whether clients that learn nothing are counted. A client can learn nothing only if ε = 0."""
+        """Whether clients that learn nothing are counted. Such clients exist only if ε = 0."""
         return self.relaxed and self.epsilon == 0
 
     @override

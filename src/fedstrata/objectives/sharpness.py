@@ -95,7 +95,7 @@ class GloballySharpnessAware(Objective):
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Store w_t in the client's state.
 
-        If a subclass combines this class with another objective, also return its message and state.
+        In a subclass with another objective, also return that objective's message and state.
         """
         message, other = super().client_final(trained, context)
         return message, {"start": context.start, "other": other}

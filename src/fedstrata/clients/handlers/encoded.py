@@ -1,6 +1,6 @@
 """Answer requests in which codecs compress the model, the update in the reply, or both.
 
-The client computes the server's model from its latest received model and the changes since then. The client then
+The client computes the server's model from the last model it received and the changes since then. The client then
 answers the inner request, encodes the update in its reply, and stores the encoding error.
 """
 
@@ -70,7 +70,7 @@ class Pending:
     """A reply that the client stores after PowerSGD's first request, and sends after PowerSGD's second request.
 
     Args:
-        exchange: The id that the first and the second request share.
+        exchange: The id of both requests.
         round: The round of both requests.
         state: The client's new state, which takes effect when the client answers the second request.
         reply: The reply without its update.
@@ -170,7 +170,7 @@ def second_term(client: Client, request: Coefficients) -> SecondTerm:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """Return an update plus the stored encoding error, which is multiplied by a factor that depends on its age."""
+    """Return an update plus the stored encoding error times a factor that depends on the error's age."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change

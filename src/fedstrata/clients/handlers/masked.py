@@ -1,4 +1,4 @@
-"""Answer requests for secure sums with vectors of integers modulo 2³², with or without masks."""
+"""Answer secure-sum requests with vectors of integers modulo 2³², with or without masks."""
 
 from __future__ import annotations
 

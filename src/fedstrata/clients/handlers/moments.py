@@ -33,14 +33,14 @@ class MomentsReply(Reply):
     second: Tensor
 
     def require(self, classes: int, size: int) -> None:
-        """Raise an error if a tensor has the wrong shape, or if a number of samples is negative or not an integer.
+        """Raise an error if a tensor has the wrong shape, or if a sample count is negative or not an integer.
 
         Args:
             classes: The number of classes C.
             size: The length d of a feature vector.
 
         Raises:
-            ReplyRefusedError: A tensor has the wrong shape, or a number of samples is wrong.
+            ReplyRefusedError: A tensor has the wrong shape, or a sample count is wrong.
         """
         require_shape(self.samples, (classes,), torch.float32, "samples")
         require_shape(self.first, (classes, size), torch.float32, "first")

@@ -1,4 +1,4 @@
-"""Answer the client samplers' requests for information about clients, such as numbers of samples and losses."""
+"""Answer the client samplers' requests for information about clients, such as losses and numbers of samples."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _TrainsLike(CrossEntropy):
         return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """Return True if the other objective trains the parameter and clients send it to the server."""
+        """Return True if the other objective trains the parameter, and clients send it to the server."""
         return self._other.trains(name, model) and not self._other.stays(name, model)
 
 

@@ -33,8 +33,8 @@ OBJECTIVE = "objective"
 """The key under which a client's state stores the state of the objective."""
 
 GATHER_LIMIT = 128 << 20
-"""Maximum size of a client's inputs, in bytes of floats. Smaller inputs are converted to floats once per round, and
-larger inputs batch by batch.
+"""Maximum size, in bytes of floats, of a client's inputs that are converted to floats once per round. Larger inputs are
+converted batch by batch.
 """
 
 
@@ -94,7 +94,7 @@ class LocalData:
         equal size.
 
         Args:
-            training: The settings of local training, such as the samples per step, and epochs or steps.
+            training: The settings of local training, such as the batch size and the number of epochs.
             generator: The random generator that shuffles the samples.
             pairs: Whether a step needs at least two samples, for example because of BatchNorm. A single sample at the
                 end of an epoch is then added to the previous batch. A client with a single sample takes no step.
@@ -366,7 +366,7 @@ def _descend(
 def accumulated(
     loss_and_gradient: Callable[[Batch], tuple[Tensor, Tensors]], batch: Batch, size: int, pairs: bool, task: Task
 ) -> tuple[Tensor, Tensors]:
-    """Return the mean loss over a batch and its gradient, both computed for one mini-batch after another.
+    """Return the mean loss over a batch and its gradient, both computed mini-batch by mini-batch.
 
     Args:
         loss_and_gradient: A function that returns the mean loss over a mini-batch, and the gradient of this loss.

@@ -136,7 +136,7 @@ def apart(client: Client, purpose: str, epochs: int | None) -> Client:
 
 @cache
 def _apart(purpose: str, epochs: int | None) -> Callable[[ClientContext], ClientContext]:
-    """Return a function that replaces the seed and the number of epochs of a context."""
+    """Return a function that replaces a context's seed and number of epochs."""
 
     def make(context: ClientContext) -> ClientContext:
         config = context.config

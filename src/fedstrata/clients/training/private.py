@@ -44,7 +44,7 @@ def poisson_draws(client: Client, training: Training, round: int, samples: int) 
 
 
 Noise = Callable[[torch.Size], Tensor]
-"""A function that draws a tensor of standard normal numbers of the given shape, on the CPU."""
+"""A function that draws a tensor of the given shape with standard normal numbers, on the CPU."""
 
 
 def noise_of(client: Client, round: int) -> Noise:

@@ -96,8 +96,8 @@ class ManualSGD:
         """Return the mean loss and, for each layer, two factors whose product is the gradient for the layer's weight.
 
         Returns:
-            The loss, and a pair for each layer: the gradient δ with respect to the layer's output, shape (B, out), and
-            the layer's input, shape (B, in).
+            The loss, and a pair for each layer: the output's gradient δ, shape (B, out), and the layer's input, shape
+            (B, in).
         """
         x, y = batch.x, batch.y
         assert isinstance(x, Tensor)  # only models of one input tensor have a chain

@@ -77,7 +77,7 @@ class TorchSteps:
         training: The settings, which contain the optimiser, its momentum and weight decay, and ``clip``.
         lr: The learning rate η.
         params: The parameters, which the steps change in place.
-        kept: A state that ``state`` returned earlier, which is copied; None to start without a state.
+        kept: An earlier result of ``state``, which is copied; None to start without a state.
     """
 
     def __init__(self, training: Training, lr: float, params: Tensors, kept: Tree = None) -> None:

@@ -150,7 +150,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes of a graph whose values an operation changes in place."""
+    """Return the nodes whose values an operation of the graph changes in place."""
     changed = set()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -196,7 +196,7 @@ def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
         params: The parameters, which are the first inputs.
 
     Returns:
-        The tensors for the first inputs of the graph, up to x: the parameters, followed by the views.
+        The tensors for the graph's inputs before x: the parameters, followed by the views.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(inputs, params, strict=False))
@@ -279,7 +279,7 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """Return the nodes of a product's factors, and of the tensors whose memory they share.
+    """Return a product's factors, and the tensors whose memory the factors share, as nodes.
 
     For example, the transpose of a matrix shares the matrix's memory.
     """
