@@ -1,4 +1,4 @@
-"""Audit runs: use attacks to measure how much clients' messages reveal about the clients' data.
+"""Measure with attacks how much the messages of a run reveal about the clients' data.
 
-For comparison, audits also attack without the messages, for example by random guesses.
+For comparison, audits also run attacks without the messages, such as random guesses.
 """

@@ -26,7 +26,7 @@ TUNING = 16
 Decoders do not train on them.
 """
 PRIORS = (0.003, 0.01, 0.03)
-"""The weights that feature matching tries for the total variation in the loss."""
+"""The values that feature matching tries for the weight α of the total variation."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Audit differential privacy: compute a lower bound on ε with canaries in one run (Steinke, Nasr & Jagielski 2023).
 
-Canaries are artificial samples. Each canary is in the data of a client with probability 1/2; see
+Canaries are artificial samples. With probability 1/2, a canary is in a client's data; see
 ``fedstrata.audits.planting``. Training uses the run's own code for sampling, clipping, noise and updates. The attacker
 sees what the server sees: the client's updates or, with ``privacy.sums = "secure"``, the sums of all updates. From each
-update, the attacker subtracts the part that test samples predict. Each canary belongs to one parameter. If the canary
-was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of their parameters.
-The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest increases.
+update, the attacker subtracts the part predictable from test samples. Each canary belongs to one parameter. If the
+canary was in the data, training decreases this parameter. The attacker sorts the canaries by the changes of their
+parameters. The attacker guesses "in the data" for the largest decreases, and "not in the data" for the largest
+increases.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def audit_canaries(
     prepared: Prepared | None = None,
     watch: Watch | None = None,
 ) -> CanaryAudit:
-    """Train again from the first round with canaries (artificial samples), and compute a lower bound on ε.
+    """Add canaries (artificial samples), train again from the first round, and compute a lower bound on ε.
 
     Args:
         run: The run folder.
@@ -166,7 +167,7 @@ def attack(
 def train(
     prepared: Prepared, method: Recipe, canaries: Canaries, client: ClientId, divide_noise: float, watch: Watch
 ) -> tuple[NDArray[np.float64], CanaryTap]:
-    """Train from the first round with canaries.
+    """Add canaries, and train from round 1.
 
     Args:
         prepared: The experiment.
@@ -177,8 +178,7 @@ def train(
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
 
     Returns:
-        The sum of the visible updates of each canary's parameter, shape (canaries,), and the engine that ran the
-        clients.
+        The sums of visible updates, one per canary's parameter, shape (canaries,), and the engine that ran the clients.
     """
     scores, rounds = np.zeros(len(canaries.places)), prepared.spec.training.rounds
     secure = prepared.spec.privacy.sums == "secure"
@@ -217,7 +217,7 @@ def unexpected(prepared: Prepared, round: UpdateRound, update: Params) -> Params
 
 
 def require_canaries(prepared: Prepared) -> Recipe:
-    """Return the method of a run that can be audited with canaries.
+    """Return the run's method, if the run can be audited with canaries.
 
     Raises:
         SpecError: The run cannot be audited.

@@ -58,11 +58,11 @@ from fedstrata.stratify.messages import Gradient, GradientReply
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
-"""The default sizes (numbers of samples) of the parts of batches whose gradients are attacked."""
+"""The default sizes (numbers of samples) of the batch parts whose gradients are attacked."""
 PARTS = 12
 """The default maximum number of gradients to attack per size of a part."""
 EXACT = 1e-4
-"""The mean squared error of values in [0, 1] below which a sample counts as recovered exactly (40 dB PSNR)."""
+"""Below this mean squared error of values in [0, 1], a sample counts as recovered exactly (40 dB PSNR)."""
 STRANGERS = 99
 """The maximum number of test images of the same class with which a reconstruction is compared."""
 PRIOR = 1e-3
@@ -142,7 +142,7 @@ class Tap(LocalEngine):
 
 @dataclass(frozen=True)
 class Finding:
-    """The mean results of the attacks on gradients with a given number of samples each.
+    """The mean results of the attacks on gradients that each come from ``size`` samples.
 
     Args:
         size: The number of samples.
@@ -211,7 +211,7 @@ def audit_gradients(
     A part is a client's samples in a batch.
 
     Args:
-        run: The run folder. The audit runs the rounds since its second-to-last checkpoint again ("replays" them).
+        run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
         sizes: The sizes of parts (numbers of samples) for which gradients are attacked.
         parts: The maximum number of gradients to attack per size.
         steps: The number of optimisation steps per inversion.
@@ -325,7 +325,7 @@ class Attacker:
         self.prior = counts / counts.sum()
 
     def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """Attack gradients with a given number of samples each, and return the mean results.
+        """Attack gradients that each come from ``size`` samples, and return the mean results.
 
         Args:
             size: The number of samples.

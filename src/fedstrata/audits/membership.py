@@ -51,7 +51,7 @@ def cosines(
     Args:
         model: The model.
         weights: The model with which training began.
-        update: The update, by parameter.
+        update: Each parameter's update.
         data: The data set.
         samples: The indices of the samples.
         split: The part of the data set to which the indices belong.
@@ -88,7 +88,7 @@ def right_pairs(
     Args:
         model: The model.
         weights: The model with which training began.
-        update: The update, by parameter.
+        update: Each parameter's update.
         data: The data set.
         members: The indices of the members in the training set.
         generator: The random generator that draws the test samples.

@@ -74,7 +74,7 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
 
     Raises:
         SpecError: The clients of the run do not send or keep prototypes.
-        CheckpointError: The run does not have a checkpoint, or the replay does not give the same messages.
+        CheckpointError: The run does not have a checkpoint, or the replay gives different messages.
     """
     _require_prototypes(prepared)
     before, last = last_checkpoints(folder)

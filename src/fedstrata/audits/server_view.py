@@ -33,7 +33,7 @@ class UpdateRound:
 
     Args:
         request: The request to all clients, which contains the global model.
-        replies: A mapping from each client to its reply, if the server used the reply.
+        replies: A mapping from clients to the replies that the server used.
     """
 
     request: Fit

@@ -107,8 +107,8 @@ def audit_updates(
     """Attack the updates that clients sent in the last rounds of a run, and each round's sum of updates.
 
     Args:
-        run: The run folder. The audit runs the rounds since its second-to-last checkpoint again ("replays" them).
-        parts: The maximum number of updates, and also of sums, to attack. Updates and sums are drawn at random.
+        run: The run folder. Rounds since the run's second-to-last checkpoint are run again ("replayed").
+        parts: The maximum number of attacked updates, and of attacked sums. Updates and sums are drawn at random.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws. Two audits with the same seed have the same results.
         prepared: The run's experiment; needed only if the run used your own data or model.
@@ -145,7 +145,7 @@ def attack(
         prepared: The experiment.
         before: The checkpoint from which to start; None for the beginning of the run.
         until: The last round to run.
-        parts: The maximum number of updates, and also of sums, to attack.
+        parts: The maximum number of attacked updates, and of attacked sums.
         steps: The number of optimisation steps per inversion.
         seed: The seed of all draws.
         watch: A function that shows progress; see ``fedstrata.audits.replay.Watch``.
@@ -182,7 +182,7 @@ class SeenUpdate:
 
     Args:
         round: All updates of the round.
-        update: The update or the mean, as a mapping from names of parameters.
+        update: A mapping from parameter names to the update or the mean.
         clients: The clients whose samples contributed to the update.
     """
 

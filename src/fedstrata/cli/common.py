@@ -174,7 +174,7 @@ def experiment(options: argparse.Namespace) -> Experiment:
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
     """Call ``work`` and return its result.
 
-    If ``work`` raises ``SpecError``, add the line in the spec file to the message.
+    If ``work`` raises ``SpecError``, the message also shows the line in the spec file.
     """
     from fedstrata.spec.experiment import with_location
 
@@ -190,7 +190,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """Return the error. If it reports an unknown key, add the sections that have this key to the message."""
+    """Return the error. If it reports an unknown key, its message also lists the sections with this key."""
     from fedstrata.cli.known import owners
 
     outer, _, word = error.key.rpartition(".")

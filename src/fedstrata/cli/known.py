@@ -93,7 +93,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 def owners(key: str, besides: str = "") -> list[str]:
     """List the sections that have a key, such as ``["partition (dirichlet)"]``.
 
-    If only some names in a section have the key, they are added in brackets.
+    If only some names in a section have the key, these names follow in brackets.
 
     Args:
         key: A key without its section, such as ``"alpha"``.

@@ -129,7 +129,7 @@ def _parse(whole: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 @contextmanager
 def _imports(allowed: bool) -> Iterator[None]:
-    """Allow or forbid imports of the Python code that a spec names, during the ``with`` block.
+    """Allow or forbid, during the ``with`` block, imports of Python code that a spec names.
 
     If imports are allowed, they include modules in the working directory.
     """

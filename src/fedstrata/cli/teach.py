@@ -136,8 +136,8 @@ def explanations(word: str) -> list[dict[str, Any]]:
 
     Returns:
         A dict for each meaning. For a key, the dict contains ``key``, ``section``, ``about`` (the meaning), ``takes``
-        (the accepted values) and ``default``. ``kinds`` lists the names in the section that have the key; it is empty
-        if all names have the key. For a section or a name, ``key`` is empty, and ``has`` lists the keys.
+        (the accepted values) and ``default``. ``kinds`` contains the names in the section that have the key; it is
+        empty if all names have the key. For a section or a name, ``key`` is empty, and ``has`` contains the keys.
 
     Raises:
         SpecError: The word is unknown. The message suggests a similar word.

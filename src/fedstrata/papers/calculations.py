@@ -130,7 +130,7 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
     """Return the expected norm of the aggregated update if the server draws a single client from a single stratum.
 
     All updates have the same direction. As in FedSTS, the probability of drawing a client is proportional to the norm
-    of the client's gradient. We assume that each client's gradient and update have the same norm.
+    of the client's gradient. We assume that a client's update and gradient have equal norms.
 
     Args:
         lengths: Norm of each client's update, shape (N,).
@@ -364,7 +364,7 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
 
 
 def cluster_variances(sizes: Sequence[int], draws: int = 4000) -> NDArray[np.float64]:
-    """Return the variance of a client's weight in the mean update for each of m clusters, shape (m,).
+    """Return, for each of m clusters, the variance of a client's weight in the mean update, shape (m,).
 
     In each simulated round, one client is drawn from each cluster. A drawn client has the weight 1/m, and all other
     clients have the weight 0.

@@ -28,7 +28,7 @@ UNITS: Mapping[str, tuple[float, Range]] = {
 """A mapping from each unit to two values: the rounding step of numbers, and the range of possible differences."""
 
 Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
-"""A mapping from (row, column, seed) to the results of this run."""
+"""A mapping from (row, column, seed) to the results of the run."""
 
 
 class Comparison(NamedTuple):

@@ -97,7 +97,7 @@ def claims() -> list[Claim]:
 
 
 def summary(paper: str) -> str:
-    """Return the sentence that summarises our results for a paper in ``docs/results``."""
+    """Return the sentence in ``docs/results`` that summarises our results for a paper."""
     return str(_file(paper)["summary"])
 
 
@@ -258,7 +258,7 @@ def _verdict(comparisons: Iterable[Comparison], wanted: Order = "above", within:
 
 
 MOST = 2
-"""Maximum number of comparisons that the evidence of a claim lists individually. More comparisons are summarised."""
+"""Maximum number of comparisons that the evidence of a claim lists individually. A larger number is summarised."""
 
 
 def _counted(differences: Sequence[Difference], wanted: Order, within: float) -> str:
@@ -344,7 +344,7 @@ def _gains(case: _Case) -> Judgement:
 
 
 MEASURES = {"train_loss": "training loss of the last 10 rounds", "diversity": "mean diversity Λ of the local models"}
-"""Descriptions of the results that are compared by their ratio, by key."""
+"""Keys and descriptions of the results that are compared by their ratio."""
 
 
 def _change(case: _Case) -> Judgement:
@@ -407,7 +407,7 @@ def _sooner(case: _Case) -> Judgement:
 
 
 def _steadier(case: _Case) -> Judgement:
-    """Judge whether the accuracy varies less (standard deviation) in a row than in other rows over the last rounds."""
+    """Judge whether, over the last rounds, the accuracy's standard deviation is smaller in a row than in other rows."""
     last = int(case.about["rounds"])
 
     def deviations(curve: Curve, other: Curve) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
 
 def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Return the content of each file that ``write`` writes, as a mapping from names of files to texts."""
+    """Return the contents of all files that ``write`` creates, as a mapping from file names to texts."""
     results = known(out)
     judgements = [judging.judged(claim, results, quick=quick) for claim in judging.claims()]
     path = out / INDEX
@@ -91,7 +91,7 @@ def contents(out: Path, *, quick: bool = False) -> dict[str, str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Find missing files and runs without results. Return a mapping from each name to the problem.
+    """Find missing files and runs without results. Return a mapping from their names to problems.
 
     Args:
         wanted: Tables that were run.

@@ -38,7 +38,7 @@ from fedstrata.stratify.schedule import frequencies, schedule
 Ints = NDArray[np.int64]
 Supported = Literal["confirmed", "partly", "contradicted"]
 FEW_MORE = 1.05
-"""Maximum ratio to the baseline's number of bytes or operations that counts as "few more"."""
+"""Maximum multiple of the baseline's number of bytes or operations that counts as "few more"."""
 EXACT, DRAWN = 0.01, 0.05
 """Maximum relative error of a correct number: ``EXACT`` for exact numbers, ``DRAWN`` for means of random draws."""
 

@@ -26,8 +26,8 @@ from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Estimate, cut
 def folded(summary: str, lines: Sequence[str], kind: str = "") -> list[str]:
     """Return a collapsed HTML element that shows ``summary``.
 
-    The expanded element also shows ``lines``. Blank lines around them make Markdown renderers process the lines inside
-    the HTML.
+    The expanded element also shows ``lines``. Blank lines around ``lines`` make Markdown renderers process these
+    lines inside the HTML.
 
     Args:
         summary: HTML text that is always visible.

@@ -24,7 +24,7 @@ MEASURES = {
 }
 """A mapping from the measures of the board to headings of a table. All measures are accuracies in percent."""
 BUDGETS = {"at_bytes": 2, "at_samples": 3}
-"""For each measure at equal cost, the index of the cost in a point of a learning curve; see ``running.curve``."""
+"""For each measure at equal cost, the index of this cost in each point of a learning curve; see ``running.curve``."""
 FEW_MORE = 1.05
 """A run may cost up to this multiple of the baseline's cost, because the methods' messages differ by a few bytes."""
 RESOLUTION = 0.01
@@ -62,7 +62,7 @@ class Outcome:
         return max(self.trials, key=lambda trial: ("warning" not in trial, trial["validation"]))
 
     def mean(self, key: str) -> float:
-        """Return the mean over seeds of the results' number ``key``."""
+        """Return the mean of the result ``key`` over the seeds."""
         return fmean(run[key] for run in self.runs.values())
 
     def values(self, measure: str, baseline: Outcome) -> dict[int, float | None]:
@@ -77,10 +77,10 @@ class Outcome:
 
 
 def within(points: Curve, place: int, budget: float) -> float | None:
-    """Return a run's accuracy when its budget is used up; None if the first evaluation is already beyond the budget.
+    """Return a run's accuracy within a budget; None if the first evaluation is already beyond the budget.
 
     The accuracy is a mean over the evaluations in the last fifth of the rounds within the budget. If the whole run
-    costs less than the budget, this is the last fifth of the run.
+    costs less than the budget, the last fifth of the run counts.
 
     Args:
         points: Points of the run's curve; see ``running.curve``.

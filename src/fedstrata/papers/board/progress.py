@@ -26,7 +26,7 @@ def progress(
         A dict with two lists: ``columns`` contains a dict per column, and ``entries`` contains a dict per entry. The
         dicts have a ``name``, the number of ``cells``, the number of finished cells (``done``), and the expected
         ``hours`` for the missing cells on one core. A cell is a trial or a run with a seed. ``refused`` is the number
-        of pairs of an entry and a column that are impossible to train. These pairs do not have cells.
+        of (entry, column) pairs that cannot be trained. These pairs do not have cells.
     """
     seconds = measured(out, protocol)
     counts = [
@@ -61,7 +61,7 @@ def _total(counts: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[str
 
 
 def measured(out: Path, protocol: Protocol) -> dict[str, float]:
-    """Return the mean seconds per run for each method on the board with at least one finished run."""
+    """Return the mean seconds per run for each method that has finished a run on the board."""
     seconds: dict[str, list[float]] = {}
     for path in sorted((out / "cells" / BOARD / protocol.name).glob("*.json")):
         for key, result in read(path).items():

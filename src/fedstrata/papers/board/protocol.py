@@ -85,7 +85,7 @@ class Protocol:
         rates: Learning rates to try for entries without a tuned setting in ``grid``.
         rates_with_setting: Learning rates to try for entries with a tuned setting in ``grid``.
         spec: Settings that all cells share.
-        tuning: Settings that change in tuning trials.
+        tuning: Settings that tuning trials override.
         partitions: A mapping from names to the partitions of the columns.
         availabilities: A mapping from names to the availability models of the columns.
         more: A mapping from the names of additional columns to their settings. An additional column runs only if the
@@ -171,7 +171,7 @@ class Protocol:
         ]
 
     def runs(self, column: Column, entry: Entry, settings: Mapping[str, Any]) -> list[Cell]:
-        """Return one cell per seed of an entry, with the settings that tuning has chosen."""
+        """Return an entry's cells, one per seed, with the settings that tuning has chosen."""
         return [self._cell(column, entry, TUNED, seed, settings) for seed in self.seeds]
 
     def _cell(

@@ -72,7 +72,7 @@ class Board:
         self.failed: dict[str, str] = {}
 
     def run(self, columns: Sequence[Column], entries: Sequence[Entry]) -> None:
-        """Run all experiments that do not have a result yet, until this process does not find another one."""
+        """Run all experiments that do not have a result yet, until this process does not find any more."""
         for column in columns:
             self._check(column)
         fast_first = sorted(entries, key=lambda entry: self.protocol.expected(entry.name))
@@ -137,7 +137,7 @@ class Board:
 
 
 def of_trial(history: History, _folder: Path, *, personal: bool) -> dict[str, Any]:
-    """Return the results of a tuning trial: the accuracy that decides the choice of settings, and its learning curve.
+    """Return the results of a tuning trial: the learning curve, and the accuracy that decides the choice of settings.
 
     Args:
         history: History of the trial.

@@ -31,7 +31,7 @@ class Properties:
         size_imbalance: Gini coefficient of the clients' numbers of samples, which is 0 if all clients have equally many
             samples.
         step_imbalance: Gini coefficient of the clients' numbers of local steps per round.
-        online: Mean share of the clients that are online in a round.
+        online: Mean number of online clients per round, divided by N.
         offline_rounds: Mean number of consecutive rounds in which a client is offline, or 0 if all clients are always
             online. Rounds before the first and after the last round do not count.
         size_correlation: Pearson's correlation between a client's number of samples and its share of rounds online. The
@@ -43,13 +43,12 @@ class Properties:
         class_imbalance: Total variation distance between the class shares of all samples and equal shares.
         online_skew: Total variation distance between the class shares of all samples and the class shares of online
             clients' samples. Samples of online clients are added up over all rounds.
-        absent_online: For each class, the share of rounds in which no client with samples of the class is online,
-            averaged over classes.
-        absent_uninvited: For each class, the share of rounds in which clients with samples of the class are online, but
-            none of these clients is invited, averaged over classes.
+        absent_online: Share of rounds in which no client with samples of a class is online, averaged over classes.
+        absent_uninvited: Share of rounds in which clients with samples of a class are online, but none of these clients
+            is invited, averaged over classes.
         absent_replies: The sum of ``absent_online`` and ``absent_uninvited``.
-        longest_absence: Maximum number of consecutive rounds, over all classes, in which none of the clients with
-            samples of a class is both invited and online.
+        longest_absence: Over all classes, the maximum number of consecutive rounds in which no client with samples
+            of the class is both invited and online.
     """
 
     clients: float
@@ -77,7 +76,7 @@ def measure(prepared: Prepared) -> Properties:
         prepared: The prepared experiment.
 
     Raises:
-        SpecError: The availability model does not fit the federation with one of the seeds.
+        SpecError: With one of the seeds, the availability model does not fit the federation.
     """
     seed, assignment, data = prepared.spec.seed, prepared.assignment, prepared.data
     sizes, training = assignment.sizes, prepared.spec.training
