@@ -42,7 +42,7 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.samples_per_step,
     ),
 }
-"""A mapping from descriptions of settings to functions that return the settings' values.
+"""For each description of settings, a function that returns the settings' values.
 
 All compared experiments must agree in these settings, because they share one reference.
 """

@@ -228,7 +228,7 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
 
-    In the records, refused replies count as failures. This function uses the run's events to count them separately.
+    In the records, refused replies are failures. This function uses the run's events to count them separately.
 
     Returns:
         A dict for JSON. The key ``run`` contains the run's name, ``rounds`` the number of rounds, and ``each`` the
