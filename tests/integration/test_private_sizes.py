@@ -36,7 +36,7 @@ def test_under_privacy_no_reply_tells_a_size(monkeypatch):
 def test_private_sizes_cannot_be_weights():
     spec = fs.Experiment(method={"name": "fedstas", "epsilon": 3.0, "aggregator": "size"}, partition=fs.IID(clients=20))
     with pytest.raises(
-        SpecError, match=r"method\.aggregator: this aggregator weights models by the clients' numbers of samples, which"
+        SpecError, match=r"method\.aggregator: this aggregator needs the clients' numbers of samples, which"
     ):
         fs.prepare(spec)
 

@@ -1,4 +1,4 @@
-"""List the requests with which an evaluation asks clients to evaluate a model on their own samples."""
+"""List the requests that ask clients to evaluate a model on their own samples."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
         higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
-        A summary for each metric with the keys ``clients`` (the number of clients with a value), ``mean``,
+        For each metric, a summary with the keys ``clients`` (the number of clients with a value), ``mean``,
         ``weighted_mean`` and ``sd`` (population standard deviation). The key ``worst`` contains the value of the worst
         client. The key ``worst_10`` contains the mean over the worst tenth of the clients (rounded up to whole
         clients). If no client has a value, ``clients`` is 0 and all other entries are None.

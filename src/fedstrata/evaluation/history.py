@@ -76,7 +76,7 @@ class History(Sequence[Record]):
         seed: The experiment's seed.
         targets: Target accuracies in (0, 1]. For each target, the summary gives the first round that reached the
             target.
-        metric_targets: A mapping from each metric other than the accuracy to its targets.
+        metric_targets: A mapping from each metric (except the accuracy) to its targets.
         lower: The names of the metrics for which lower values are better.
         primary: The metric that determines the best round.
         path: The run folder; None if the run was not written to a folder.

@@ -41,8 +41,8 @@ class HeldOut:
 
     Args:
         validation: The indices of the training samples that are used for validation; None without validation.
-        own_validation: The validation samples of each client; None if validation samples were held out before the
-            partition, or without validation.
+        own_validation: The validation samples of each client; None without validation, or if validation samples were
+            held out before the partition.
         own_test: The test samples of each client; None if clients do not have their own test samples.
         own_test_split: The split of the data set to which the indices in ``own_test`` refer. ``"train"`` means that
             test samples were held out of the training samples. ``"test"`` means that a real site or the data set
@@ -97,7 +97,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 
 
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
-    """Return the data set without the training samples ``held``, and the indices of the remaining samples.
+    """Return the data set (without the training samples ``held``), and the indices of the remaining samples.
 
     If the inputs are memory-mapped, the result does not contain inputs, because a copy may not fit into memory.
     """
@@ -187,7 +187,7 @@ def split_each(
         data: The data set.
         share: The fraction to take.
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Uses with different names draw independent numbers.
+        purpose: A name for this use of random numbers. Different names give independent numbers.
         least: The minimum number of samples to take from a client with at least two samples. The client always keeps
             at least one sample.
 
@@ -213,7 +213,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
         labels: The label of each sample, in the order of ``owners``.
         wanted: The number m of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: A name for this use of random numbers. Uses with different names draw independent numbers.
+        purpose: A name for this use of random numbers. Different names give independent numbers.
 
     Returns:
         A mask with one entry per sample: True for the chosen samples.

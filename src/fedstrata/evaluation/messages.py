@@ -114,7 +114,7 @@ class EvaluateTask(Evaluate):
     )
 
     def check(self, reply: TaskEvaluated) -> None:  # type: ignore[override]
-        """Raise an error if a reply has sums that cannot be true, such as more correct samples than samples."""
+        """Raise an error if a reply contains a negative count, or sums that are not floating-point numbers."""
         sums = reply.sums
         if sums.samples < 0 or sums.weight < 0:
             raise ReplyRefusedError("the reply contains a negative count")

@@ -523,7 +523,7 @@ class MeanAveragePrecision(_OfRows):
 
 
 class _Named(_OfRows):
-    """Base class of metrics that a spec names by a path ``"module:name"``.
+    """Base class of metrics with a path ``"module:name"`` in the spec.
 
     Args:
         path: The path of the class or function.
@@ -677,8 +677,8 @@ def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals
 def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: int) -> Reals:
     """Compute the area under each client's ROC curve from ranks of scores (Mann and Whitney).
 
-    The area is the fraction of pairs of a positive and a negative sample in which the positive sample has the higher
-    score. Pairs with equal scores count half.
+    The area is the fraction of (positive, negative) pairs of samples in which the positive sample has the higher score.
+    Pairs with equal scores count half.
 
     Args:
         scores: The score of each sample, shape (N,).

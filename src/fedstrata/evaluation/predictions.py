@@ -173,7 +173,7 @@ def _batch(data: Dataset, part: Ints | slice, split: Split, device: torch.device
 
 
 def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Split, every: Ints) -> int:
-    """Estimate from one sample for how many samples the outputs fit into ``OUTPUT_BYTES``; return at least 1.
+    """Estimate, from one sample, the number of samples whose outputs fit into ``OUTPUT_BYTES``, at least 1.
 
     Raises:
         SpecError: The values of all samples would need more than ``KEPT_BYTES`` of memory.
@@ -185,7 +185,9 @@ def _samples_in_memory(model: Model, weights: Weights, data: Dataset, split: Spl
     kept = len(every) * sum(tensor.numel() * tensor.element_size() for tensor in rows.values())
     if kept > KEPT_BYTES:
         problem = f"an evaluation would store {kept / 2**30:.1f} GiB, but the limit is {KEPT_BYTES >> 30} GiB. "
-        raise SpecError("task", problem + "Return fewer values per sample from the task's method rows.", data.task.name)
+        raise SpecError(
+            "task", problem + "Return fewer values per sample from the task's method rows().", data.task.name
+        )
     return int(max(1, OUTPUT_BYTES // max(1, output.numel() * 4)))
 
 

@@ -112,7 +112,7 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """The names of the metrics, which are also the keys of their values in the records of rounds."""
+        """The names of the metrics, which are also the keys of the metrics' values in records."""
         return [metric.label for metric in self.metrics]
 
     @property
@@ -132,7 +132,7 @@ class Evaluation(Setting):
 
     @property
     def metric_targets(self) -> Mapping[str, list[float]]:
-        """A mapping from the name of each metric other than the accuracy to its targets."""
+        """A mapping from the name of each metric (except the accuracy) to its targets."""
         targets = self.targets if isinstance(self.targets, dict) else {}
         return {name: values for name, values in targets.items() if name != "accuracy"}
 

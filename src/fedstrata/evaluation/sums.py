@@ -30,7 +30,7 @@ class EvaluationSums(Message):
     Args:
         samples: The number of samples.
         loss: Sum of the samples' cross-entropies, in nats.
-        confusion: The confusion matrix, which counts samples, int64, shape (C, C). Rows are true classes, and columns
+        confusion: The confusion matrix (numbers of samples), int64, shape (C, C). Rows are true classes, and columns
             are predicted classes.
         scores: Two histograms for each of C classes, int64, shape (C, 2, B) for B bins. The first histogram of class c
             counts the scores of samples of other classes. The second histogram counts the scores of samples of class c.

@@ -42,7 +42,7 @@ SHARED: dict[str, Callable[[Experiment], object]] = {
         spec.training.samples_per_step,
     ),
 }
-"""A mapping from descriptions of settings to functions that return their values.
+"""For each description of settings, a function that returns the settings' values.
 
 All compared experiments must agree in these settings, because they share one reference.
 """
@@ -54,7 +54,7 @@ MEASURED = ("test", "validation")
 """The keys of a record whose values are dicts of metrics."""
 
 COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
-"""The columns about communication. References do not communicate, so their values are 0."""
+"""The columns about communication. References do not communicate, so these columns are 0."""
 
 
 def reference_runs(

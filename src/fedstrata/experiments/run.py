@@ -45,8 +45,8 @@ def run(
 
     Returns:
         The records of the rounds. The attribute ``params`` contains the final model's parameters and buffers. The
-        attribute ``warning`` is usually empty. The warning is set if the server could not use any reply from some round
-        to the end.
+        attribute ``warning`` is usually empty. The warning is set if, from some round to the end, the server could not
+        use any reply.
 
     Raises:
         SpecError: A setting is wrong, or ``out`` contains another run.

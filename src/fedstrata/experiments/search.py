@@ -159,10 +159,10 @@ def search(
 
     A trial runs one combination of proposed settings with every seed. The result of a trial is the mean of the metric
     ``evaluation.primary`` over the seeds. The metric is measured on the validation samples, with the model that each
-    run saves. A trial is pruned (stopped early) if its first run is worse in a round than the median of earlier trials.
-    If the process is killed, repeat the call to continue the search. Finished trials are not repeated, and interrupted
-    trials continue from their last checkpoints. With ``jobs=1``, a search that was killed and continued has the same
-    result as an uninterrupted search. With more jobs, the proposals depend on the order in which trials end.
+    run saves. A trial is pruned (stopped early) if, in some round, its first run is worse than the median of earlier
+    trials. If the process is killed, repeat the call to continue the search. Finished trials are not repeated, and
+    interrupted trials continue from their last checkpoints. With ``jobs=1``, a search that was killed and continued has
+    the same result as an uninterrupted search. With more jobs, the proposals depend on the order in which trials end.
 
     Args:
         table: The spec as nested dicts, as ``tomllib`` returns them. The spec must set ``evaluation.validation``.
@@ -477,7 +477,7 @@ def results(setup: Setup, study: optuna.Study) -> Sweep:
 
 
 class Pruning(Callback):
-    """A callback that stops a trial's run if the run is worse in a round than the median of earlier trials.
+    """A callback that stops a trial's run if, in some round, the run is worse than the median of earlier trials.
 
     Args:
         study: The path of the study's file.

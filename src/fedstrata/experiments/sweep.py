@@ -66,8 +66,7 @@ class Sweep:
         values: A mapping from each label to the primary metric on the validation samples, as mean and spread over the
             seeds.
         best: The label of the best cell; None if no cell has a value for every seed.
-        notes: Reasons why cells cannot be chosen as the best cell, such as pruning, as a mapping from labels to
-            reasons.
+        notes: For each label of a cell that cannot be the best cell, the reason, such as pruning.
         primary: The primary metric, which is ``evaluation.primary`` of the first cell.
         best_of_methods: A mapping from each method to the label of its best cell. Methods without a best cell are left
             out.
@@ -187,7 +186,7 @@ def judge(
     Args:
         planned: A mapping from each label to its cell.
         histories: The histories of each label.
-        notes: Reasons why cells cannot be chosen as the best cell, as a mapping from labels to reasons.
+        notes: For each label of a cell that cannot be the best cell, the reason.
     """
     notes = dict(notes or {})
     for label in planned:

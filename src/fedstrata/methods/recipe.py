@@ -223,7 +223,7 @@ class Recipe(Method):
             accepted = "'mean', 'stratum', 'horvitz-thompson' or a robust aggregator"
             raise SpecError(
                 "method.aggregator",
-                "this aggregator weights models by the clients' numbers of samples, which method.data_sampler keeps "
+                "this aggregator needs the clients' numbers of samples, which method.data_sampler keeps "
                 f"private. Use {accepted}.",
             )
         if objective.tells_counts(config):

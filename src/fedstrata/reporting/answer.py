@@ -14,7 +14,7 @@ from fedstrata.reporting.draw import TRAFFIC
 from fedstrata.reporting.statistics import MIN_SEEDS, seeds_needed
 
 NAMED = 3
-"""The maximum number of methods that a sentence lists."""
+"""The maximum number of methods listed in a sentence."""
 FINE = 10
 """With at least this number of seeds, percentages have two decimal places."""
 
@@ -25,7 +25,7 @@ class Answer:
 
     Args:
         headline: A sentence that says which methods are ahead of the baseline.
-        best: A sentence about the best method, its difference from the baseline with the interval, and its cost.
+        best: A sentence about the best method: its difference from the baseline (with the interval), and its cost.
         seeds: The number of seeds needed to make the best method's difference significant, if mean and standard
             deviation stay the same. None if the difference is already significant, or if the number is unknown.
     """
@@ -106,7 +106,7 @@ def worded(value: float, how: tables.Measure) -> str:
 
 
 def rounded(how: tables.Measure, seeds: int) -> tables.Measure:
-    """Return a measure's display settings, with the number of digits that the function ``number`` shows."""
+    """Return a measure's display settings, with as many digits as the function ``number`` shows."""
     return replace(how, digits=(1 if seeds < FINE else 2) if how.factor == 100 else min(how.digits, 3))
 
 

@@ -14,7 +14,7 @@ from fedstrata.reporting import contrasts, tables
 from fedstrata.reporting.statistics import Estimate
 
 ByClient = dict[str, dict[str, Estimate]]
-"""A mapping from the name of each client to a mapping from each method's label to an estimate."""
+"""For each client's name, a mapping from each method's label to an estimate."""
 
 NOT_RESULTS = ("client", "name", "in_partition", "train_samples", "samples", "heard")
 """In a run's table of clients, the columns that do not contain results."""

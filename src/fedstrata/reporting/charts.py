@@ -161,7 +161,7 @@ def is_own(name: str) -> bool:
 
 
 def named(key: str) -> Quantity:
-    """Return a column's name in charts, with the unit, and the factor that converts recorded values to this unit.
+    """Return a column's name in charts (with the unit), and the factor that converts recorded values to this unit.
 
     >>> named("clients.accuracy.worst_10").name, named("validation.loss").name, named("test.ece").factor
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
@@ -228,7 +228,7 @@ def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any
 def fates(run: Run) -> dict[str, Any]:
     """Count the invited clients with each outcome, such as a dropout, for each bar of the participation chart.
 
-    The records count refused replies as failures. This function uses the run's events to count them separately.
+    In the records, refused replies are failures. This function uses the run's events to count them separately.
 
     Returns:
         A dict for JSON. The key ``run`` contains the run's name, ``rounds`` the number of rounds, and ``each`` the
@@ -323,7 +323,7 @@ def _last_classes(history: History) -> Floats | None:
 
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
-    """Return the sum of all seeds' last confusion matrices; None if a matrix is missing or has another size."""
+    """Return the sum of all seeds' last confusion matrices; None without matrices, or if sizes differ."""
     matrices = [matrix.counts for run in members if (matrix := _matrix(run.history)) is not None]
     if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None

@@ -57,7 +57,7 @@ LESS = ("train_loss", "samples", "seconds", "simulated_seconds", *TRAFFIC)
 """The columns, apart from metrics, for which lower values are better."""
 
 SHOWN = 10
-"""The maximum number of columns that an error about an unknown measure lists."""
+"""The maximum number of columns listed in an error about an unknown measure."""
 
 _AT = "_at_"
 

@@ -45,7 +45,7 @@ FATES = {
     "clients_late": "late",
     "clients_failed": "failed",
 }
-"""A mapping from each column that counts an outcome of invited clients to the outcome's name."""
+"""For each column that counts an outcome of invited clients, the outcome's name."""
 
 
 class Quantity(NamedTuple):

@@ -1,4 +1,4 @@
-"""Draw forest plots of the differences between methods and a baseline, as wide as one column of a paper."""
+"""Draw forest plots (as wide as one column of a paper) of the differences between methods and a baseline."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 EVENTS = 10
 """The maximum number of events per method that are shown in full."""
 NAMED = 12
-"""The maximum number of entries to show of a list, such as the clients of an event."""
+"""The maximum number of entries shown per list, such as the clients of an event."""
 PICTURES = 1_000_000
 """The maximum total size of all pictures of partitions, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -132,7 +132,7 @@ def render(
     Args:
         runs: The runs to show.
         every: All runs, including unfinished runs that are not shown. Default: ``runs``.
-        folder: The folder of the comparison. The report suggests a command that adds seeds to it.
+        folder: The folder of the comparison. The report suggests a command that adds seeds.
     """
     every, runs = every or runs, _named(runs)
     several = by_data(runs)
@@ -176,7 +176,7 @@ def _asset(name: str) -> Markup:
 
 
 def _embedded(data: object) -> Markup:
-    """Return data as JSON with escaped "<", so that strings in the data cannot close the HTML element with the JSON."""
+    """Return data as JSON with escaped "<", so that the data cannot close the surrounding HTML element."""
     from markupsafe import Markup
 
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))

@@ -19,7 +19,7 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 LAST = 10
-"""The number of last evaluations from which a run's steadiness (a standard deviation) is computed."""
+"""A run's steadiness is the standard deviation over this number of last evaluations."""
 WIDE = 250
 """The width of the plot of differences, in pixels."""
 BAR = 56
@@ -216,7 +216,7 @@ def _worst(members: Mapping[str, Sequence[History]], key: str) -> Column | None:
 def _traffic(members: Mapping[str, Sequence[History]], target: float | None) -> list[Column]:
     """Return the column with the amount of transferred data until the target, or in total if ``target`` is None.
 
-    The list is empty if bytes were not recorded.
+    The result is empty if bytes were not recorded.
     """
 
     def bytes_of(history: History) -> float | None:

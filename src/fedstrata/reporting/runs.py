@@ -139,7 +139,7 @@ def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]
     """Group runs by data set, because accuracies on different data sets cannot be compared.
 
     Returns:
-        A mapping from each data set to a mapping from each method's label to its runs.
+        For each data set, a mapping from each method's label to its runs.
     """
     groups: dict[str, dict[str, list[Run]]] = {}
     for label, members in runs.items():

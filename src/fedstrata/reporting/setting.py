@@ -14,7 +14,7 @@ from fedstrata.base.printable import printable
 from fedstrata.reporting.runs import LABELS, Run
 
 SHOWN = 3
-"""The maximum number of values that the description lists per setting."""
+"""The maximum number of values listed per setting."""
 SEEDS = 40
 """The maximum number of seeds in a suggested command."""
 

@@ -1,6 +1,6 @@
 """Compute statistics over a few seeds: means with intervals, and differences paired by seed, with tests.
 
-All intervals are Student's t intervals. A method counts as above another method only if there are at least
+All intervals are Student's t intervals. A method is ``above`` another method only if there are at least
 ``MIN_SEEDS`` seeds and the interval of the difference excludes zero. If several differences are judged together, their
 intervals hold simultaneously with 95 % confidence, and their p-values are corrected for the number of differences
 (Bonferroni). The corrected p-value of the t-test is below 0.05 if and only if the interval excludes zero.
@@ -42,7 +42,7 @@ MOST_SEEDS = 100
 """The maximum number of seeds that ``seeds_needed`` recommends."""
 UNBOUNDED: Range = (-math.inf, math.inf)
 ALIKE = 1e-12
-"""Differences below this fraction of the largest value count as rounding errors."""
+"""Differences below this fraction of the largest value are considered rounding errors."""
 
 
 @dataclass(frozen=True)

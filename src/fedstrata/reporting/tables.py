@@ -295,7 +295,7 @@ def of_kept(models: Mapping[str, str | None]) -> list[str]:
     """Return sentences about methods whose final values do not describe the model of the last round; usually empty.
 
     Args:
-        models: The result of ``kept`` for each method, which names the round whose model the runs saved.
+        models: For each method, the result of ``kept``, which names the round whose model the runs saved.
 
     >>> of_kept({"a": "round of the best validation auroc", "b": None})
     ['Final values of a are from the saved model (round of the best validation auroc).']
