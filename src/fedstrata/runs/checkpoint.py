@@ -67,7 +67,7 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return a copy of the checkpoint that contains only the states of the clients ``clients``."""
+        """Return a copy of the checkpoint, with only the states of ``clients``."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
@@ -98,7 +98,7 @@ def save(
         remote: Whether the sites (the clients' own machines) store the clients' states. In this case, ``store`` is
             empty.
         identity: The run's identity; see ``fedstrata.runs.identity``.
-        logs: A mapping from the name of each of the run's logs to the checksum of its last line.
+        logs: A mapping from the name of each log to the checksum of its last line.
         loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS
