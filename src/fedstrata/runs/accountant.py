@@ -76,7 +76,7 @@ class RunAccountant(Protocol):
         """Return the clients that the server must no longer invite."""
 
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round, and return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
+        """Count a round. Return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
         """Return the reason why the run must end before the next round; empty if the run can continue."""

@@ -1,9 +1,9 @@
 """Save and load checkpoints. Saved checkpoints stay usable even if the process is killed. Damaged files are detected.
 
 The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
-their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is written only if the state
-changed. Each file is written under a temporary name, synced to the disk and then renamed. Only the two newest
-checkpoints are kept.
+their checksums. Each client's state is a separate file in ``checkpoint/clients/``, and is written only if it changed.
+Each file is written under a temporary name, synced to the disk and then renamed. Only the two newest checkpoints are
+kept.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Convert class names to labels. Labels are integers if all names are integers, and otherwise the names.
+    """Convert class names to labels. Labels are the names, as integers if all names are integers.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -455,7 +455,7 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
     """Return the shift and the scale of the inputs.
 
-    For several inputs, return mappings from input names. Inputs without normalisation are left out.
+    For several inputs, return both by input name. Inputs without normalisation are left out.
     """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])

@@ -382,7 +382,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
     Args:
         folder: The run folder.
-        key: The name of the option with the folder, for the error message.
+        key: The name of the folder's option, for the error message.
         overrides: Changed settings as ``section.key=value``. Only some settings may change when a run is resumed.
 
     Raises:
@@ -402,7 +402,7 @@ def prepare_again(folder: Path, key: str) -> Prepared:
 
     Args:
         folder: The run folder.
-        key: The name of the option with the folder, for the error message.
+        key: The name of the folder's option, for the error message.
 
     Raises:
         SpecError: The folder is not a run folder, or the spec, the data or the code has changed since the run.
