@@ -205,7 +205,7 @@ def test_a_module_class_and_a_spec_class_of_the_users_own():
         ({"name": "mlp", "hiden": [3]}, "hiden.*did you mean 'hidden'"),
         ({"name": "mlp", "hidden": [0]}, "hidden.0 = 0"),
         ({"name": "cnn", "channels": []}, "channels"),
-        (f"{__name__}:__name__", r"is a str\. Name a class derived from ModelSpec or nn\.Module, or a function\."),
+        (f"{__name__}:__name__", r"is a str\. Give a class derived from ModelSpec or nn\.Module, or a function\."),
         (f"{__name__}:missing", r"the module 'tests\.models\.test_zoo' does not define 'missing'\. Check the"),
         ({"hidden": [3]}, "is required, but not set. Use one of: mlp"),
     ],

@@ -232,7 +232,7 @@ def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key:
     with pytest.raises(
         SpecError,
         match=(
-            r"contains a run whose file run\.json, which describes the run, cannot be read\. "
+            r"contains a run, but its description \(run\.json\) cannot be read\. "
             r"Give"
         ),
     ):

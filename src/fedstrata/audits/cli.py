@@ -40,7 +40,7 @@ def _add_gradients(kinds: common.Commands) -> None:
         "--parts",
         type=int,
         default=12,
-        help="maximum number of gradients to attack for each size (samples per gradient; default: 12)",
+        help="maximum number of gradients to attack for each value of --sizes (default: 12)",
     )
     parser.set_defaults(work=_audit_gradients)
 

@@ -1,10 +1,10 @@
 """BatchNorm with the statistics of a batch whose samples are spread over several clients (Stratify, section III-E).
 
-Clients that each have some samples of a batch normalise them as if one machine had the whole batch. In the forward
-pass, every layer sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂ and Σ x̂
-∂J/∂x̂, where x̂ is the normalised input and J is the loss. The sums are divided by the total count m.
-``torch.nn.SyncBatchNorm`` does the same across processes. The loss must be a *sum* over samples. The clients' gradients
-then add up to the gradient of the whole batch, also for the layer's weight and bias.
+Each client normalises its samples of a batch as if one machine had the whole batch. In the forward pass, every layer
+sums Σx, Σx² and the count over the clients. In the backward pass, every layer sums Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂, where x̂ is
+the normalised input and J is the loss. The sums are divided by the total count m. ``torch.nn.SyncBatchNorm`` does the
+same across processes. The loss must be a *sum* over samples. The clients' gradients then add up to the gradient of the
+whole batch, also for the layer's weight and bias.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
         ``module`` itself.
 
     Raises:
-        SpecError: A BatchNorm layer has another type (three-dimensional, lazy, or the user's own subclass). No layer is
-            converted.
+        SpecError: A BatchNorm layer has an unsupported type (three-dimensional, lazy, or the user's own subclass). No
+            layer is converted.
 
     >>> type(federate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]).__name__
     'FederatedBatchNorm1d'

@@ -17,7 +17,7 @@ from fedstrata.models.untrained import twin_of
 
 
 def lay_out(module: nn.Module, shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Convert a module with convolutions in place to channels-last format, if the module works in this format.
+    """Convert a module with convolutions to channels-last format in place, if the module works in this format.
 
     Some modules do not work in channels-last format, for example because they call ``x.view(len(x), -1)`` after a
     convolution. These modules keep the default format, and their inputs are converted to it. Instead of ``view``, use

@@ -123,7 +123,7 @@ class Model:
         """Treat buffers as frozen: they are neither sent nor saved, and they must not change.
 
         Args:
-            names: The names of saved buffers. Buffers that earlier calls named stay frozen.
+            names: The names of saved buffers. Buffers from earlier calls stay frozen.
         """
         self._collect({*names, *self.untrained.constant})
 
@@ -131,7 +131,7 @@ class Model:
         """Return clones of the buffers in their current state, which training may have changed.
 
         Raises:
-            RuntimeError: The model has buffers that training changes, and is not loaded; see ``loaded``.
+            RuntimeError: The model is not loaded (see ``loaded``), and has buffers that training changes.
         """
         if self._installed is None and self.untrained.sent:
             raise RuntimeError("current_buffers() can be called only inside 'with model.loaded(...)'")
@@ -182,7 +182,7 @@ class Model:
             handle.remove()
         if not inputs:
             raise RuntimeError(
-                f"forward did not call the head {self.head_name!r}. Name another submodule with Model(module, head=…)."
+                f"forward did not call the head {self.head_name!r}. Give another submodule with Model(module, head=…)."
             )
         return inputs[head][0], logits
 
@@ -266,7 +266,7 @@ class Model:
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Let a loaded module use other parameters without copying them, and copy buffers. Shapes are not checked.
+        """Let a loaded module use the tensors ``params`` themselves, and copies of ``buffers``. Shapes are not checked.
 
         The module and ``params`` then share memory, so use this method only for passes that do not change parameters.
         The tensors ``params`` must not change until other parameters are loaded or shared.

@@ -68,7 +68,7 @@ class Untrained:
                 self.sent[name].copy_(values)
 
     def changed(self, before: list[tuple[str, int]]) -> set[str]:
-        """Return the names of the tensors that were changed or replaced since ``versions`` returned ``before``."""
+        """Return the names of the tensors whose entries in ``versions`` differ from ``before``."""
         return {name for name, _ in {*before}.symmetric_difference(self.versions())}
 
     def versions(self) -> list[tuple[str, int]]:
@@ -85,7 +85,7 @@ class Untrained:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise ``SpecError`` if the ``with`` block changes a frozen tensor. Call ``gather`` before and after."""
+        """Raise ``SpecError`` if the ``with`` block changes a frozen tensor. ``gather`` runs before and after."""
         self.gather()
         self.watch()
         try:

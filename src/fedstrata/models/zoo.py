@@ -174,7 +174,7 @@ class _Models(Registry[ModelSpec]):
         if factory is None or (inspect.isclass(factory) and issubclass(factory, ModelSpec)):
             return super().make(name, table)
         if not callable(factory) or isinstance(factory, nn.Module):
-            problem = f"is a {type(factory).__name__}. Name a class derived from ModelSpec or nn.Module, or a function."
+            problem = f"is a {type(factory).__name__}. Give a class derived from ModelSpec or nn.Module, or a function."
             raise SpecError("name", problem, name)
         return build(Custom, {"factory": name, "arguments": dict(table)})
 
@@ -333,7 +333,7 @@ def _convolutional(
 
 
 def _with_dense(layers: list[nn.Module], features: int, hidden: tuple[int, ...], classes: int) -> Classifier:
-    """Return a model of ``layers``, which have ``features`` outputs, followed by hidden layers and a head."""
+    """Return a model: ``layers`` (with ``features`` outputs), hidden layers and a head."""
     widths = (features, *hidden)
     for width, out in itertools.pairwise(widths):
         layers += [nn.Linear(width, out), nn.ReLU(inplace=True)]

@@ -26,7 +26,7 @@ SIZES = "privacy.dp sizes"
 """The key under which ``Simulation.memory`` stores the numbers of samples that sites reported."""
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512]
-"""The orders of the Rényi divergences, which are integers, because sums for other orders may not converge."""
+"""The integer orders of the Rényi divergences. Sums for other orders may not converge."""
 
 
 def dp_accounting() -> ModuleType:
@@ -76,7 +76,7 @@ class RunAccountant(Protocol):
         """Return the clients that the server must no longer invite."""
 
     def spend(self, memory: dict[str, Tree], log: RoundLog) -> dict[str, Any]:
-        """Count a round, and return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
+        """Count a round. Return the largest ε of all clients and, if necessary, a note on the meaning of ε."""
 
     def ending(self, memory: Mapping[str, Tree]) -> str:
         """Return the reason why the run must end before the next round; empty if the run can continue."""

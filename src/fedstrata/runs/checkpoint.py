@@ -1,9 +1,9 @@
 """Save and load checkpoints. Saved checkpoints stay usable even if the process is killed. Damaged files are detected.
 
 The folder ``checkpoint/round-R/`` contains the server's state and a manifest, which lists the checkpoint's files and
-their checksums. Each client's state is a separate file in ``checkpoint/clients/``, which is written only if the state
-changed. Each file is written under a temporary name, synced to the disk and then renamed. Only the two newest
-checkpoints are kept.
+their checksums. Each client's state is a separate file in ``checkpoint/clients/``, and is written only if it changed.
+Each file is written under a temporary name, synced to the disk and then renamed. Only the two newest checkpoints are
+kept.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return a copy of the checkpoint that contains only the states of the clients ``clients``."""
+        """Return a copy of the checkpoint, with only the states of ``clients``."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
@@ -98,7 +98,7 @@ def save(
         remote: Whether the sites (the clients' own machines) store the clients' states. In this case, ``store`` is
             empty.
         identity: The run's identity; see ``fedstrata.runs.identity``.
-        logs: A mapping from the name of each of the run's logs to the checksum of its last line.
+        logs: A mapping from the name of each log to the checksum of its last line.
         loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS

@@ -67,7 +67,7 @@ class LoopState:
     Args:
         last_reply: For each client, the latest round in which the server used the client's reply, shape (N,); 0 if the
             server has not used a reply of the client. The array is empty if clients do not have their own test samples.
-        evaluated: The most recently evaluated rounds. The maximum number of rounds is ``evaluation.unheard``.
+        evaluated: The most recently evaluated rounds, at most ``evaluation.unheard``.
         last: The latest evaluation.
         best: The evaluation with the best primary metric. If several evaluations are equally good, the first of them.
         memory: A mapping from the name of each callback to its state between rounds.
@@ -114,10 +114,10 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the ids of *unheard* clients: clients of which the server has not used a recent reply.
+        """Return the ids of *unheard* clients, of which the server has not used a reply recently.
 
-        A reply is recent if the server used it after the first of the last ``evaluations`` evaluations. If the run has
-        had fewer evaluations, all replies are recent.
+        Recently means after the first of the last ``evaluations`` evaluations or, if the run has had fewer evaluations,
+        in any round.
         """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()

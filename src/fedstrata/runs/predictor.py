@@ -139,16 +139,15 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: OwnModel | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    This function reads only ``model.json`` and ``model.safetensors``, and does not use pickle. If the run's spec names
-    your own function that creates the model, and you do not pass ``model``, the Python module of your function is
-    imported.
+    This function reads only ``model.json`` and ``model.safetensors``, and does not use pickle. If the spec names your
+    own model function, the function's Python module is imported, unless you pass ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
         model: A PyTorch module with the same architecture, if the run trained your own module. As in ``fedstrata.run``,
             you may also pass the module's Python class, or a function that creates the module. ``load`` does not change
-            the module, and ignores its trainable parameters. The module's frozen parameters must equal the run's frozen
-            parameters, because the folder does not contain frozen parameters.
+            the module, and ignores its trainable parameters. The folder does not contain frozen parameters, so the
+            module's frozen parameters must equal the run's.
 
     Raises:
         SpecError: The folder does not contain a finished run, or ``model`` is missing or does not fit the run.
@@ -227,9 +226,9 @@ class Predictor:
         Args:
             x: The samples before normalisation. A model that was trained on a table takes rows: a pandas or polars data
                 frame, a mapping from column names to lists, or the path of a CSV or Parquet file. Other columns, such
-                as the label, are ignored. The model also takes an array (N, F) of the features that ``schema.names()``
-                lists, with imputed values. A model that was trained on arrays takes an array of shape (N, F), (N, H,
-                W), (N, H, W, C) or (N, C, H, W), as ``from_arrays`` does. For a single sample, N is 1.
+                as the label, are ignored. The model also takes an array (N, F) of the features in ``schema.names()``,
+                with imputed values. A model that was trained on arrays takes an array of shape (N, F), (N, H, W), (N,
+                H, W, C) or (N, C, H, W), as ``from_arrays`` does. For a single sample, N is 1.
 
         Returns:
             The labels, shape (N,). Labels are integers if all class names are integers, and otherwise strings. For
@@ -334,7 +333,7 @@ class Predictor:
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
 
     def _named_samples(self, x: Any, shape: Mapping[str, tuple[int, ...]]) -> Dataset:
-        """Return a data set of samples in which each sample has several inputs."""
+        """Return a data set in which each sample has several inputs."""
         needed = f"this model takes the inputs {described(shape)}"
         if not isinstance(x, Mapping) or x.keys() != shape.keys():
             given = (
@@ -371,7 +370,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Convert class names to labels. Labels are integers if all names are integers, and otherwise the names.
+    """Convert class names to labels. Labels are the names, as integers if all names are integers.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -427,7 +426,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"was written by fedstrata {about.get('fedstrata')}, which is newer than the installed version "
             f"{version('fedstrata')}"
         )
-        raise DataError(f"{path} {problem}. Install that version.")
+        raise DataError(f"{path} {problem}. Install the newer version.")
     return about
 
 
@@ -456,7 +455,7 @@ def _shape_of(about: Mapping[str, Any]) -> Shape:
 def _all_normalisation(about: Mapping[str, Any]) -> tuple[Inputs | None, Inputs | None]:
     """Return the shift and the scale of the inputs.
 
-    For several inputs, return mappings from input names. Inputs without normalisation are left out.
+    For several inputs, return both by input name. Inputs without normalisation are left out.
     """
     if "inputs" not in about:
         return _read_normalisation(about["normalisation"])
@@ -518,7 +517,7 @@ def _check_input(key: str, shape: Any, normalisation: Any, *, image: bool) -> No
         key: The key of the shape in ``model.json``.
         shape: The shape of one sample.
         normalisation: The normalisation of the input.
-        image: True for images, which are normalised along their first axis (channels), and for vectors. Other inputs
+        image: True for vectors, and for images, which are normalised along their first axis (channels). Other inputs
             are normalised along their last axis.
     """
     if (image and len(shape) not in (1, 3)) or not all(type(side) is int and side > 0 for side in shape):

@@ -67,7 +67,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The run's identity, which must not change before the run is resumed; see ``fedstrata.runs.identity``."""
+        """The run's identity, which must be unchanged when the run is resumed; see ``fedstrata.runs.identity``."""
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 
@@ -275,7 +275,7 @@ def _attacked(attack: Attack, dataset: Dataset, assignment: Assignment, seed: in
 
 
 def _check_optimizer(method: Method, config: FederationConfig) -> None:
-    """Raise ``SpecError`` if the method requires SGD, or if the optimiser cannot take steps on the model."""
+    """Raise ``SpecError`` if the optimiser does not suit the method, or cannot take steps on the model."""
     training, objective = config.training, method.objective_in_use()
     reason = method.needs_sgd or objective.needs_sgd
     if reason and not training.optimizer.is_sgd:
@@ -305,7 +305,7 @@ def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
 
 
 def _check_start(model: Model, spec: Experiment) -> None:
-    """Raise ``SpecError`` if the initial model has values that are not finite, or cannot be evaluated."""
+    """Raise ``SpecError`` if the initial model cannot be evaluated, or has values that are not finite."""
     for name, tensor in {**model.params(), **model.buffers()}.items():
         if not torch.isfinite(tensor).all():
             problem = (

@@ -50,11 +50,11 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""The reasons for missing replies. For example, the column ``clients_failed`` counts the replies that are missing for
-the reason with the key ``failed``."""
+"""The reasons for missing replies. For example, the column ``clients_failed`` counts the missing replies with the key
+``failed``."""
 
 LONG = 100
-"""The maximum number of sample indices of a ``given`` partition in ``spec.toml``. Longer lists are stored in a separate
+"""The maximum number of sample indices (partition ``given``) in ``spec.toml``. Longer lists are stored in a separate
 file."""
 
 
@@ -341,7 +341,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
         raise SpecError("out", "the folder already contains a run. Give another folder, or resume the run.", str(path))
     before = identity_in(path)
     if before is None:
-        problem = f"contains a run whose file {RUN}, which describes the run, cannot be read. Give another folder."
+        problem = f"contains a run, but its description ({RUN}) cannot be read. Give another folder."
         raise SpecError("out", problem, str(path))
     return require_same(before, prepared.identity, str(path))
 
@@ -382,7 +382,7 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
     Args:
         folder: The run folder.
-        key: The name of the option with the folder, for the error message.
+        key: The name of the folder's option, for the error message.
         overrides: Changed settings as ``section.key=value``. Only some settings may change when a run is resumed.
 
     Raises:
@@ -402,7 +402,7 @@ def prepare_again(folder: Path, key: str) -> Prepared:
 
     Args:
         folder: The run folder.
-        key: The name of the option with the folder, for the error message.
+        key: The name of the folder's option, for the error message.
 
     Raises:
         SpecError: The folder is not a run folder, or the spec, the data or the code has changed since the run.

@@ -283,7 +283,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
         if task.has_classes:
             added, method = tuple(name for name in METRICS if METRICS.find(name).adds_up(task)), "of_sums"
         problem = "cannot be computed from sums, and sites send only sums. Use one of: "
-        problem += f"{', '.join(added)}, or a metric that defines the method {method}."
+        problem += f"{', '.join(added)}, or a metric with the method {method}."
         raise SpecError("evaluation.metrics", problem, unsummed[0])
     unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = empty if test is None else read_own(spec.data, test, task, client=None, seed=spec.seed)

@@ -193,7 +193,7 @@ class Policy(Setting):
                 raise RuleError("policy.sums", problem)
         elif privacy.parties < self.parties:
             problem = (
-                f"the job sums over {privacy.parties} or more sites, but this site requires {self.parties} or more"
+                f"the job may sum over only {privacy.parties} sites, but this site requires {self.parties} or more"
             )
             raise RuleError("policy.parties", f"{problem}. Set privacy.parties = {self.parties}")
 

@@ -29,7 +29,7 @@ BEST = "best.safetensors"
 class Callback(Setting):
     """Base class of callbacks. A subclass overrides the methods that it needs.
 
-    The fields of a subclass are its settings. Store the values that a resumed run needs in ``simulation.memory``. All
+    The fields of a subclass are its settings. In ``simulation.memory``, store the values that a resumed run needs. All
     other attributes are lost if the run is killed, so set them in ``on_start``.
 
     >>> class StopEarly(Callback):

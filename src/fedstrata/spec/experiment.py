@@ -115,7 +115,7 @@ class Experiment(Setting):
     def to_spec(self) -> dict[str, Any]:
         """Return the spec as nested dicts.
 
-        Leave out sections that earlier versions did not have, if they have no effect.
+        Leave out sections without effect that earlier versions did not have.
         """
         without_effect = {
             "communication": self.communication.plain,
@@ -478,8 +478,7 @@ def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) 
 def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the nested dicts ``base``, in which values from ``overlay`` replace values from ``base``.
 
-    If ``name`` differs between an inner dict of ``base`` and of ``overlay``, the dict in ``overlay`` replaces the whole
-    dict.
+    If the ``name`` of an inner dict differs, the dict in ``overlay`` replaces the whole dict in ``base``.
     """
     result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():

@@ -205,7 +205,7 @@ def _of_choices(cls: type[Setting]) -> Mapping[str, tuple[str, str]]:
 
 
 def _links(cls: type[Setting]) -> str:
-    """Return a sentence that links to a method's components and names their settings."""
+    """Return a sentence that links to a method's components and mentions their settings."""
     recipe, belongs = _default_recipe(cls), _of_choices(cls)
     defaults = {key: default for key, _, default, _ in common("method")}
     with_settings = {choice for choice, name in belongs.values() if name}
@@ -245,7 +245,7 @@ def _item(row: Row) -> str:
 SHOWN = re.compile(
     r"^(integer|number) (> 0$|from |(?=[^o]))|^(true/false|string|list of (numbers|integers|tables)( > 0)?)$"
 )
-"""The pattern of type descriptions that readers can infer from the default value.
+"""The pattern for types that readers can infer from the default value.
 
 Numbers are positive, unless the page says otherwise.
 """
@@ -334,7 +334,7 @@ def _number(value: float) -> str:
 
 
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-"""A mapping from pydantic's name of each kind of limit to the mathematical sign."""
+"""A mapping from each limit's name in pydantic to the mathematical sign."""
 
 
 def _default(field: FieldInfo) -> str:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedstrata.runs.simulation import Simulation
 
 TOKEN = "tracking.json"
-"""The file in a run folder that stores the run's name in each tracker. A resumed run uses these names again."""
+"""The file in a run folder that stores, for each tracker, the run's name. A resumed run uses these names again."""
 
 LONGEST = 500
 """The maximum number of characters of a setting's value.
@@ -166,7 +166,7 @@ class MLflow(Tracker):
     Args:
         uri: Address of the tracking server or store, such as ``sqlite:///mlflow.db``. Default: the environment variable
             ``MLFLOW_TRACKING_URI``.
-        experiment: Name of the experiment in MLflow, created if it does not exist.
+        experiment: Name of the experiment in MLflow, which is created if missing.
         run: Name of the run in MLflow. Default: method, data set and seed.
         tags: Additional tags of the run in MLflow.
         artifacts: Whether to upload the run folder, except checkpoints, when the run ends.
@@ -276,7 +276,7 @@ def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
 
 @contextmanager
 def _locked_store(uri: str) -> Iterator[None]:
-    """Lock MLflow's store during the ``with`` block if it is an SQLite file, so that only one process creates it."""
+    """If MLflow's store is an SQLite file, lock it in the ``with`` block, so that only one process creates it."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield

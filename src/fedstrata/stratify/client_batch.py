@@ -155,7 +155,7 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = sorted(set(wanted.tolist()))
     if len(asked) > client.context.config.strata:
-        raise FedstrataError("the request contains more different placeholders than there are classes")
+        raise FedstrataError("the request contains more distinct placeholders than there are classes")
     pools = opened(client, before.pools, request, asked)
     for p in asked:
         served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True

@@ -55,7 +55,7 @@ class SingleMode:
             problem = "BatchNorm cannot normalise batches of one sample. Use method.mode = 'batch'."
             raise SpecError("method.mode", problem, mode)
         if config.training.momentum > 0:
-            problem = "clients cannot send momentum with the model in single-sample mode. Use training.momentum = 0."
+            problem = "in single-sample mode, clients cannot send momentum with the model. Use training.momentum = 0."
             raise SpecError("training.momentum", problem, config.training.momentum)
 
     def run_epoch(
