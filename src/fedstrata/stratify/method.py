@@ -62,8 +62,8 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to weight a sample's loss by p / q, where p and q are its label's fractions of all
-            samples and the epoch's samples. Only for ``mode = "batch"``.
+        label_weights: Whether to weight a sample's loss by p / q, for its label's fractions of all samples (p) and the
+            epoch's samples (q). Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch, with ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or
