@@ -46,7 +46,7 @@ class Aggregator(Setting):
     """
 
     own_starts: ClassVar[bool] = False
-    """Whether clients start training from the models that ``starts`` returns, instead of the global model."""
+    """Whether clients start training from the models returned by ``starts``, instead of the global model."""
 
     server: AnyServer = ServerOptimizer()
 
@@ -275,7 +275,7 @@ class StratumMean(Aggregator):
     needs_replies = "weights each client by its stratum"
 
     def coefficients(self, selection: Selection, returned: Ints, samples: Ints) -> Floats:
-        """Return weights proportional to N_h / m_h for each client, which add up to 1.
+        """Return weights that are proportional to N_h / m_h and add up to 1.
 
         >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
         >>> selection = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), stratum, stratum_sizes)
@@ -301,7 +301,7 @@ class HorvitzThompson(Aggregator):
     needs_replies = "weights each client by its chance of being drawn"
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` if the probabilities of draws are unknown, or if some strata may never be drawn.
+        """Raise ``SpecError`` if the probabilities of draws are unknown, or if some strata might never be drawn.
 
         The probabilities are known for draws with replacement, systematic draws and uniform draws.
         """

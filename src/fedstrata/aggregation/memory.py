@@ -47,7 +47,7 @@ class Intervals(Remembering):
 
     Args:
         cutoff: Maximum interval K between two replies of a client, in rounds. A smaller K lowers the weights of clients
-            that rarely reply, but adds bias.
+            that rarely reply, which adds bias.
     """
 
     cutoff: PositiveInt = 50
@@ -166,7 +166,7 @@ def mean_update(params: Params, updates: Mapping[int, Params], clients: int) -> 
 
 
 class Echoes(Remembering):
-    """The mean of the clients' models, with updates multiplied by the rounds since the last reply (FedAWE).
+    """The mean of the clients' models; an update counts once per round since the last reply (FedAWE).
 
     In round t, the new model is the mean of x_k + (t − τ_k) Δ_k over the clients that reply. Client k last replied in
     round τ_k, and x_k is the global model after round τ_k. Before the client's first reply, x_k is the initial model,

@@ -28,9 +28,9 @@ class Normalised(MeanBySize):
 
     The weight of client k, which takes τ_k steps, is p_k (Σ_j p_j τ_j) / τ_k, where p_k is its weight in the aggregator
     ``size``. With momentum, τ_k is replaced by the total weight of all gradients in the update (see
-    ``gradient_weights``). Weight decay and terms that an objective adds to the loss count as parts of the gradient. In
-    the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are averaged
-    with the weights p_k.
+    ``gradient_weights``). Terms that an objective adds to the loss, and weight decay, count as parts of the gradient.
+    In the authors' program, FedProx's term instead changes the weights of the gradients. BatchNorm's buffers are
+    averaged with the weights p_k.
     """
 
     needs_replies = ""
@@ -114,8 +114,8 @@ class Extrapolated(Mean):
 
     For m orthogonal updates of equal length and ε = 0, η = m / 2. A client that was drawn twice counts twice. The norms
     include all parameters, but not BatchNorm's buffers. The model that is evaluated and saved is the average of the
-    last two global models. The authors' program also scales ε with m and the clients' squared learning rate, and
-    weights updates by numbers of samples.
+    last two global models. The authors' program also weights updates by numbers of samples, and scales ε with m and the
+    clients' squared learning rate.
 
     Args:
         eps: Constant ε that limits the factor when the mean update is near zero.

@@ -88,7 +88,7 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if all clients reply with updates of the model they were sent, which codecs can compress."""
+        """Return True if all clients reply with updates (which codecs can compress) of the model they were sent."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:

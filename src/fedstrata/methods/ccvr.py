@@ -69,7 +69,7 @@ class CCVR(Recipe, HeadTuning):
             raise SpecError("method.data_sampler", problem, self.data_sampler.name)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Return True if the server calibrates the head after ``round`` (counted from 1) of ``rounds`` rounds."""
+        """Return True if the server calibrates the head after ``round`` (counted from 1) of ``rounds``."""
         return round == rounds or (self.every is not None and round % self.every == 0)
 
     @override

@@ -57,7 +57,7 @@ class FedAdagrad(Recipe):
 
 
 class AdaptiveMoments(Recipe):
-    """Base class of FedAdam and FedYogi, which update the second moment v from Δ² in different ways.
+    """Base class of FedAdam and FedYogi, which compute the second moment v from Δ² in different ways.
 
     Args:
         server_lr: Learning rate of the server optimiser.

@@ -10,7 +10,7 @@ from fedstrata.objectives.calibrated import Restricted
 
 
 class FedRS(Recipe):
-    """FedAvg with restricted softmax: in training, a client multiplies the logits of classes that it lacks by α."""
+    """FedAvg with restricted softmax: in training, a client multiplies by α the logits of classes that it lacks."""
 
     paper = "Li and Zhan 2021, FedRS: Federated Learning with Restricted Softmax (KDD)"
 

@@ -52,7 +52,7 @@ def private_round(recipe: Recipe, federation: Federation, state: RecipeState) ->
 def _mean_at_server(
     recipe: Recipe, federation: Federation, clients: Sequence[int], request: Fit, before: Params
 ) -> tuple[Params, dict[str, Any]]:
-    """Train clients. Return the mean of the clients' updates with noise from the server, and the metrics of the round.
+    """Train clients. Return the mean of the clients' updates plus the server's noise, and the metrics of the round.
 
     The server adds noise even if no client replied, because an update without noise would reveal this.
     """

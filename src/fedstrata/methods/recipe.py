@@ -100,7 +100,7 @@ class Recipe(Method):
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
-        """Return the method's settings that ``parts`` passes on to a sampler, the objective or the aggregator.
+        """Return the method's settings that are passed on to a sampler, the objective or the aggregator.
 
         Returns:
             A mapping from a setting's name in the method to a pair: the component that uses the setting (such as

@@ -255,7 +255,7 @@ class BatchPlan:
             positions = self._ask_owners(positions[owner >= 0])
 
     def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
-        """Return the clients with unused samples of each label.
+        """Return, for each label, the clients with unused samples.
 
         If all samples of a label have been used, let the clients use these samples again.
 

@@ -1,4 +1,4 @@
-"""Run Stratify's batch mode on a client: reserve samples of each label, and compute the gradients of their loss.
+"""Run Stratify's batch mode on a client: reserve samples of each label, and compute gradients.
 
 A *placeholder* is a number that stands for a label. A client's *part* of a batch consists of the samples that the
 client reserved for this batch.
@@ -113,8 +113,8 @@ def opened(
     Args:
         client: The client.
         pools: A mapping from each placeholder to its pool, before the request.
-        request: The request. It lists the pools to refill, and the range (``window``) of samples that may be used.
-        placeholders: The placeholders of the labels of which the request needs samples.
+        request: The request. It specifies the pools to refill, and the range (``window``) of samples that may be used.
+        placeholders: The placeholders for which the request needs samples.
 
     Raises:
         FedstrataError: The request refills more pools than there are classes. So many pools could exhaust the memory.

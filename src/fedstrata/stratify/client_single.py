@@ -137,7 +137,7 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """Take the remaining steps, and return the model and, for each task, a reply with the loss or a failure."""
+        """Take the remaining steps, and return the model and, for each task, a failure or a reply with the loss."""
         self._flush()
         # If all tasks failed, return the model unchanged.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)

@@ -111,7 +111,7 @@ class GatheredReply(ReserveReply):
     The client moves samples because it never computes a gradient over fewer than ``privacy.min_samples`` samples.
 
     Args:
-        batches: The batch in which the client now trains on the sample, for each entry of the request, int64. If
+        batches: For each entry of the request, the batch in which the client now trains on the sample, int64. If
             ``missing`` is True for an entry, ignore the batch.
         held: True for each entry for which the client holds its sample back, because the client has too few samples for
             any batch. In this case, ``missing`` is also True, and the sample stays unused.
@@ -129,8 +129,7 @@ class Reserve(Request):
         round: The epoch, counted from 1.
         batches: The index of the batch for each sample to reserve, int64, ascending.
         labels: The placeholder (a number that stands for a label) of each sample to reserve, int64.
-        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
-            int64.
+        refill: The placeholders of the labels whose samples may all be used again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its reservations from an
             earlier, interrupted attempt at this epoch.
         window: The range of the client's samples of each label that may be used: two fractions (from, to) in [0, 1].
@@ -301,8 +300,7 @@ class Steps(Request):
     Args:
         round: The epoch, counted from 1.
         labels: The labels to train on, in order, as placeholders (numbers that stand for labels), int64.
-        refill: The placeholders of the labels of which the client may use all samples again, from this request on,
-            int64.
+        refill: The placeholders of the labels whose samples may all be used again, from this request on, int64.
         fresh: True for the client's first request of the epoch. The client then discards its draws from an earlier,
             interrupted attempt at this epoch.
         window: The range (from, to) of the client's samples of each label that may be used; see ``Reserve``.

@@ -32,7 +32,7 @@ from fedstrata.stratify.single import SingleMode
 
 @record("StratifyState")
 class StratifyState:
-    """The global model, the clients with samples of each label, and the state of the server's optimiser."""
+    """The global model, each label's clients, and the state of the server's optimiser."""
 
     weights: Weights
     holders: Holders
@@ -49,8 +49,8 @@ class Stratify(Method):
 
     In mode ``hybrid``, the first rounds use batch mode, and later rounds use single-sample mode on new data. Each
     client's samples of each label get a random order of arrival. The last samples (the fraction ``stream``) arrive in
-    equal portions, one portion per round of single-sample mode. All other samples are available from the start. Each
-    client rounds its portions down, and may use a sample twice to fill the schedule.
+    equal portions, one portion per round of single-sample mode. All other samples are available from the start.
+    Portions are rounded down, and a client may use a sample twice to fill the schedule.
 
     A round is one epoch over the schedule. The settings ``training.clients_per_round`` and ``training.local_epochs``
     have no effect. The setting ``training.batch_size`` is the number of samples in a batch over all clients. Client
@@ -62,8 +62,8 @@ class Stratify(Method):
             samples.
         schedule: Number of samples per label in an epoch: all samples (``uncapped``), at most ``cap`` (``capped``), or
             the mean number over all labels (``uniform``).
-        label_weights: Whether to weight each sample's loss by p / q, with its label's fractions p of all samples and q
-            of the epoch's samples. Only for ``mode = "batch"``.
+        label_weights: Whether to weight a sample's loss by p / q, for its label's fractions of all samples (p) and the
+            epoch's samples (q). Only for ``mode = "batch"``.
         cap: Maximum number of samples per label in an epoch, with ``schedule = "capped"``. Default: the median over the
             labels.
         selection: How a client is drawn to train on a label: ``uniform`` among the clients with this label, or

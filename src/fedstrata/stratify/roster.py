@@ -17,7 +17,7 @@ from fedstrata.stratify.schedule import Holders
 
 
 class Roster:
-    """The clients that can be asked in an epoch, and the clients with unused samples of each label.
+    """The clients that can be asked in an epoch, and, for each label, the clients with unused samples.
 
     - A *placeholder* is a number that stands for a label. The *holders* of a placeholder are the clients with samples
       of this label.
@@ -70,7 +70,7 @@ class Roster:
         Args:
             client: The client that replied.
             missing: The labels for which the client had no sample, as indices into ``holders.placeholders``.
-            exhausted: The labels of which all samples are used according to the client's reply, as placeholders.
+            exhausted: The placeholders of the labels whose samples are all used, according to the client's reply.
         """
         rows: Ints = self._by_client[self._begins[client] : self._begins[client + 1]]
         places = self.places[rows]
@@ -112,7 +112,7 @@ class Roster:
         Args:
             client: The client to ask.
             places: The label of each requested sample, as an index into ``holders.placeholders``.
-            refill: The labels of which the client may use all samples again, as indices into ``holders.placeholders``.
+            refill: The labels whose samples the client may all use again, as indices into ``holders.placeholders``.
         """
         numbers = self.holders.placeholders
         return {

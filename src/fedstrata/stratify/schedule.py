@@ -1,4 +1,4 @@
-"""Draw the order of the labels in an epoch (the schedule), and list the clients with samples of each label.
+"""Draw the order of the labels in an epoch (the schedule), and list, for each label, the clients with samples.
 
 The schedule is the random sequence of labels of Stratify §III. At each position, a client trains on one sample of the
 label.
@@ -42,7 +42,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """Find, from the clients' reports, which clients have samples of each label."""
+        """Find, from the clients' reports, the holders of each label."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)

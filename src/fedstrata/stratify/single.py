@@ -91,7 +91,7 @@ class Task:
     Args:
         client: The client's id.
         places: The label of each of these entries, shape (n,).
-        refill: The labels of which the client may use all samples again.
+        refill: The labels whose samples the client may all use again.
     """
 
     client: int

@@ -73,7 +73,7 @@ def report_labels(client: Client, request: LabelReport) -> LabelReply:
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Store which label each placeholder (a number that the server uses instead of a label) stands for."""
+    """Store the label of each placeholder (a number that the server uses instead of the label)."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))

@@ -33,8 +33,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
 
     Returns:
         Two values: the entries of ``held`` for the clients that replied, and the encrypted number of these clients'
-        samples of each placeholder's label. The encrypted numbers are sorted by name, and each ciphertext contains many
-        numbers.
+        samples per placeholder. The encrypted numbers are sorted by name, and each ciphertext contains many numbers.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
@@ -65,7 +64,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         The totals, shape (P,).
 
     Raises:
-        QuorumError: No client could decrypt the totals. Clients do not report totals that are not close to integers.
+        QuorumError: No client could decrypt the totals. Clients report only totals that are close to integers.
     """
     size = len(names)
     if size == 0 or not held:

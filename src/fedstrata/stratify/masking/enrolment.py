@@ -235,7 +235,7 @@ def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | 
 
 
 def _names(before: Roll | None, size: int) -> Ints:
-    """Return the random numbers by which clients know the ``size`` placeholders.
+    """Return ``size`` random numbers, by which clients know the placeholders.
 
     Placeholders of an earlier enrolment keep their random numbers.
     """

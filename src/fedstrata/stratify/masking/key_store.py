@@ -47,13 +47,13 @@ class Keys:
             )
         self._parts = parts
         self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
-        """The public keys: the server adds counts with the first key, and compares labels with the second key."""
+        """The public keys: the server uses the first key to add counts, and the second to compare labels."""
         self.prf = parts["prf"]
         """The key of the pseudo-random function that hashes labels."""
 
     @classmethod
     def make(cls) -> Keys:
-        """Make new keys from the operating system's randomness, because the experiment's seed is not secret."""
+        """Make new keys from the operating system's randomness: the experiment's seed is not secret."""
         parts = (*generate(COUNTING), *generate(COMPARING), secrets.token_bytes(KEY_SIZE))
         return cls(dict(zip(cls._NAMES, parts, strict=True)))
 
@@ -79,7 +79,7 @@ class Keys:
         return Opener(self._parts["comparing"], COMPARING)
 
     def write(self, folder: Path) -> Path:
-        """Write the keys to a file in ``folder`` that only its owner may read, and return the file's path.
+        """Write the keys to a file that only its owner may read, in ``folder``, and return the file's path.
 
         Raises:
             DataError: The folder already contains a key file.

@@ -155,7 +155,7 @@ class CompareReply(Reply):
     """The positions of the client's labels in the server's encrypted list of labels (the unique list).
 
     Args:
-        places: The position of a zero difference for each label of the client, int64, shape (L,). Column c of the
+        places: For each label of the client, the position of a zero difference, int64, shape (L,). Column c of the
             request's ciphertext i has the position i · width + c. A label with a zero difference is on the server's
             list. All other labels have the position −1. ``SlotLayout`` defines columns and width.
     """
@@ -196,8 +196,8 @@ class Enlisted(Reply):
 
     Args:
         key: The keys' fingerprint.
-        pages: A mapping from the index of a page to the ciphertext to add to this page. A page is one ciphertext of the
-            list.
+        pages: A mapping from a page's index to the ciphertext that is added to this page. A page is one ciphertext of
+            the list.
     """
 
     key: str

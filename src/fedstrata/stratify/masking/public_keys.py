@@ -1,4 +1,4 @@
-"""Send requests to one client at a time during an enrolment, and check replies with the clients' public keys."""
+"""Ask one client at a time during an enrolment, and use the clients' public keys to check replies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask_until(
 
 
 class Public:
-    """The clients' public keys, with which the server checks ciphertexts and computes on them.
+    """The clients' public keys, with which the server checks, adds and compares ciphertexts.
 
     Args:
         keys: The reply of a client to ``OpenKeys``.

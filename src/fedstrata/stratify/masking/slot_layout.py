@@ -61,12 +61,12 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns, which are the entries in one ciphertext (page) of the unique list."""
+        """The number of columns (entries) in one ciphertext (page) of the unique list."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of rows, which are the labels in one ciphertext (sheet) of a client."""
+        """The number of rows (labels) in one ciphertext (sheet) of a client."""
         return self.slots // self.width
 
     @property
@@ -83,7 +83,7 @@ class SlotLayout:
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """Return the number of ciphertexts (sheets, at least 1) that a client with ``labels`` labels sends."""
+        """Return the number of ciphertexts (sheets, at least 1) for a client's number of labels."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
@@ -110,8 +110,8 @@ class SlotLayout:
                 one ciphertext of the list.
 
         Returns:
-            A mapping from the index of each page that gets an entry to an array of shape (slots,), which is added to
-            this page. The array is zero in all columns without a new entry.
+            For pages with new entries, a mapping from the page's index to the array, shape (slots,), that is added to
+            the page. The array is zero in all columns without a new entry.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
@@ -144,7 +144,7 @@ class SlotLayout:
             labels: The number L of labels that the client sent.
 
         Returns:
-            The position of a zero difference for each label, shape (L,). The position is i · width + c for column c of
+            For each label, the position of a zero difference, shape (L,). The position is i · width + c for column c of
             ciphertext i. If a label has no zero difference, the position is −1.
 
         Raises:

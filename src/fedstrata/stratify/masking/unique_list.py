@@ -1,4 +1,4 @@
-"""The unique list: an encrypted list of all labels, with which the server finds common labels (Stratify §IV-A).
+"""The unique list: an encrypted list of all labels, with which the server finds equal labels (Stratify §IV-A).
 
 The server compares the clients' labels with the list, one client after another, and adds new labels to the list. When
 the list has all classes, the server compares the labels of all other clients at once. For a comparison, the server
@@ -142,7 +142,7 @@ class UniqueList:
         """Compare the labels of one client after another with the list, and add new labels until the list is complete.
 
         Returns:
-            Two values: for each client that replied, its placeholders (the numbers that stand for its labels), and the
+            Two values: the placeholders (the numbers that stand for labels) of each client that replied, and the
             clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
@@ -225,8 +225,8 @@ class UniqueList:
         """Find the entries of the list that equal a client's labels, from the client's reply to ``Compare``.
 
         Args:
-            places: The position of a zero difference for each label of the client, or −1; see ``CompareReply``.
-            order: The indices of the two compared ciphertexts, for each ciphertext of the request: the client's (sheet)
+            places: For each label of the client, the position of a zero difference, or −1; see ``CompareReply``.
+            order: For each ciphertext of the request, the indices of the two compared ciphertexts: the client's (sheet)
                 and the list's (page).
 
         Returns:
