@@ -354,7 +354,7 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
     Returns:
         The shift and the scale, or None and None if inputs are not normalised. For several inputs, shift and scale are
-        mappings from the name of each float input.
+        mappings with one entry per float input.
     """
     if normalize in ("keep", "none"):
         return None, None
