@@ -109,7 +109,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
         The inputs as a contiguous array of shape (N, H, W, C) or (N, F).
 
     Raises:
-        DataError: The values are not finite, or have the shape of neither images nor a table.
+        DataError: The values are not finite, or their shape fits neither images nor a table.
     """
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):

@@ -98,7 +98,7 @@ class Dataset:
 
     @cached_property
     def strata(self) -> Ints | None:
-        """The stratum of each training sample, which is its class, range of targets or domain.
+        """The stratum (class, range of targets or domain) of each training sample.
 
         The value is an array of shape (N,), or None if samples have no strata.
         """

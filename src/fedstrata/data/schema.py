@@ -639,7 +639,7 @@ def _rules(name: str, column: Column) -> str:
 def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "category", "boolean"]:
     """Guess the type of a column from its cells.
 
-    Warn about a column that looks like a category, but probably has another type.
+    Warn if the column is read as a category, but probably has another type.
 
     Raises:
         DataError: The cells are dates or times.

@@ -4,7 +4,7 @@ A round makes m draws, each from a separate distribution over the clients. The s
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
 the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
 aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions with clients in
-the order of client size. Algorithm 2 fills them with groups of clients with similar updates.
+the order of client size. Algorithm 2 uses groups of clients with similar updates.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return for each client, shape (N,), whether it is certainly drawn if m clients are drawn in proportion to size.
+    """Return whether each client is certainly drawn if m clients are drawn in proportion to size, shape (N,).
 
     A client is always drawn if its size times m is at least the sum of all sizes. With the remaining clients and draws,
     this test is repeated until no further client passes.
