@@ -109,7 +109,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
         The inputs as a contiguous array of shape (N, H, W, C) or (N, F).
 
     Raises:
-        DataError: The values are not finite, or have the shape of neither images nor a table.
+        DataError: The values are not finite, or their shape fits neither images nor a table.
     """
     if (file := MappedFile.of(values)) is not None:
         if len(file.shape) not in (2, 3, 4) or (len(file.shape) == 4 and file.shape[3] not in CHANNELS):
@@ -168,7 +168,7 @@ def _storable(array: NDArray[np.generic], key: str, *, exact: bool) -> NDArray[n
 
 
 def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
-    """Return True if different samples, for example of large and similar values, would become equal in float32."""
+    """Return True if float32 would make different samples equal, for example if values are large and similar."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(flat - rounded).max(axis=0)
@@ -370,7 +370,7 @@ def encode_clients(
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     """Warn about classes that occur only in the test set.
 
-    Models cannot learn these classes, so every prediction for such a sample counts as an error.
+    Models cannot learn these classes, so every prediction for their samples counts as an error.
 
     Raises:
         DataError: The splits have no class in common, for example because labels are spelt differently.

@@ -98,7 +98,7 @@ class Dataset:
 
     @cached_property
     def strata(self) -> Ints | None:
-        """The stratum of each training sample, which is its class, range of targets or domain.
+        """The stratum (class, range of targets or domain) of each training sample.
 
         The value is an array of shape (N,), or None if samples have no strata.
         """
@@ -354,7 +354,7 @@ def normalisation(train: Inputs, normalize: Normalize) -> tuple[Inputs | None, I
 
     Returns:
         The shift and the scale, or None and None if inputs are not normalised. For several inputs, shift and scale are
-        mappings from the name of each float input.
+        mappings with one entry per float input.
     """
     if normalize in ("keep", "none"):
         return None, None

@@ -196,7 +196,7 @@ class RawTargets:
     name: str = TARGET
 
     def moments(self, rows: Tensor) -> Statistics:
-        """Return the count, the mean and the sum of squared deviations of the targets of some samples.
+        """Return the count, mean and sum of squared deviations of some samples' targets.
 
         Args:
             rows: The indices of the samples, shape (M,).
@@ -270,7 +270,7 @@ class Unfitted:
         return known.beside(replace(self.targets.moments(rows), counts=self.targets.counts(rows)))
 
     def divided(self, known: Statistics) -> tuple[Statistics, Statistics]:
-        """Split statistics into those of the features and those of the targets, in the form that the task needs."""
+        """Return the statistics of the features, and the statistics of the targets in the form that the task needs."""
         k, counts = self.train.shape[-1], dict(known.counts)
         name = "" if self.targets is None else self.targets.name
         counts_of_targets = {TARGET: counts.pop(name)} if name in counts else {}

@@ -56,7 +56,7 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     Args:
         splits: A mapping from the name of each split to its ``datasets.Dataset``. All splits have the same columns.
         seed: The seed for drawing test samples from ``train``.
-        client: The column that names each sample's client; None if the data set has no such column.
+        client: The column with each sample's client; None if the data set has no such column.
 
     Returns:
         The arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``. If labels have names, the result contains
@@ -103,7 +103,7 @@ def input_columns(features: Any) -> list[str]:
     """Return the names of the columns that contain the inputs.
 
     If a column contains images, the inputs are this column. Without images, the inputs are a single column of arrays,
-    or a single column of lists. Otherwise, all columns of numbers together form the inputs, as a table.
+    or a single column of lists. Otherwise, the inputs are all columns of numbers together, as a table.
 
     Args:
         features: The ``datasets.Features`` of a split.
@@ -155,8 +155,8 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         columns: The columns that contain the inputs; see ``input_columns``.
 
     Returns:
-        The inputs. Images with 8 bits per channel or fewer are uint8. Images with more bits, and columns of other
-        types, keep their type.
+        The inputs. Images with at most 8 bits per channel are uint8. Images with more bits, and columns of other types,
+        keep their type.
 
     Raises:
         DataError: Images or lists have different sizes.

@@ -265,7 +265,7 @@ class Schema(Setting):
 
     @property
     def roles(self) -> dict[str, str]:
-        """A mapping from each column that is not a feature to the key of its role, such as ``label``."""
+        """A mapping from each non-feature column to the key of its role, such as ``label``."""
         named = {"label": self.label, "client": self.client, "test": self.test if isinstance(self.test, str) else None}
         return {column: key for key, column in named.items() if column is not None}
 
@@ -628,7 +628,7 @@ def _without_rule(table: Table, schema: Schema) -> list[str]:
 
 
 def _rules(name: str, column: Column) -> str:
-    """Return rules for missing values that fit the type of a column, as lines of a spec."""
+    """For missing values, return rules that fit the type of a column, as lines of a spec."""
     key = _key(name)
     first = f"{key} = {{ impute = '{'most-frequent' if column.type in ('category', 'boolean') else 'median'}' }}"
     if column.type != "category":
@@ -639,7 +639,7 @@ def _rules(name: str, column: Column) -> str:
 def _guess(table: Table, name: str, cells: Sequence[Any]) -> Literal["number", "category", "boolean"]:
     """Guess the type of a column from its cells.
 
-    Warn about a column that looks like a category, but probably has another type.
+    Warn if the column is read as a category, but probably has another type.
 
     Raises:
         DataError: The cells are dates or times.

@@ -63,20 +63,20 @@ with warnings.catch_warnings():
 
         Args:
             name: Name or path of the data set. ``fedstrata datasets`` lists the names. A path is a ``.npz``, ``.csv``
-                or ``.parquet`` file, or a folder of ``.npy`` files whose path ends with ``/``. ``"hub:owner/name"`` or
+                or ``.parquet`` file, or, if it ends with ``/``, a folder of ``.npy`` files. ``"hub:owner/name"`` or
                 ``"hub:owner/name:configuration"`` is a data set of the Hugging Face hub.
             normalize: Scaling of each channel or feature, computed from training samples. ``standard``: to mean 0 and
                 standard deviation 1. ``unit``: to [0, 1]. ``none``: only conversion to float32. ``keep``: integers stay
                 integers, as token models require.
             limit: Number of training samples to use, drawn at random and stratified by class. Default: all samples.
-            client: Column of a Hugging Face data set that names each sample's client, for the partition ``natural``.
+            client: Column with each sample's client in a Hugging Face data set, for the partition ``natural``.
             schema: Description of the columns of a ``.csv`` or ``.parquet`` file, or only the name of the label column.
             shape: Shape of one sample in an array file: (channels, height, width) or (features,). If set, normalisation
                 statistics come only from samples that clients train on.
             classes: Number C of classes in an array file. The labels must be integers from 0 to C − 1.
             range: Minimum and maximum allowed value in an array file.
             shift: Numbers that normalisation subtracts, one per channel or feature. Default: depends on ``normalize``.
-            scale: Factors by which normalisation multiplies after subtracting ``shift``, one per channel or feature.
+            scale: Factors, one per channel or feature, by which normalisation multiplies after subtracting ``shift``.
                 Set both ``shift`` and ``scale``, or neither.
             augment: Random change of each training batch: ``crop-flip`` for images, or your own ``"module:function"``.
             custom: Description of arrays passed from Python. Only fedstrata sets this key.

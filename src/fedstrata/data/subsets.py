@@ -22,7 +22,7 @@ def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
 
 
 def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
-    """Draw ``size`` random samples, with numbers per class that are proportional to the sizes of the classes.
+    """Draw ``size`` random samples, divided among the classes in proportion to the classes' sizes.
 
     Return the ascending indices of these samples.
 

@@ -1,7 +1,7 @@
 """Build data sets from tables: CSV and Parquet files, and data frames.
 
-Python's module ``csv`` reads CSV files, because it provides line numbers and does not convert cells. The package
-pyarrow reads Parquet files.
+Python's module ``csv`` reads CSV files: it provides line numbers and does not convert cells. The package pyarrow reads
+Parquet files.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
 
 
 def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
-    """Round numbers down or up at random, so that the sum stays the same and each result is unbiased.
+    """Randomly round numbers down or up, so that the sum stays the same and each result is unbiased.
 
     The rounding is systematic: one random number in [0, 1) is added to all cumulative sums before they are rounded
     down.

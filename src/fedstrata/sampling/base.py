@@ -23,7 +23,7 @@ from fedstrata.federation.secure.fit import Forms
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round, and how they were drawn. Aggregators weight the clients with this information.
+    """The clients of a round, and how they were drawn. Aggregators compute client weights from this information.
 
     A sampler may divide clients into groups, called *strata*, and draw from each stratum separately.
 
@@ -34,8 +34,8 @@ class Selection:
         stratum: The stratum of each client, shape (m,).
         stratum_sizes: The number of clients in each of the H strata, shape (H,).
         stratum_samples: The total number of samples in each stratum, shape (H,), if clients were drawn in proportion to
-            their numbers of samples. In a mean weighted by sample counts, all draws of a stratum then have equal
-            weights. The value is None if the draws did not depend on sample counts.
+            their numbers of samples. Then all draws of a stratum have equal weights in a mean weighted by sample
+            counts. The value is None if the draws did not depend on sample counts.
         stratum_chance: For each stratum, the probability that the stratum gets at least one draw, shape (H,). The value
             is None if the number of draws from each stratum is not random.
         metrics: The metrics that the sampler records for the round.

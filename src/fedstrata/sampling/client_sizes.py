@@ -44,7 +44,7 @@ class Sizes:
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: Ints) -> tuple[Ints, Ints]:
-        """Return the candidates with a known number of samples, and these numbers of samples."""
+        """Return the candidates whose numbers of samples are known, and these numbers."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]
 

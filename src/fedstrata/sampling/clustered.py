@@ -4,7 +4,7 @@ A round makes m draws, each from a separate distribution over the clients. The s
 samples, and the sum of all sizes is Σn. Probabilities are stored as integers, called *masses*. Every distribution has
 the total mass Σn, and the masses of client k in all distributions add up to m n_k. Each draw has the weight 1/m in the
 aggregate, so the expected weight of client k is exactly n_k / Σn. Algorithm 1 fills the distributions with clients in
-the order of client size. Algorithm 2 fills them with groups of clients with similar updates.
+the order of client size. Algorithm 2 uses groups of clients with similar updates.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sk
 Algorithm = Literal[1, 2]
 
 LARGEST = 5000
-"""The maximum number of clients for Algorithm 2, because Ward's clustering needs the distances between all clients."""
+"""The maximum number of clients for Algorithm 2. Ward's clustering needs the distances between all clients."""
 
 
 @dataclass(frozen=True)
 class Distributions:
     """A sequence of m probability distributions over the clients, stored as masses.
 
-    A *mass* is a probability multiplied by ``each``. Masses are integers. The first masses that add up to ``each`` form
-    the first distribution, the next masses form the second distribution, and so on.
+    A *mass* is a probability multiplied by ``each``. Masses are integers. The first distribution consists of the first
+    masses that add up to ``each``, the second of the next masses, and so on.
 
     Args:
         places: The client to which each of s masses belongs, as an index into the array of clients, shape (s,).
@@ -174,9 +174,9 @@ def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Build m distributions from groups of clients (Algorithm 2, lines 5 to 12).
 
     The *mass* of a client is m times its number of samples. The capacity of a distribution is Σn, the number of samples
-    of all clients. A client with a mass of at least Σn first fills whole distributions by itself. Each of the r
-    distributions that remain then gets one of the r groups with the largest remaining masses. The clients of all other
-    groups fill these r distributions up to their capacity.
+    of all clients. A client with a mass of at least Σn first fills whole distributions by itself. Then each of the r
+    remaining distributions gets one of the r groups with the largest remaining masses. The clients of all other groups
+    fill these r distributions up to their capacity.
 
     Args:
         groups: The group of each client, shape (N,). The remaining masses of the clients in a group must add up to at

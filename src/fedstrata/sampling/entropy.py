@@ -36,12 +36,11 @@ class Entropy(ClientSampler):
     """Chooses clients one by one to maximise the entropy of their combined labels.
 
     The first client is drawn uniformly. Each further client is chosen so that the label counts of all chosen clients
-    have the largest entropy. Ties are broken at random. A buffer contains the most recently invited clients, which are
-    not chosen. If too few other clients can be invited, the clients that have been in the buffer longest may be chosen,
+    have the largest entropy. Ties are broken at random. The most recently invited clients (the *buffer*) are not
+    chosen. If too few other clients can be invited, the clients that have been in the buffer longest may be chosen,
     too.
 
-    Each client sends its label counts once. The sampler is biased on purpose, because it prefers clients with rare
-    labels.
+    Each client sends its label counts once. The sampler is biased on purpose: it prefers clients with rare labels.
 
     Args:
         buffer: Size of the buffer of recently invited clients, as a fraction of all clients. Buffered clients are not

@@ -82,7 +82,7 @@ class FedSSARSampler(ClientSampler):
         return FedSSARState(no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Ask clients without a sketch to train, cluster all clients with a sketch, and draw from the clusters."""
+        """Request the missing sketches, cluster all clients with a sketch, and draw from the clusters."""
         config, candidates = federation.config, federation.candidates()
         state = self._introduce(federation, state, weights, candidates)
         known = state.sketches.known
@@ -155,7 +155,7 @@ def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Gener
     Args:
         budget: The number of draws, at most the sum of ``available``.
         sizes: The number of clients in each cluster, shape (H,).
-        available: The number of clients in each cluster that may be invited, shape (H,).
+        available: For each cluster, the number of clients that may be invited, shape (H,).
         generator: The random generator.
     """
     if (available > 0).sum() <= budget:
@@ -169,8 +169,7 @@ def cluster(
 ) -> tuple[Ints, int]:
     """Cluster points with OPTICS (Ankerst et al. 1999), and assign every point to a cluster.
 
-    Points that OPTICS labels as noise join the cluster with the nearest mean. If OPTICS finds no cluster, all points
-    are one cluster.
+    OPTICS' noise points join the cluster with the nearest mean. If OPTICS finds no cluster, all points are one cluster.
 
     Args:
         points: The points, shape (N, d).

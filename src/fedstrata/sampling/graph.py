@@ -118,7 +118,7 @@ class Graph(ClientSampler):
         return selection, replace(state, times=times)
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """If replies are counted, increase the count of each client that replied by 1.
+        """If replies are counted, add 1 to the count of each client that replied.
 
         If invitations are counted, the state does not change.
         """

@@ -60,7 +60,7 @@ class LabelCounts:
 
     Args:
         known: The clients that reported their counts, ascending, shape (n,).
-        counts: The number of samples of each of C classes at each client in ``known``, shape (n, C). Numbers below
+        counts: For each client in ``known`` and each of C classes, the number of samples, shape (n, C). Numbers below
             ``privacy.min_samples`` are replaced by 0.
     """
 

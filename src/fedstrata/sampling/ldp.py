@@ -1,4 +1,4 @@
-"""Sample data as in FedSTaS: clients use some of their samples, and can hide how many they have (FedSTaS §2.4)."""
+"""Choose samples as in FedSTaS: clients use some of their samples, and can hide how many they have (FedSTaS §2.4)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fedstrata.base.rng import rng
 
 
 def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
-    """Project gradients to fewer coordinates with the same random projection for every client.
+    """Project gradients to fewer coordinates, with the same random projection for every client.
 
     The projection is a count sketch (Charikar et al. 2002). Each coordinate gets a random sign, and is added to a
     bucket. Inner products stay the same in expectation, and the cost for d coordinates is O(d). Coordinate i is added

@@ -1,4 +1,4 @@
-"""Compute sketches of the clients' models, which the server stores instead of the models.
+"""Compute sketches, which the server stores instead of the clients' models.
 
 A sketch is a random projection of the model's parameters to K numbers; see ``quantization.project``. The projection is
 linear, so the sketch of an update is the difference of two sketches. On average, the squared distance between two

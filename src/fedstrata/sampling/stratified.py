@@ -1,4 +1,4 @@
-"""Sample clients as in FedSTS: divide clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
+"""Draw clients as in FedSTS: divide clients into strata by their compressed gradients (FedSTaS, Algorithms 1 and 2).
 
 The symbols are the same as in the paper. The compressed gradient of client k is Z_k. A stratum is a group of clients,
 and there are H strata. Stratum h has N_h clients and gets m_h draws, and S_h is the standard deviation of the gradients
@@ -37,10 +37,10 @@ Start = Literal["k-means++", "random"]
 Draws = Literal["sequential", "systematic"]
 
 LARGE = 1000
-"""The maximum number of clients for which, by default, all clients send new gradients in every round."""
+"""Up to this number of clients, all clients send new gradients in every round by default."""
 
 FITTED = 1000
-"""The maximum number of clients for which k-means and the spread of each stratum use all clients.
+"""Up to this number of clients, k-means and the spread of each stratum use all clients.
 
 With more clients, k-means and the spread use a random subset of this size. All other clients join the stratum with the
 nearest centre.

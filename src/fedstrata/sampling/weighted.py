@@ -18,7 +18,7 @@ class Weighted(ClientSampler):
     """Draws clients in proportion to their numbers of samples. Each client reports its number of samples once.
 
     With the aggregators ``size`` and ``stratum``, all draws have the same weight. The aggregate is then an unbiased
-    estimate of the mean over all clients, weighted by size.
+    estimate of the size-weighted mean over all clients.
 
     Args:
         replacement: Whether a client may be drawn more than once per round. If false, clients are drawn by systematic
@@ -80,10 +80,10 @@ def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random
 
 
 def certainties(sizes: Ints, m: int) -> Bools:
-    """Return for each client, shape (N,), whether it is certainly drawn if m clients are drawn in proportion to size.
+    """Return whether each client is certainly drawn if m clients are drawn in proportion to size, shape (N,).
 
-    A client is always drawn if its size times m is at least the sum of all sizes. This test is repeated for the
-    remaining clients and draws until no further client passes.
+    A client is always drawn if its size times m is at least the sum of all sizes. With the remaining clients and draws,
+    this test is repeated until no further client passes.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]

@@ -201,7 +201,7 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:
-    """Return the position of each entry of an ascending array among the entries that are equal to it.
+    """For each entry of an ascending array, return its position among the equal entries.
 
     >>> ranks(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

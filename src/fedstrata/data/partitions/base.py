@@ -17,7 +17,7 @@ from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
 
 UNUSED = -1
-"""The value that marks samples without a client in an array of owners."""
+"""The value in arrays of owners for samples without a client."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Assignment:
     Client k has the samples ``indices[offsets[k]:offsets[k + 1]]``.
 
     Args:
-        indices: The indices of the samples in the training set, client after client, int64.
+        indices: The samples' indices in the training set, client after client, int64.
         offsets: The position in ``indices`` at which each client's samples start, followed by the length of
             ``indices``, shape (N + 1,), int64.
         codes: The index of each client in the data set's ``client_names``, shape (N,); None if the data set does not
@@ -56,7 +56,7 @@ class Assignment:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Ints]) -> Assignment:
-        """Build an assignment from one array per client with the indices of the client's samples."""
+        """Build an assignment from one array of sample indices per client."""
         sizes = [len(part) for part in lists]
         indices = np.concatenate([np.asarray(part, dtype=np.int64) for part in lists])
         return cls(indices, np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
@@ -106,7 +106,7 @@ class Assignment:
 
 
 Clients = Annotated[PositiveInt, Field(le=10_000_000)]
-"""A number of clients, with a limit that ensures that arrays with one entry per client fit into memory."""
+"""A number of clients, limited so that arrays with one entry per client fit into memory."""
 
 
 class Partition(Setting):

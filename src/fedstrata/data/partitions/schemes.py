@@ -134,7 +134,7 @@ class Given(Partition):
 
     Args:
         indices: One list per client, with the indices of the client's samples in the training set.
-        file: Path of a ``.npz`` file that replaces ``indices``, relative to the spec or the working directory. Its
+        file: Path, relative to the spec or the working directory, of a ``.npz`` file that replaces ``indices``. Its
             array ``indices`` lists the samples client by client. Its array ``offsets`` lists where each client begins
             in ``indices``, followed by the length of ``indices``.
     """

@@ -30,7 +30,7 @@ class ServerData:
         return type(None), ()
 
     def indices(self) -> Ints:
-        """Return the indices of the samples in the training set, ascending.
+        """Return the samples' indices in the training set, ascending.
 
         If the data set itself defines the clients, the result is empty, because samples that the partition leaves out
         belong to other clients.

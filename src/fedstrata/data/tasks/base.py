@@ -110,8 +110,8 @@ class Task(Setting):
     def rows(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the values that an evaluation records for each sample, as small tensors (B, …).
 
-        An evaluation adds up the entries listed in ``tables`` over all samples, and computes metrics from the sums. The
-        entries ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
+        An evaluation sums the entries in ``tables`` over all samples, and computes metrics from the sums. The entries
+        ``targets`` and ``predictions``, if present, are the arguments of a user's own metric functions.
         """
 
     @abstractmethod
@@ -159,7 +159,7 @@ class Task(Setting):
         return self
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the values whose frequencies ``fitted`` needs, shape (N,); None if frequencies are not needed."""
+        """Return the values to count for ``fitted``, shape (N,); None if frequencies are not needed."""
         return None
 
     def check_at_sites(self, label: str | None, n_classes: int) -> None:
@@ -185,7 +185,7 @@ class Task(Setting):
 
 
 def require_strata(task: Task, key: str, value: object) -> SpecError:
-    """Return the error for a setting that needs strata, although the task has no strata."""
+    """Return the error for a setting that needs strata if the task has none."""
     problem = f"needs classes, but the task {task.name!r} has no classes. {task.stratum_hint}".rstrip()
     return SpecError(key, problem, value)
 

@@ -1,4 +1,4 @@
-"""Classification with one class per sample, which is the default task."""
+"""The default task: classification with one class per sample."""
 
 from __future__ import annotations
 

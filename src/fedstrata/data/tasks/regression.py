@@ -33,7 +33,7 @@ class Regression(Task):
         loss: Loss for standardised targets. ``mse``: squared error. ``mae``: absolute error. ``huber``: quadratic for
             errors up to 1, then linear.
         bins: Number of strata, which replace classes in Stratify and in partitions by label. Strata are ranges of the
-            first target with equally many training samples.
+            first target, with equally many training samples.
         edges: Boundaries between strata, in ascending order and in the unit of the target. Set either ``edges`` or
             ``bins``.
         step: Unit to which targets are rounded down before ``bins`` are computed. In deployments, ``bins`` require

@@ -17,7 +17,7 @@ from fedstrata.data.tasks.base import Targets, Task
 
 
 class PerPlace(Task):
-    """Base class of tasks that predict a class for each position of a sample, which is a token or a pixel.
+    """Base class of tasks that predict a class for each position (token or pixel) of a sample.
 
     The weight of a sample is the number of its positions with a target other than ``ignore``. Averages over batches,
     clients and test data therefore include only these positions, and padding has no effect.
