@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one ``Order`` object per phase. All Python classes of requests with this order share the object.
+    Each client has one ``Order`` object per phase. All request classes with this order use the same object.
     """
 
     def refusal(self, request: Any) -> str:
