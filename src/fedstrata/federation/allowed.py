@@ -140,8 +140,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return the sample limit of this request if it is too small for any client to reply; otherwise None.
 
-        No client may reply if the limit is below ``privacy.min_samples``. The exception is a request for which a client
-        can move the samples of a small batch to a later batch.
+        No client may reply if the limit is below ``privacy.min_samples``. The exception is a request that lets a client
+        move samples of a small batch to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

@@ -379,7 +379,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors, rounded."""
+        """Return client k's rounded term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()

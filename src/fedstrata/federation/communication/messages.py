@@ -72,9 +72,9 @@ class Sums(Order):
 
 
 def repeated_forms(request: Encoded) -> list[Request]:
-    """Return the forms in which an encoded request may be repeated after a failed exchange.
+    """Return the variants in which an encoded request may be repeated after a failed exchange.
 
-    The id of the exchange may differ. In one form, the delivery contains only the version and the digest, because a
+    The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, because a
     client never gets the same model twice.
     """
     same = replace(request, exchange=0)
@@ -115,7 +115,8 @@ class Coefficients(Request):
 
     Args:
         exchange: Id of the exchange, which is the same as for the first sum.
-        frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
+        frame: The matrices P (packed into bytes) with orthonormal columns, which the server computes from the first
+            sum.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply

@@ -46,7 +46,7 @@ class Update:
     """A description of a sum's updates, which a codec may compress.
 
     Args:
-        prefix: The beginning of the names that ``Reply.split_update`` gives to the tensors of the update.
+        prefix: The prefix of the names that ``Reply.split_update`` gives to the update's tensors.
         range: Largest absolute value of an element of an update.
         weight: The weight of each client's update in the sum.
     """
