@@ -86,7 +86,7 @@ class Allowed:
         where: A mapping from names of the request's fields to accepted values. Use a ``Bound`` for a field with several
             accepted values. Fields that are not in the mapping may have any value.
         times: Maximum number of times that a client answers the request. With None, only the request's ``Order`` or the
-            client's data limit the number.
+            client's data restrict the number.
         per: Whether ``times`` applies to each phase of a round, or to the whole run.
         rounds: The rounds in which the server may send the request: a range, or a function that returns True for these
             rounds. Default: every round.
@@ -140,8 +140,8 @@ class Allowed:
     def limit_below(self, privacy: Privacy) -> SampleLimit | None:
         """Return the sample limit of this request if it is too small for any client to reply; otherwise None.
 
-        No client may reply if the limit is below ``privacy.min_samples``. The exception is a request for which a client
-        can move the samples of a small batch to a later batch.
+        No client may reply if the limit is below ``privacy.min_samples``. The exception is a request that lets a client
+        move samples of a small batch to a later batch.
         """
         few = self.limit is not None and self.limit.samples < privacy.min_samples
         return self.limit if few and not (self.rule.merges and privacy.gathers) else None

@@ -28,7 +28,7 @@ class Attack(Setting):
     """Base class of attacks. It chooses the clients that attack.
 
     Args:
-        share: Fraction of clients that attack in every round, drawn with the experiment's seed. Default: 0.2.
+        share: Fraction of clients, drawn with the experiment's seed, that attack in every round. Default: 0.2.
         clients: Ids of the attackers. Set either ``clients`` or ``share``.
     """
 

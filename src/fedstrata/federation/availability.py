@@ -31,7 +31,7 @@ class Population:
 
     Args:
         clients: Number of clients, N.
-        classes: Number of classes C, or of other strata.
+        classes: Number C of strata, such as classes.
         assignment: The training samples of each client; None in a deployment, because the server does not know the
             sites' samples.
         y: The label of every training sample; None in a deployment.

@@ -90,7 +90,7 @@ class LabelCorrelated(Correlated):
 class SizeCorrelated(Correlated):
     """A client's probability of being online depends on its number of samples.
 
-    For a client with n samples, the probability is proportional to n to the power of ``exponent``.
+    For a client with n samples, the probability is proportional to n^e, where e is ``exponent``.
 
     Args:
         exponent: Exponent e. A client with n samples is online with a probability proportional to n^e.
@@ -99,7 +99,7 @@ class SizeCorrelated(Correlated):
     exponent: float = Field(default=1.0, ge=-10, le=10)
 
     def relative(self, population: Population) -> Floats:
-        """Return n (a client's number of samples) to the power of ``exponent``, divided by the mean over clients."""
+        """Return n^e for each client with n samples, divided by the mean of n^e over clients."""
         if population.sizes is None:
             problem = "needs every client's number of samples, which sites do not reveal. Use another model."
             raise SpecError("name", problem, self.name)

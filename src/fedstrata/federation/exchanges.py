@@ -188,7 +188,7 @@ class Exchanges:
         return requests.among(clients, work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
-        """Return the clients that are online, which is decided once per round."""
+        """Return the online clients, which are determined once per round."""
         online = self.log.online
         if new := [client for client in clients if client not in online]:
             drawn = self._availability.online(np.array(new, dtype=np.int64), self.log.round, self._config.seed)

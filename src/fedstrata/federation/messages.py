@@ -38,7 +38,7 @@ Fact = Literal["labels", "sizes"]
 class Order:
     """A check of the sequence of requests. Earlier requests determine whether a client may answer the next request.
 
-    Each client has one ``Order`` object per phase. All Python classes of requests with this order share the object.
+    Each client has one ``Order`` object per phase. All request classes with this order use the same object.
     """
 
     def refusal(self, request: Any) -> str:
@@ -65,8 +65,8 @@ class RequestRule:
         relay: Whether the request belongs to a relay, in which a model travels from client to client.
         together: Whether several clients may answer at the same time, while the server adds up their tensors. If one of
             these clients fails, the server may send the same request again.
-        forms: A function that returns all variants of a request that count as the same request, beginning with the
-            request itself. Default: only the request itself.
+        forms: A function that returns all equivalent variants of a request, beginning with the request itself. Default:
+            only the request itself.
         merges: Whether a client adds the samples of a small batch (fewer than ``privacy.min_samples``) to a later
             batch. This flag has an effect only if ``privacy.below`` is "hold-back".
         discloses: The facts about the client that the server can read in the reply.

@@ -48,7 +48,7 @@ class LocalOptimizer(Setting):
             weight_decay: ``training.weight_decay``.
 
         Raises:
-            SpecError: The optimiser does not accept an argument.
+            SpecError: The optimiser rejects an argument.
         """
         cls, arguments = self.find()
         accepted, given = inspect.signature(cls).parameters, {"lr": lr}
@@ -155,6 +155,6 @@ OPTIMIZERS = _Optimizers(
     LocalOptimizer,  # type: ignore[type-abstract]
     {"sgd": "fedstrata.federation.optimizers:SGD", "adamw": "fedstrata.federation.optimizers:AdamW"},
 )
-"""The optimisers of local training that a spec can name."""
+"""The optimisers of local training that a spec can choose."""
 
 AnyOptimizer = Annotated[LocalOptimizer, FromRegistry(OPTIMIZERS)]

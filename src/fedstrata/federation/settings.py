@@ -110,8 +110,8 @@ class Privacy(Setting):
     """The protection of the clients' data.
 
     A client with too few samples does not answer a request for an update, a count, a loss or a measurement. Replies
-    leave out the prototypes, labels and counts of classes with too few samples. A site may require more samples than
-    the spec.
+    leave out the prototypes, labels and counts of classes with too few samples. Sites may require more samples than the
+    spec does.
 
     Args:
         min_samples: Minimum number of samples from which a client computes each sent value, such as an update or a
@@ -128,7 +128,7 @@ class Privacy(Setting):
         range: Maximum absolute value of an update's elements in a secure sum. An update with a larger element is scaled
             down.
         buffer_range: Maximum absolute change of a BatchNorm statistic in a secure sum.
-        message_range: Maximum absolute value of changes of control variates (SCAFFOLD) and of prototypes (ReBaFL) in a
+        message_range: Maximum absolute value of prototypes (ReBaFL) and of changes of control variates (SCAFFOLD) in a
             secure sum.
         largest: Maximum number of samples of a client in secure sums. Clients with more samples do not reply. Default:
             the largest client's number of samples. Required if sites use their own data.

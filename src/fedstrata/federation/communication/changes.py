@@ -21,7 +21,7 @@ def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Par
     Args:
         change: The update in a client's reply, including the tensors of the training objective.
         codec: The codec that encodes the update.
-        additive: Names of the groups of the objective's tensors that may be added up over rounds.
+        additive: Names of the objective's tensor groups that may be added up over rounds.
     """
     unencoded = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
     encoded = {name: tensor for name, tensor in change.items() if name not in unencoded}

@@ -32,8 +32,8 @@ The name is ``all`` if a codec joins all tensors.
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """The shape and dtype in which each tensor of an encoded change is sent. The names are the same as in ``Payload``.
 
-The dtype int8 means float32 values that ``rounded`` has rounded. Each value is sent as one byte. The exponent that all
-values share takes one more byte.
+The dtype int8 stands for float32 values that ``rounded`` returns. Each value is sent as one byte. The common exponent
+of the values takes one more byte.
 """
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -99,7 +99,7 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     """Convert the bytes that ``pack`` returned back to the encoded change (payload).
 
     Raises:
-        ReplyRefusedError: The number of bytes is wrong, or a number is NaN or infinite.
+        ReplyRefusedError: The number of bytes is wrong, or a value is NaN or infinite.
     """
     sizes = [_length(shape, dtype) for parts in forms.values() for shape, dtype in parts.values()]
     if packed.dtype != torch.uint8 or packed.shape != (sum(sizes),):
@@ -281,7 +281,7 @@ class WithMemory(Codec):
     start: PositiveInt = 1
 
     def kept(self, age: int) -> float:
-        """Return the factor by which an error that was stored ``age`` rounds ago is multiplied."""
+        """Return the factor for an encoding error that was stored ``age`` rounds ago."""
         if self.forget_after is not None and age > self.forget_after:
             return 0.0
         return float(self.damping**age)
@@ -333,8 +333,8 @@ class PowerSGD(WithMemory):
     Each tensor is treated as a matrix with one row per index of the first dimension. Let M_k be client k's matrix. The
     sum Σ M_k is approximated in two steps. First, clients send M_k Q, and the server sends back P = Σ M_k Q with
     orthonormal columns. Then, clients send M_kᵀ P. The sum of these matrices is the Q with which the next exchange
-    begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors that are one-dimensional or would
-    not become smaller are not approximated.
+    begins. The decoded matrix is P Qᵀ. A client's error is M_k − P (M_kᵀ P)ᵀ. Tensors are approximated only if they
+    have several dimensions and become smaller.
 
     The server decodes only the sums, unless a method needs each client's change.
 
@@ -379,7 +379,7 @@ class PowerSGD(WithMemory):
         return {name: {"p": self.rounded(p)} for name, p in frames.items()}
 
     def coefficients(self, change: Params, frame: Payload) -> Payload:
-        """Return client k's term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors, rounded."""
+        """Return client k's rounded term of the second sum: Q_k = M_kᵀ P for each matrix M_k, and other tensors."""
         _, rest = self.split(change)
         payload = {
             name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
@@ -546,7 +546,7 @@ class Communication(Setting):
 
     @model_validator(mode="after")
     def _remembers_nothing(self) -> Self:
-        """Raise an error if ``down`` sets ``damping`` or ``forget_after``, because the server's error is never old."""
+        """Reject ``damping`` and ``forget_after`` in ``down``, because the server's encoding error is never old."""
         if isinstance(self.down, WithMemory):
             for key, usual in (("damping", 1.0), ("forget_after", None)):
                 if getattr(self.down, key) != usual:

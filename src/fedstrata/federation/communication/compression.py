@@ -150,9 +150,9 @@ class Compression:
         communication: The codecs.
         clients: Number of clients, N.
         seed: The experiment's seed.
-        expected: A function of the model and the settings that returns tensors with the names, shapes and dtypes of the
+        expected: A function from the model and the settings to tensors with the names, shapes and dtypes of the
             objective's message.
-        additive: Names of the groups in the objective's message that may be added up over rounds.
+        additive: Names of the objective's tensor groups that may be added up over rounds.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Sums(Order):
         self._last = self._pending = 0
 
     def refusal(self, request: Any) -> str:
-        """Return why a request is refused: its exchange is not new, or its second sum does not follow a first sum."""
+        """Return why a request is refused: its exchange is not new, or a second sum lacks its first sum."""
         if isinstance(request, Encoded) and request.exchange <= self._last:
             return f"exchange {request.exchange} came after exchange {self._last}, but ids must ascend"
         if isinstance(request, Coefficients) and request.exchange != self._pending:
@@ -72,9 +72,9 @@ class Sums(Order):
 
 
 def repeated_forms(request: Encoded) -> list[Request]:
-    """Return the forms in which an encoded request may be repeated after a failed exchange.
+    """Return the variants in which an encoded request may be repeated after a failed exchange.
 
-    The id of the exchange may differ. In one form, the delivery contains only the version and the digest, because a
+    The id of the exchange may differ. In one variant, the delivery contains only the version and the digest, because a
     client never gets the same model twice.
     """
     same = replace(request, exchange=0)
@@ -93,7 +93,7 @@ class Encoded(Request):
         round: The round, counted from 1.
         exchange: Id of the exchange in this run. Ids start at 1 and ascend.
         delivery: The encoded model; None if the inner request contains the model.
-        plain: Whether the update is sent without encoding, even if the spec names a codec.
+        plain: Whether the update is sent without encoding, even if the spec sets a codec.
         basis: The matrices Q of PowerSGD, packed into bytes. Clients multiply their updates by Q for the first sum. If
             ``basis`` is empty, the reply contains the whole encoded update.
     """
@@ -115,7 +115,8 @@ class Coefficients(Request):
 
     Args:
         exchange: Id of the exchange, which is the same as for the first sum.
-        frame: The matrices P with orthonormal columns, which the server computes from the first sum, packed into bytes.
+        frame: The matrices P (packed into bytes) with orthonormal columns, which the server computes from the first
+            sum.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply

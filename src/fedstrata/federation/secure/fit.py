@@ -43,10 +43,10 @@ EQUAL = Weight("clients", lambda reply: 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Update:
-    """A description of the updates in a sum, which a codec may compress.
+    """A description of a sum's updates, which a codec may compress.
 
     Args:
-        prefix: The beginning of the names that ``Reply.split_update`` gives to the tensors of the update.
+        prefix: The prefix of the names that ``Reply.split_update`` gives to the update's tensors.
         range: Largest absolute value of an element of an update.
         weight: The weight of each client's update in the sum.
     """
@@ -128,7 +128,7 @@ class Bounds:
 
     Args:
         config: The settings that server and clients share.
-        params: The parameters that clients change, with the names and shapes of the model's parameters.
+        params: The parameters that clients train, with their names and shapes.
         sample_gradients: A function that takes a client's number of samples, and returns the number of per-sample
             gradients that the client computes.
     """
@@ -170,7 +170,7 @@ class Bounds:
         return {f"updates by {weight.name}": Numbers(values, self.params, wide, weight, update)}
 
     def buffers(self, weight: Weight) -> Summands:
-        """Describe the sum of the changes of the floating-point buffers; empty if the model has no such buffers."""
+        """Describe the sum of floating-point buffer changes; empty if the model has no such buffers."""
         like = {name: b for name, b in self.config.model.buffers().items() if b.is_floating_point()}
 
         def values(sent: Weights, reply: FitReply) -> Params:
@@ -302,7 +302,7 @@ class ModelForm:
         return {name: each for name, each in self.summands.items() if isinstance(each, Numbers)}
 
     def exchange(self, request: Any) -> int:
-        """Return the index of a request within its round, on which the random rounding depends."""
+        """Return the index of a request within its round, for the random rounding."""
         return 0
 
     def encode(self, request: Any, reply: Any, client: ClientId) -> Words:
@@ -311,7 +311,7 @@ class ModelForm:
         return self.words(request.weights, reply, generator)
 
     def words(self, sent: Weights, reply: Any, generator: np.random.Generator) -> Words:
-        """Return a client's vector of integers, given the model that it received and the random generator for rounding.
+        """Return a client's vector of integers, from the received model, the reply and the generator for rounding.
 
         Raises:
             WithheldError: A value is not finite, or a weight or a count is above its maximum.

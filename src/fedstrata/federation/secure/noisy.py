@@ -18,7 +18,7 @@ UPDATE = "update"
 
 
 class NoisyForm:
-    """The layout of updates that clients clip, and to which clients add Skellam noise (Agarwal et al. 2021).
+    """The layout of clipped updates, to which clients add Skellam noise (Agarwal et al. 2021).
 
     A sum needs at least t clients, of which m may collude. In units of the ring, each client adds noise with the
     variance σ² / (t − m). The noise of the honest clients in a sum therefore has at least the variance σ², even if some

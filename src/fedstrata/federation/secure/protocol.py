@@ -39,19 +39,17 @@ vectors of at least t − m honest sites.** The proof needs three checks by hone
 3. Each signature depends on its *context*: the job, the roster, R', the exchange and the request.
 
 *At most one set is signed t times.* At least t − m honest sites sign such a set. Two sets would need 2(t − m) votes.
-These would be more votes than there are honest sites, n − m.
+The n − m honest sites have fewer votes.
 
 *Suppose that a set U is signed t times.* At most (n − m) − (t − m) = n − t honest sites did not vote for U. Honest
 sites that answered ``RevealAll`` revealed shares of self seeds. Consider an honest site outside U. With the colluders'
-shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Nobody reveals
-shares of pair seeds of sites in U, so the server has only the colluders' m < t shares of such a seed. Hence the server
-never learns both seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all
-honest sites in U. An honest site signs only sets that contain the site itself, so U contains at least t − m honest
-sites.
+shares, the server has at most n − t + m < t shares of this site's self seed, so the seed stays secret. Only colluders
+reveal shares of the pair seed of a site in U, so the server has only m < t shares. Hence the server never learns both
+seeds of an honest site. The masks of pairs of honest sites in U cancel only in the sum over all honest sites in U. An
+honest site signs only sets that contain the site itself, so U contains at least t − m honest sites.
 
-*Suppose that no set is signed t times.* Then no shares of pair seeds of honest sites are revealed. The masks cancel
-only in the sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are
-honest.
+*Suppose that no set is signed t times.* Then only colluders reveal shares of pair seeds. The masks cancel only in the
+sum over all honest sites of R'. R' has at least t members, so at least t − m of the members are honest.
 
 Unlike in the paper, ``RevealAll`` therefore needs no round of signatures. A site's answer to ``RevealAll`` is its vote,
 and the few sites that vote differently cannot reach the threshold. The server may also send different contexts to
@@ -96,7 +94,8 @@ With two sites, each site could compute the other site's vector from the sum.
 """
 
 Confirm = Literal["needed", "always"]
-"""When sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or always."""
+"""Whether sites sign the set of contributors before they reveal shares: if a site is missing (``needed``), or
+always."""
 Seed = Literal["self", "pair"]
 
 
@@ -216,7 +215,7 @@ class Roster(Message):
 
 
 def repeated(packages: Sequence[Package]) -> set[str]:
-    """Return the sites that use a key or a seed twice, or share a name, a key or a seed with another site."""
+    """Return the sites that use a key or a seed twice, or have the same name, key or seed as another site."""
     owners: dict[bytes, str] = {}
     names: set[str] = set()
     for package in packages:
@@ -372,7 +371,7 @@ class Opened(Message):
 
 
 def continued(question: bytes, members: Sequence[str]) -> bytes:
-    """Return the hash of a request whose sum must have the same contributors ``members`` as the previous sum."""
+    """Return the hash of a request whose sum must have the previous sum's contributors, ``members``."""
     return digest("continued", question, members)
 
 
@@ -421,9 +420,10 @@ def self_mask(context: bytes, name: str, self_seed: bytes, length: int) -> Words
 
 
 def pair_mask(context: bytes, key: X25519PrivateKey, owner: str, other: Package, exchange: int, length: int) -> Words:
-    """Return the mask that a site adds to its vector for another site, shape (``length``,).
+    """Return a site's mask for another site, shape (``length``,).
 
-    The other site subtracts this mask. The private key of either site is enough to compute the mask.
+    The site adds this mask, and the other site subtracts it. The private key of either site is enough to compute the
+    mask.
 
     Args:
         context: The exchange's context.

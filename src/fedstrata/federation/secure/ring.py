@@ -33,7 +33,7 @@ HEADROOM = 12
 LARGEST_MEAN = 2.0**34
 """The largest mean of a Poisson variable in the noise. For larger means, NumPy's rounding errors would be too large."""
 _CHUNK = 1 << 14
-"""The number of elements that are encoded together (an even number). So many elements fit into a processor's cache."""
+"""The number of elements that are encoded together (an even number). These elements fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def skellam(generator: np.random.Generator, size: int, variance: float) -> NDArr
 
 
 def rounding(seed: int, round: int, client: int, exchange: int) -> np.random.Generator:
-    """Return the random generator that rounds the numbers of one client's message.
+    """Return the random generator for rounding the numbers in one client's message.
 
     The random numbers need not be secret, because the sum contains only rounded numbers.
 

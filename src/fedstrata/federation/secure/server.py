@@ -38,7 +38,7 @@ from fedstrata.federation.secure.protocol import (
 from fedstrata.federation.secure.ring import Words
 
 MOST_TRIES = 1000
-"""If shares are wrong, the maximum number of sets of t shares from which the server tries to reconstruct a seed."""
+"""If shares are wrong, the maximum number of attempts to reconstruct a seed from different sets of t shares."""
 
 Stage = Literal["masking", "revealing", "voting", "opening", "opened", "failed"]
 
@@ -69,7 +69,7 @@ class Server:
     Args:
         job: The job's hash.
         trust: The certificates that the server accepts.
-        parties: Minimum number of sites with enough samples in a sum. Sites refuse to unmask sums over fewer sites.
+        parties: Minimum number of a sum's sites with enough samples. Sites refuse to unmask sums over fewer sites.
         colluding: See ``Site``.
         confirm: See ``Site``.
         exchanges: Number of exchanges for which each package must have keys.

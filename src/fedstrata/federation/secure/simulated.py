@@ -41,7 +41,7 @@ TAG_BYTES = 16
 def ask_sums(
     federation: Federation, clients: Iterable[ClientId], request: Request, form: ModelForm, *, work: Work | None = None
 ) -> SecureSum | None:
-    """Send clients a request with a model, and return only the sum of their replies, which a codec may compress.
+    """Send clients a request with a model, and return only the sum of their (possibly compressed) replies.
 
     Args:
         federation: The federation.
@@ -210,7 +210,7 @@ def count_messages(
     answered: Sequence[ClientId],
     opened: bool,
 ) -> None:
-    """Count the protocol's messages in the log. Their size depends only on the number of clients.
+    """Log the protocol's messages. Their size depends only on the number of clients.
 
     Args:
         federation: The federation.

@@ -105,7 +105,7 @@ class Site:
         job: The hash of the job, which includes the spec.
         identity: The site's certificate.
         trust: The certificates that the site accepts.
-        parties: Minimum number of sites with enough samples in a sum; at least 3.
+        parties: Minimum number of a sum's sites with enough samples; at least 3.
         peers: The fingerprints of the other sites' certificates; None to accept every certificate in ``trust``.
         confirm: With "always", the site reveals shares only after t sites have signed the set. With "needed", it does
             not wait for signatures if all sites have sent their vectors, which is equally safe.
@@ -114,7 +114,7 @@ class Site:
     """
 
     colluding = 0
-    """Number of other sites that may collude with the server, which determines the smallest accepted threshold."""
+    """Number of other sites that may collude with the server. It determines the smallest accepted threshold."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class Site:
         return shares
 
     def _box(self, roster: bytes, other: Package, content: bytes, *, sends: bool) -> tuple[bytes, bytes, bytes]:
-        """Return the key of the box to or from another site, the content, and the public bytes."""
+        """Return the key, the content and the public bytes of a box to or from another site."""
         names = (self.name, other.name) if sends else (other.name, self.name)
         public = statement("box", roster, *names)
         return derive(agree(self._box_key, other.box_key), roster, public), content, public
