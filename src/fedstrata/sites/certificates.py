@@ -127,7 +127,7 @@ def fingerprint(kit: Path) -> str:
 
 
 def federation_of(kit: Path) -> str:
-    """Return a short hash of the root certificate in a party's folder, which is different for each federation."""
+    """Return a short hash, different for each federation, of the root certificate in a party's folder."""
     return hashlib.sha256((kit / "startup" / ROOT).read_bytes()).hexdigest()[:16]
 
 

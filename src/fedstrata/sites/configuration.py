@@ -23,7 +23,7 @@ CLASSES = (
 """The only classes that a job's configuration may name."""
 
 ERROR = "error.json"
-"""The file in a run folder with the error that ended the run."""
+"""The file with the error that ended a run, in its run folder."""
 
 
 RESULT = "fedstrata"

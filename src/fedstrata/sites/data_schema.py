@@ -46,7 +46,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 STATISTICS = "statistics"
-"""The file in the server's run folder with the statistics of all sites' training samples at the start of the run."""
+"""The file with the statistics of all sites' training samples at the start of the run, in the server's run folder."""
 
 FEWEST = 2
 """The minimum number of training samples at a site. The mean over a single sample would reveal the sample."""
@@ -189,7 +189,7 @@ def description_of(spec: Experiment) -> str:
 
 
 def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
-    """Return the site's file after a check that the spec describes the data completely.
+    """Check that the spec describes the data completely, and return the site's file.
 
     For example, the list of classes must be in the spec, and is not taken from the site's rows.
 
@@ -292,7 +292,7 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:
-    """Return the experiment with data that are normalised with statistics of all sites' training samples.
+    """Return the experiment, with data normalised by the statistics of all sites' training samples.
 
     If the run is new, the server requests these statistics from the sites.
 
@@ -360,7 +360,7 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
 
 
 def task_of(spec: Experiment) -> Task:
-    """Return the spec's task. The default is classification, because sites do not guess the task from labels."""
+    """Return the spec's task. The default is classification: sites do not guess the task from labels."""
     return spec.task or Classification()
 
 

@@ -186,5 +186,5 @@ class SiteDirectory:
 
 
 def _listed(reasons: Iterable[str]) -> str:
-    """Join reasons to one string, and remove the full stop at the end of each reason."""
+    """Join reasons into one string, and remove the full stop at the end of each reason."""
     return "; ".join(reason.rstrip(".") for reason in reasons)

@@ -66,7 +66,7 @@ class NVFlareEngine(Engine):
             sums are refused.
 
     Raises:
-        SpecError: Secure sums are not possible without certificates, or with several clients at a site.
+        SpecError: Secure sums are needed, but certificates are missing or a site has several clients.
     """
 
     secure_sums: SecureSums | None = None
@@ -150,7 +150,7 @@ class NVFlareEngine(Engine):
                 cannot be used.
 
         Returns:
-            A mapping from the name of each site that can take part to its reply.
+            A mapping from site names to replies, for the sites that can take part.
 
         Raises:
             FedstrataError: No site can take part, or fewer than ``least`` sites can take part and ``fewer`` is

@@ -95,8 +95,8 @@ class Sites(Setting):
         server: The server.
         own_data: Whether each site is one client with its own data, which the spec's ``[data]`` describes. Otherwise,
             the spec's partition divides the spec's data set among the sites, for a trial.
-        policy: The settings of the sites' initial policies that differ from the defaults. Each site may change its own
-            policy later.
+        policy: Settings that replace the defaults in the sites' initial policies. Each site may change its own policy
+            later.
         site: A mapping from the name of each site (letters, digits and hyphens) to its entry. With own data, the first
             site is client 0, and so on.
     """
@@ -139,7 +139,7 @@ class Sites(Setting):
         """Read the description of a federation from a TOML file.
 
         Raises:
-            SpecError: The file is missing or is not TOML, or a setting is wrong. The message names the line.
+            SpecError: The file is missing or is not TOML, or a setting is wrong. The message gives the line.
         """
         return read_setting(cls, path, "--sites")
 

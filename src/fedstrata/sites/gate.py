@@ -25,9 +25,9 @@ after a restart of the server."""
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """A component that checks the names of parties at registration, at each heartbeat and when a job arrives.
 
-    A connecting site states its name. NVFlare first asks whether the name is disabled, and then compares the name with
-    the site's certificate. This component answers that a name is disabled if the name is not on our list of sites. In
-    other messages, NVFlare does not verify the stated name.
+    A connecting site sends its name. NVFlare first asks whether the name is disabled, and then compares the name with
+    the site's certificate. If the name is not on our list of sites, this component answers that it is disabled. In
+    other messages, NVFlare does not verify the sender's name.
 
     Args:
         records: The folder of NVFlare's records, which is in the server's folder.

@@ -88,8 +88,8 @@ def data_trial(folder: Path, policy: Policy, job: str, description: str, request
 
     A job learns whether its description fits the data, which reveals something about the data. Each different
     description therefore counts as a trial. A failed request also counts as a trial. If the same request later
-    succeeds, for example after the site corrected its file, the failed trial no longer counts. A job that the site
-    approved is never refused by this function, but its trials count. Only one job can be in the block at a time.
+    succeeds, for example after the site corrected its file, the failed trial no longer counts. This function counts the
+    trials of approved jobs too, but never refuses such a job. Only one job can be in the block at a time.
 
     Args:
         folder: The site's folder.
@@ -147,7 +147,7 @@ class Quota:
         self._survey = self._path.with_suffix(".survey")
         self.starts = self.exchanges = self.bytes = 0
         self.home: list[int] = []
-        """The total number of clients, followed by the ids of this site's clients; empty until the job names the
+        """The total number of clients, followed by the ids of this site's clients; empty until the job assigns the
         clients."""
         self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
@@ -200,16 +200,16 @@ class Quota:
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """Record the clients that a job assigns to this site, and refuse later changes.
 
-        With other ids, the spec would hold out other samples for tests. The difference between two replies could then
-        reveal a sample.
+        With different ids, the spec would hold out different samples for tests. The difference between two replies
+        could then reveal a sample.
 
         Args:
             clients: The ids of the clients at this site.
             total: The total number of clients.
-            rule: The name of the rule that the error shows.
+            rule: The rule's name in the error message.
 
         Raises:
-            RuleError: The job named different clients before.
+            RuleError: The job assigned different clients before.
         """
         home = [total, *clients]
         with self._changing():
@@ -236,7 +236,7 @@ class Quota:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Return a lock for exclusive access to the files of all jobs with quotas and with replies to ``Survey``."""
+        """Return a lock for exclusive access to all jobs' files with quotas and with replies to ``Survey``."""
         return FileLock(self._survey.with_name(LOCK))
 
 
@@ -433,7 +433,7 @@ class Guard:
             self._relay_over = relay_id
 
     def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
-        """Return the index of the entry that allows a request, the entry, and the run's progress after the request."""
+        """Return the entry that allows a request, preceded by its index, and the run's progress after the request."""
         problem: RuleError | None = None
         for number, allowed in enumerate(self.declaration.allowed or ()):
             if not allowed.includes(request):
@@ -511,7 +511,7 @@ class Guard:
             )
 
     def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
-        """Return pairs of an ``Order`` and a request: for the request, and for the inner request that it may contain.
+        """Return pairs of an ``Order`` and a request, for the match's request and its inner request, if any.
 
         An ``Order`` checks the sequence of requests. If the client has already answered the inner request, only the
         outer request gets an ``Order``. If ``keep`` is true, new ``Order`` objects are stored.
@@ -545,5 +545,5 @@ def _name(client: ClientId, number: int) -> str:
 
 
 def _round_of(request: Any, phase: Phase, now: int) -> int:
-    """Return the round that a request names. Default: ``now``, or 0 in the phase before the first round."""
+    """Return the round in a request. Default: ``now``, or 0 in the phase before the first round."""
     return int(getattr(request, "round", 0 if phase == "enrolment" else now))

@@ -15,11 +15,11 @@ HEARTBEAT = 1.0
 """The number of seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The value of a heartbeat's reply size while the site still computes the reply."""
+"""The reply size in a heartbeat while the site still computes the reply."""
 
 
 class LateError(WireError):
-    """An error for a request that arrives after a later request. The server no longer needs its reply."""
+    """An error for a request that arrives after a newer request. The server no longer needs the reply."""
 
 
 class RequestCache:

@@ -78,7 +78,7 @@ class Printable(logging.Filter):
 
 
 def configure_logging(kit: Path, *, verbose: bool) -> None:
-    """Configure logging: log all messages of fedstrata, but only errors of NVFlare unless ``verbose``."""
+    """Configure logging: all messages of fedstrata, and NVFlare's errors (with ``verbose``, all messages)."""
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
     handlers = ["consoleHandler", "logFileHandler"]
     config["filters"] = {"printable": {"()": f"{__name__}.{Printable.__name__}"}}

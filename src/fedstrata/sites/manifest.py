@@ -1,4 +1,4 @@
-"""The signed manifest of a result: hashes of the spec and all files, versions, and fingerprints of the sites' data."""
+"""The signed manifest of a result: versions, hashes of the spec and all files, and fingerprints of the sites' data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG = logging.getLogger(__name__)
 AGAIN = "Ask the administrator to send the folder again."
 
 MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
-"""Files in a run folder that an administrator fetched: the manifest, its signature, and the signer's certificate."""
+"""Files in an administrator's copy of a run folder: the manifest, its signature, and the signer's certificate."""
 
 FINGERPRINTS = "fingerprints.json"
 """The file in the server's run folder that maps each site to the fingerprint of its data."""
@@ -76,7 +76,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
     """Check the signature of a run folder's manifest and the hashes of all files, and return the manifest.
 
     Only the administrator's signature is accepted, although sites also have certificates of the federation. If a file
-    is not in the manifest, such as a report, a message is logged.
+    (such as a report) is not in the manifest, a message is logged.
 
     Args:
         run: The run folder.

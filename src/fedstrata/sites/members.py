@@ -79,13 +79,13 @@ class Members:
         return self._last
 
     def struck(self, name: str) -> bool:
-        """Return True if the list exists and does not contain a site, so that the site may not connect."""
+        """Return True if a site may not connect, because the list exists and does not contain the site."""
         names = self.names()
         return names is not None and name not in names
 
 
 def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Write the list of sites that may connect to the server's folder.
+    """Write, to the server's folder, the list of sites that may connect.
 
     Args:
         kit: The server's folder.

@@ -108,8 +108,8 @@ class Messenger:
             bodies: A mapping from each site to its message.
             kind: The expected class of the replies.
             ended: A function that is called with a site and its reply or error, as soon as the reply arrives. Give this
-                function only if the clients at these sites add up tensors together. A message to a failed site is then
-                not sent again, because the other sites do not wait for the failed site.
+                function only if the clients at these sites add up tensors together. Messages to failed sites are then
+                not sent again, because the other sites do not wait for failed sites.
         """
         self.directory.gather()
         outcomes = self.deliver(bodies, kind, ended)

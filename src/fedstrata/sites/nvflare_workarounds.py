@@ -1,6 +1,6 @@
 """Work around problems of NVFlare. Only this module depends on NVFlare's internals.
 
-Each workaround names the version and the file of NVFlare. The other modules of ``fedstrata.sites`` use only NVFlare's
+Each workaround cites the version and the file of NVFlare. The other modules of ``fedstrata.sites`` use only NVFlare's
 documented interfaces: ``nvflare.apis``, ``nvflare.collab``, the FLARE API, and the files that NVFlare makes for each
 machine. Check every function of this module before you allow a new version of NVFlare.
 """
@@ -177,9 +177,9 @@ class JobEnd:
 def survive_kill(run: Path) -> None:
     """Let a job continue at the other sites if the job's process at this site is killed.
 
-    NVFlare would end the whole job if the return code of the process is not 0. NVFlare reads the return code from a
-    file in the job's folder. This function therefore writes 0 to this file in advance. A process that is not killed
-    overwrites the file when it ends.
+    NVFlare ends the whole job if the return code of the process is not 0. NVFlare reads the return code from a file in
+    the job's folder. This function therefore writes 0 to this file in advance. A process that is not killed overwrites
+    the file when it ends.
 
     Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
 
@@ -194,7 +194,7 @@ def survive_kill(run: Path) -> None:
 def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
     """Refuse clients by name at registration and at heartbeats, and log out refused clients that are connected.
 
-    NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. NVFlare's own
+    Immediately before NVFlare checks the certificate of a name, it asks whether the name is disabled. NVFlare's own
     list of disabled names can only be changed by an administrator. If we did not log out a refused client, NVFlare
     would send jobs to this client for two more minutes.
 

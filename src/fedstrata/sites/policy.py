@@ -71,14 +71,14 @@ class Policy(Setting):
         min_samples: The smallest number of samples from which the site computes a value that it sends. Such a value is
             an update, a prototype, a count, or a gradient for a batch of Stratify. A spec may require more.
         below: The behaviour of a client that has fewer than ``min_samples`` samples in a batch of Stratify.
-            ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer. The
-            client never answers other requests about fewer samples.
+            ``hold-back``: the client uses these samples in a later batch. ``refuse``: the client does not answer. Other
+            requests about so few samples are never answered.
         rounds: The largest number of rounds of a job.
         exchanges: The largest number of messages with requests that the site answers for a job.
         megabytes: The largest total size of all answers to a job, in megabytes.
         starts: The largest number of times that a job may start or resume. After each start, a job can repeat the
             requests since its last checkpoint.
-        surveys: The largest number of different statistics of the site's own data that jobs without approval get. A
+        surveys: The largest number of different statistics that jobs without approval get about the site's own data. A
             spec with another seed holds out different samples for tests. Two answers can therefore differ by a single
             sample and reveal this sample. The same limit holds for the descriptions (``[data]``) that jobs try on the
             data. It also holds for requests that fail, because an error reveals something.
@@ -101,9 +101,9 @@ class Policy(Setting):
         sums: The updates of this site that the server may see. ``secure``: only secure sums, so the site refuses jobs
             with ``privacy.sums = "plain"``. ``plain``: both kinds of jobs may run.
         parties: The smallest number of sites that must contribute to a secure sum, at least 3.
-        peers: The fingerprints of the certificates of the other sites in secure sums, as ``fedstrata check`` prints
-            them. Get each fingerprint from the site itself, and not from the server. Default: every site with a
-            certificate of the federation.
+        peers: The certificate fingerprints of the other sites in secure sums, as ``fedstrata check`` prints them. Get
+            each fingerprint from the site itself, and not from the server. Default: every site with a certificate of
+            the federation.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -186,7 +186,7 @@ class Policy(Setting):
         self._check_client_noise(asked.privacy)
 
     def _check_sums(self, privacy: Privacy) -> None:
-        """Raise an error if the server would see single updates, or sums over fewer sites than this site allows."""
+        """Raise an error if the server would see single updates, or sums over fewer sites than this site requires."""
         if privacy.sums == "plain":
             if self.sums == "secure":
                 problem = "the server would see individual updates, but this site accepts only privacy.sums = 'secure'"
@@ -228,7 +228,7 @@ class Policy(Setting):
             raise RuleError("policy.outside_dp", self._outside(others))
 
     def check_evaluation(self) -> None:
-        """Raise an error if this site forbids evaluations on its samples, because it requires differential privacy.
+        """Raise an error if this site requires differential privacy and therefore forbids evaluations on its samples.
 
         Raises:
             RuleError: ``outside_dp`` does not allow evaluations.
@@ -292,7 +292,7 @@ class Policy(Setting):
         """Read the policy from a site's folder, or return the defaults if the folder has no policy file.
 
         Raises:
-            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message names the line.
+            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message gives the line.
         """
         return read_setting(cls, root / FILE, "policy") if (root / FILE).exists() else cls()
 

@@ -32,8 +32,8 @@ FILE = "privacy.json"
 Steps = tuple[str, ClientId, float, float]
 """The key under which steps are counted: the job, the client, the noise, and the sampling probability.
 
-The job is its hash, and after a slash the federation. The clients of a job have different samples. If a site copies its
-file into the kit of another federation, the same spec is another job there, although the site may be another client.
+The job is its hash, a slash and the federation. The clients of a job have different samples. If a site copies its file
+into another federation's kit, the same spec counts as another job, because the site may be another client there.
 """
 
 
@@ -71,7 +71,7 @@ class PrivacyBudget:
     Args:
         folder: The folder of the file.
         policy: The site's policy, which sets the maximum ε (``budget``) and δ (``delta``).
-        federation: A text without slash that identifies the federation; see ``certificates.federation_of``.
+        federation: A text without slashes that identifies the federation; see ``certificates.federation_of``.
     """
 
     def __init__(self, folder: Path, policy: Policy, federation: str = "") -> None:
@@ -101,7 +101,7 @@ class PrivacyBudget:
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
     def forecast(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> tuple[float, float]:
-        """Return the ε of a job, and the total ε of all jobs, if a client takes a number of steps. Nothing is written.
+        """Return the ε of a job, and the total ε of all jobs, if a client takes ``steps`` steps. Nothing is written.
 
         Args:
             job: The hash of the job. Steps that the client has already taken in this job are part of ``steps``.
@@ -118,7 +118,7 @@ class PrivacyBudget:
         return self._epsilon_of_job(spending, key[0]), self._epsilon(spending)
 
     def _take(self, spending: Spending, key: Steps, steps: int) -> None:
-        """Set the number of steps of a key. The first steps with a budget also choose the order."""
+        """Set the number of steps of a key. Choose the order at the first steps with a budget."""
         if spending.order is None and self._most is not None:
             *_, noise, rate = key
             spending.order = self._order(spending, divergences(noise, rate), self._most)

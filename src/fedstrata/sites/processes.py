@@ -33,7 +33,7 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def groups_of(leader: int) -> set[int]:
-    """Return the ids of the process groups of a session's leader and its descendants.
+    """Return the process group ids of a session's leader and its descendants.
 
     A session has several groups, because NVFlare starts each job and each simulated site in a new group.
     """

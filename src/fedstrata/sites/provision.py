@@ -60,8 +60,8 @@ def provision(
         sites: The federation.
         out: A folder that is empty or does not exist.
         base_dir: The folder to which relative paths of data files refer in a trial on this machine; otherwise None.
-        requests: The folder with the certificate requests of all sites. The sites have then created their own private
-            keys, so the folders do not contain private keys. Default: create the private keys of all sites.
+        requests: The folder with the certificate requests of all sites. Each site then has its own private key, and the
+            site's folder does not contain it. Default: create the private keys of all sites.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.

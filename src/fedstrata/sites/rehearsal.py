@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedstrata.sites.secure_site import Credentials
 
 STATES = "sites"
-"""The folder in the run folder with the clients' states, which contains one folder per site."""
+"""The folder of the clients' states in the run folder, with one folder per site."""
 
 
 class _Transport(Transport):
@@ -52,7 +52,7 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Run a deployment's experiment in this process, with the same data files and the same result.
+    """Run a deployment's experiment in this process, with the deployment's data files and the same result.
 
     Args:
         spec: The experiment.

@@ -37,7 +37,7 @@ from fedstrata.sites.certificates import ASK, ROOT, key_pair, read
 from fedstrata.sites.policy import Policy
 
 ANSWERED = ".answered"
-"""The folder in a site's folder with one file per job. Each file contains the hashes of the answered requests."""
+"""The folder with one file per job, in a site's folder. Each file contains the hashes of the answered requests."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class KeptSite(Site):
 def member_of(
     begin: wire.Begin, path: Path, credentials: Credentials, policy: Policy | None, config: FederationConfig
 ) -> Member:
-    """Create new keys, and return the object that takes part in the secure sums of a run for a site.
+    """Create new keys, and return the object that represents a site in the secure sums of a run.
 
     Args:
         begin: The server's first message.
@@ -206,7 +206,7 @@ def learn(member: Member, ack: object, store: StateStore, client: int) -> bool:
     """Process the server's message that a sum was unmasked. The server may send this message several times.
 
     Args:
-        member: The object that takes part in secure sums for this site.
+        member: The object that represents this site in secure sums.
         ack: The acknowledgement.
         store: The states of the site's clients.
         client: The site's client.
@@ -234,7 +234,7 @@ def about(message: object, member: Member) -> dict[str, Any]:
 
     Args:
         message: The request that the site answered, or the message about an unmasked sum.
-        member: The object that takes part in secure sums for this site.
+        member: The object that represents this site in secure sums.
     """
     if isinstance(message, Masked) and isinstance(message.begin, Begin):
         return {"exchange": message.begin.exchange, "roster": message.begin.roster.hex()}

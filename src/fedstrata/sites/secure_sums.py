@@ -91,7 +91,7 @@ class SecureSums:
         return SecureSum(total, contributors)
 
     def _joined(self, federation: Federation, clients: Collection[ClientId], least: int) -> Server | None:
-        """Return the server of a roster of these clients' sites; None if fewer than ``least`` sites take part."""
+        """Return the ``Server`` for a roster of these clients' sites; None if fewer than ``least`` sites take part."""
         sites = self._with_keys(federation, clients)
         server = self._server
         # Keep the roster if it has keys left and consists of the same sites, even if one of these sites refused to send
@@ -125,7 +125,7 @@ class SecureSums:
         return sorted(sites & present & self.packages.keys())
 
     def _ask_vectors(self, federation: Federation, exchange: Exchange, reached: Requests, length: int) -> None:
-        """Send the request to the members that reply in time, and pass their masked vectors to ``exchange``."""
+        """Send the request to the members, and pass the masked vectors that arrive in time to ``exchange``."""
         begun: dict[ClientId, Request] = {}
         log = federation.log
         for client, request in reached.items():

@@ -46,7 +46,7 @@ def read_setting(kind: type[S], path: Path, key: str) -> S:
         key: The name of the file in error messages, such as ``--sites``.
 
     Raises:
-        SpecError: The file is missing or is not TOML, a key is unknown or a value is wrong. The message names the line.
+        SpecError: The file is missing or is not TOML, a key is unknown or a value is wrong. The message gives the line.
     """
     table = read_toml(path, key)
     try:
@@ -139,10 +139,10 @@ class SiteSettings(Setting):
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """Read the settings from the folder of the server or a site. Return the defaults without a settings file.
+        """Read the settings from the folder of the server or a site. Without a settings file, return the defaults.
 
         Raises:
-            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message names the line.
+            SpecError: The file is not TOML, a key is unknown or a value is wrong. The message gives the line.
         """
         settings = read_setting(cls, root / LOCAL, "settings") if (root / LOCAL).exists() else cls()
         paths = {key: getattr(settings, key) for key in ("data", "keys", "states")}

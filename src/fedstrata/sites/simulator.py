@@ -33,7 +33,7 @@ from fedstrata.spec.experiment import Experiment
 Callback = Callable[[Mapping[str, Any]], None]
 
 SITES = "sites.json"
-"""The file in a run folder that contains the number of sites."""
+"""The file with the number of sites, in a run folder."""
 
 _LOOK = 0.1
 GRACE = 5.0
@@ -60,8 +60,8 @@ def simulate(
     Args:
         runs: Pairs of an experiment and its run folder. The run folder may be None.
         sites: The number of sites. Each site is a process that runs some of the clients. Default: one site per client,
-            but at most one site per processor (at most three sites if there are fewer processors). A resumed run keeps
-            its sites, because the sites store the clients' states.
+            but at most three sites or, if more, one site per processor. A resumed run keeps its sites, because the
+            sites store the clients' states.
         resume: Whether to resume the runs in the folders.
         callbacks: Functions that are called with the record of each round.
         patience: The number of seconds within which a site must reply.

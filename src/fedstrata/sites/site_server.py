@@ -64,7 +64,7 @@ HARMLESS = (
     *(UnusableDataError, RuleError, LateError),
 )
 """Errors whose text the server and other sites may read. The text describes the reader's own messages or the spec, or
-names only a column and the requirement that the column violates."""
+identifies only a column and the requirement that it violates."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__, wire.BeginOnBase.__name__)
 """Messages before the first round. The ledger also records failures of these messages, because a failure reveals that
@@ -82,7 +82,7 @@ class SiteServer:
         settings: The site's settings. In a simulation, the site also accepts methods that do not declare their
             requests, and the server sees the text of all errors. In a deployment, the server sees only the text of
             ``HARMLESS`` errors, because other errors may reveal the site's data and files.
-        keys: The keys that all clients share to mask labels. Default: the keys that environment variables name.
+        keys: The keys that all clients share to mask labels. Default: the keys from ``KeyRing.of_site``.
         policy: The site's limits on jobs. If None, the site allows everything that a job declares.
         ledger: The site's ledger of replies and refusals; optional.
         credentials: A function that returns the site's certificate. Default: the site has no certificate, so it refuses
@@ -169,7 +169,7 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Create a ledger ``Entry`` about a request from the fields in ``about``.
+        """Create a ledger ``Entry`` about a request, with the fields in ``about``.
 
         The entry is written to the ledger (the site's log of all replies) before the reply leaves the site.
         """
@@ -239,7 +239,7 @@ class SiteServer:
         return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the text of an error that the server may see; see the argument ``settings`` of ``SiteServer``.
+        """Return an error's text for the server; see the argument ``settings`` of ``SiteServer``.
 
         If a client raised the error, ``reason`` is the client's description of the error.
         """
@@ -386,7 +386,7 @@ def _with_secrets(site_server: SiteServer, context: ClientContext, begin: wire.B
 
 
 def _member(site_server: SiteServer, begin: wire.Begin, job: str, config: FederationConfig) -> Member:
-    """Return the object that takes part in secure sums for a site.
+    """Return the object that represents a site in secure sums.
 
     The module of this object needs the extra ``secure``.
     """
@@ -519,7 +519,7 @@ class SiteRun:
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Send this site's encoded terms of a sum over several sites to the server, and return the total.
+        """Send the server this site's encoded terms of a sum over several sites, and return the total.
 
         The bytes of these terms count towards the limit on the bytes that leave the site.
         """
@@ -534,7 +534,7 @@ class SiteRun:
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
-        """Return the requests that may be answered, and a refusal for each other request.
+        """Return the requests that may be answered, and a refusal for every other request.
 
         If ``together`` is true, the clients add up tensors together, so either all requests are answered, or
         all requests are refused.

@@ -59,7 +59,7 @@ def submit(
     Args:
         admin: The administrator's folder, which ``provision`` wrote.
         out: The run folder to write.
-        sites: The number of sites to wait for before the first submission; 0 for all sites.
+        sites: The number of sites to await before the first submission; 0 for all sites.
         wait: The maximum number of seconds to wait for the sites.
         lost: The number of seconds for which the server may be unreachable before an error is raised.
         report: A function that is called with a line about each event.

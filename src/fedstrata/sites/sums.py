@@ -28,7 +28,7 @@ class Sums:
     clients were in one process (``LocalGroup``).
 
     The server's time limit for the terms of a sum is shorter than its limit for a site's whole reply. A site that hangs
-    therefore does not delay the replies of all other sites.
+    therefore does not delay the replies of the other sites.
 
     Args:
         patience: The number of seconds that a site has for its whole reply.
@@ -97,8 +97,8 @@ class SiteGroup(LocalGroup):
         group: The name of the group.
         places: The indices of the site's clients within the group.
         send: A function that sends an encoded ``Part`` to the server, and returns the reply.
-        patience: The number of seconds within which the site must reply. A client waits for the other clients for a
-            fraction ``SHARE`` of this time.
+        patience: The number of seconds within which the site must reply. A client waits a fraction ``SHARE`` of this
+            time for the other clients.
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:

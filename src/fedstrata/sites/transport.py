@@ -42,7 +42,7 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     """Begin a call in a daemon thread, and return a future that will contain the reply.
 
     A call to a dead site lasts for its whole timeout. With an executor instead of a daemon thread, the process could
-    not end before all of these calls end.
+    not end before all such calls end.
     """
     future = Future[object]()
 

@@ -379,7 +379,7 @@ def read(data: object, *kinds: type[Message]) -> Any:
         kinds: The expected classes of messages.
 
     Raises:
-        WireError: The data are damaged, or the message has none of the expected classes.
+        WireError: The data are damaged, or the message's class is not in ``kinds``.
         SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):
