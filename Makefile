@@ -38,8 +38,8 @@ demo: $(LEAN)  ## Four methods on scikit-learn's digits with label skew and drop
 	@echo "open demo/report.html"
 
 docs: $(DEV)  ## The site, with its gallery executed, every warning an error: build/site/index.html.
-	rm -rf build/site docs/gallery docs/concepts
-	$(BIN)/python -m sphinx -q -b html -W --keep-going docs build/site
+	rm -rf build/site build/doctrees docs/gallery docs/concepts
+	$(BIN)/python -m sphinx -q -b html -d build/doctrees -W --keep-going docs build/site
 	@echo "open build/site/index.html"
 
 screens: $(DEV)  ## The outputs and pictures of the first comparison, on its page and the front page. Needs Chromium.

@@ -280,7 +280,7 @@ def write(out: Path, kept: dict[str, Any]) -> None:
         "",
         "1. **Unique list**: the server makes a list of all labels, with each label once.",
         "2. **Mapping**: each client learns the placeholders of its labels.",
-        "3. **Counts**: from encrypted sums, the server learns how many samples all clients have of each placeholder.",
+        "3. **Counts**: from encrypted sums, the server learns the total number of samples of each placeholder.",
         "",
         f"`make bench-masking` measured this ({kept['machine']}). *labels* are counted per client. Times are CPU",
         "time of one thread for all clients and the server. *Sent* and *received* are the bytes of one client. The",

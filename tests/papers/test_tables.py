@@ -74,7 +74,7 @@ def test_results_of_another_version_are_others(table):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("metric = ", 'metrics = "best"\nmetric = '), "'metrics' is not a key of a table"),
+        (("metric = ", 'metrics = "best"\nmetric = '), "'metrics' is not a known key"),
         (('"final"', '"last"'), "is not a metric. Use one of: final, last10, best, mean"),
         (('baseline = "a"', 'baseline = "c"'), "is not a row. Use one of: a, b"),
         (('y = ["a"]', 'z = ["a"]'), "is not a column. Use one of: x, y"),

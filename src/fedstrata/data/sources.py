@@ -388,7 +388,7 @@ def _read(name: str) -> Arrays:
     if name in KNOWN:
         problem = f"the file {name}.npz was not found in {looked}. Put the file there, with the arrays"
         raise DataError(
-            f"{problem} {', '.join(NEEDED)}, or use a data set of Hugging Face: data.name = 'hub:owner/name'."
+            f"{problem} {', '.join(NEEDED)}, or use a data set from Hugging Face: data.name = 'hub:owner/name'."
         )
     available = ", ".join(["digits", *names_there()])
     accepted = f"Use one of: {available} (found in {looked}), a path that ends in .npz, .csv or .parquet, or "

@@ -52,7 +52,7 @@ class Metric(Setting):
     histograms."""
 
     confidence_bins: ClassVar[int] = 0
-    """The number of bins in the histogram of confidence for ``of_sums``; 0 if ``of_sums`` does not use this
+    """The number of bins in the confidence histogram that ``of_sums`` uses; 0 if ``of_sums`` does not use this
     histogram."""
 
     @property

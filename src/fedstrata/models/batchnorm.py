@@ -262,8 +262,8 @@ class LocalGroup:
 
     Args:
         size: The number of members.
-        timeout: The number of seconds for which a member waits for the others before it breaks the group. None means no
-            limit; a member that fails must then always call ``abort``.
+        timeout: The number of seconds that a member waits for the others before it gives up, which ends the group. None
+            means no limit; a member that fails must then always call ``abort``.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))

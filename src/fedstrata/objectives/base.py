@@ -123,7 +123,7 @@ class Objective(Setting):
     """The functions that handle the objective's own requests on a client; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """In a client's message, the names of the tensor groups that may be added up over rounds.
+    """The names of the tensor groups in a client's message that the server may sum over rounds.
 
     Codecs with error feedback encode only these groups.
     """

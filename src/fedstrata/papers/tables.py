@@ -177,7 +177,7 @@ def read(paper: str, name: str, text: str) -> Table:
     """
     content = parse_toml(text)
     if unknown := [key for key in content if key not in Table.__dataclass_fields__ or key in ("paper", "name")]:
-        raise SpecError(f"{paper}/{name}", f"{unknown[0]!r} is not a key of a table. Remove this key.")
+        raise SpecError(f"{paper}/{name}", f"{unknown[0]!r} is not a known key. Remove this key.")
     table = Table(paper, name, **content)
     if table.metric not in METRICS:
         raise SpecError(f"{paper}/{name}.metric", f"is not a metric. Use one of: {', '.join(METRICS)}", table.metric)

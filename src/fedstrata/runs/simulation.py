@@ -509,7 +509,7 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
     """
     if was and not will:
         problem = "the clients' states of this run are at the sites, not in the checkpoint. Resume a simulation with"
-        raise SpecError("engine", f"{problem} engine 'nvflare', and a deployment with 'fedstrata submit'.", engine)
+        raise SpecError("engine", f"{problem} engine 'nvflare'. Resume a deployment with 'fedstrata submit'.", engine)
     if will and not was:
         problem = "the clients' states of this run are in the checkpoint, not at the sites"
         raise SpecError("engine", f"{problem}. Resume the run with engine 'local' or 'ray'.", engine)

@@ -50,8 +50,8 @@ class Graph(ClientSampler):
     - The number v_k counts how often client k was chosen before, and s_k is 1 for clients of S and 0 for other clients.
       The variance Var(v + s) over all N clients has the divisor N − 1.
 
-    The paper finds the best set. This implementation adds clients one by one, and then swaps chosen clients with other
-    clients until no swap improves the set. Ties are broken at random.
+    The paper's algorithm finds the best set. This implementation adds clients one by one, and then swaps chosen clients
+    with other clients until no swap improves the set. Ties are broken at random.
 
     Each client sends its label counts once. In the long run, all clients that are available often enough are chosen
     equally often.

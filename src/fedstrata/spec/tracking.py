@@ -51,7 +51,7 @@ Longer values are truncated, so that every tracker accepts them.
 
 
 class Tracker(Callback):
-    """Base class of trackers. If a tracker fails, it warns once, and the run continues without this tracker."""
+    """Base class of trackers. If a tracker fails, there is one warning, and the run continues without this tracker."""
 
     name: ClassVar[str] = ""
 

@@ -128,4 +128,4 @@ class Coefficients(Request):
     def check(self, reply: EncodedReply) -> None:
         """Raise an error if a reply does not contain the client's reply to the inner request."""
         if reply.reply is None:
-            raise ReplyRefusedError("the reply for PowerSGD's second sum lacks the reply to the inner request")
+            raise ReplyRefusedError("the reply to PowerSGD's second request lacks the client's original reply")

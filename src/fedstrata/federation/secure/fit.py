@@ -179,7 +179,7 @@ class Bounds:
         return {"buffers": Numbers(values, like, self.config.privacy.buffer_range, weight)} if like else {}
 
     def progress(self) -> Summands:
-        """Describe two sums for the record: the number of per-sample gradients, and the loss weighted by this number.
+        """Describe the two recorded sums: the number of per-sample gradients, and the loss weighted by this number.
 
         A loss above ``LOSS_RANGE`` is scaled down.
         """

@@ -198,11 +198,11 @@ def _best(verdicts: Verdicts, measure: str) -> str:
     cost = MEASURES[measure].removeprefix("at FedAvg's ")
     name = verdicts.best_at(measure)
     if name in (None, BASELINE):
-        return f"With at most FedAvg's {cost}, FedAvg has the best validation accuracy."
+        return f"Within FedAvg's {cost}, FedAvg has the best validation accuracy."
     difference = difference_text(verdicts.difference(str(name), measure), "points")
     return (
-        f"With at most FedAvg's {cost}, `{name}` has the best validation accuracy. With new seeds, its difference from "
-        f"FedAvg is then {difference}."
+        f"With no more {cost} than FedAvg, `{name}` has the best validation accuracy. With new seeds, its difference "
+        f"from FedAvg is then {difference}."
     )
 
 

@@ -206,7 +206,7 @@ class Enlisted(Reply):
 
 @record("Enlist")
 class Enlist(Request):
-    """A request to encrypt entries for the client's labels that are not on the server's list of labels yet.
+    """A request to encrypt entries for those of the client's labels that are not on the server's list yet.
 
     Args:
         classes: The number C of classes.
