@@ -55,14 +55,13 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 BASELINES = {"rounds": 60, "clients_per_round": 10, "local_epochs": 5, "batch_size": 20, "lr": 0.05}
 BATCHES = {"rounds": 11, "lr": 0.4, "schedule": "cosine"}
-HALF = "online with probability 0.5"
 BYTES_LABEL = "stratify | powersgd, rank 1 in bytes"
 PAIRS = [
     ("mnist", "[MNIST](../results/compression.md), Dirichlet(0.01), all clients online", "fedavg | none", BYTES_LABEL),
     ("mnist", "as above", "fedavg | qsgd", BYTES_LABEL),
     ("mnist", "as above, with short rounds", "fedavg | none", "stratify, dense | none"),
-    ("mnist-half", f"MNIST, {HALF}", "fedavg | none", BYTES_LABEL),
-    ("fashion", f"Fashion-MNIST, two classes per client, {HALF}", "fedavg | qsgd", BYTES_LABEL),
+    ("mnist-half", "MNIST, online with probability 0.5", "fedavg | none", BYTES_LABEL),
+    ("fashion", "Fashion-MNIST, two classes per client, online with probability 0.5", "fedavg | qsgd", BYTES_LABEL),
     ("fashion", "as above", "fedavg | none", BYTES_LABEL),
 ]
 """The comparisons at equal bytes: the study, the setting in words, and the cells of FedAvg and Stratify."""

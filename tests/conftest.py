@@ -123,7 +123,9 @@ def pool() -> Iterator[Any]:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Stop Ray after the last test that starts servers, because its idle processes would slow down all other tests."""
-    if nextitem is not None and is_with_servers(item) and not is_with_servers(nextitem):
+    # Without pytest-xdist, tests are not sorted, so that a later test may need Ray again.
+    sorted_tests = item.config.pluginmanager.hasplugin("xdist")
+    if sorted_tests and nextitem is not None and is_with_servers(item) and not is_with_servers(nextitem):
         RAY.close()
 
 

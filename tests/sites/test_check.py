@@ -20,7 +20,7 @@ import torch
 import fedstrata as fs
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.cli import main
-from fedstrata.sites.certificates import ROOT, ROOT_DAYS, faults, key_pair, read, renew
+from fedstrata.sites.certificates import ROOT, ROOT_DAYS, faults, federation_of, key_pair, read, renew
 from fedstrata.sites.check import check
 from fedstrata.sites.ledger import PLACE
 from fedstrata.sites.members import members, revoke
@@ -124,35 +124,45 @@ def test_a_policy_that_refuses_the_kits_job_is_a_problem_and_the_site_may_start(
     assert "local/spec.toml: training.rounds = 0" in problems(fed / "a", server=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_privacy_loss_of_the_whole_job_is_known_before_it_starts(fed: Path) -> None:
     kit = fed / "a"
     with (kit / "local" / "spec.toml").open("a") as spec:
         spec.write("\n[privacy.dp]\nclip = 1.0\nnoise = 2.0\n")
     policy = kit / "local" / "policy.toml"
 
-    def said(lines: str) -> list[str]:
+    def said(lines: str) -> str:
         policy.write_text(f'jobs = "within-policy"\ndelta = 1e-4\n{lines}')
-        return [str(each) for each in check(kit, server=False) if each.text.startswith("privacy: ")]
+        (text,) = [str(each) for each in check(kit, server=False) if each.text.startswith("privacy: ")]
+        return text
 
     training, samples = fs.Experiment.from_toml(kit / "local" / "spec.toml").training, 32
     rate, steps = training.poisson(samples)
 
-    def epsilon(rounds: int) -> float:
-        return PrivacyBudget(kit / PLACE, Policy.read(kit), "f").forecast(
-            "job", 0, noise=2.0, rate=rate, steps=rounds * steps
-        )[1]
+    def budget(federation: Path) -> PrivacyBudget:
+        return PrivacyBudget(kit / PLACE, Policy.read(kit), federation_of(federation))
 
-    (text,) = said("")
-    total = epsilon(training.rounds)
+    def total(rounds: int) -> float:
+        return budget(kit).total_after("job", 0, noise=2.0, rate=rate, steps=rounds * steps)
+
+    text, whole = said(""), total(training.rounds)
     assert text.startswith(f"ok       privacy: all {training.rounds} rounds of the job spend ε = ")
-    assert text.endswith(f"at δ = 0.0001. The total of all jobs (policy.budget) is then at most {total:.3g}")
-    (text,) = said(f'budget = {total / 2}\noutside_dp = ["sizes", "normalization", "imputation", "evaluation"]\n')
+    assert text.endswith(f"at δ = 0.0001. With earlier jobs, the total (policy.budget) is then {whole:.3g}")
+    text = said(f'budget = {whole / 2}\noutside_dp = ["sizes", "normalization", "imputation", "evaluation"]\n')
     allowed = int(re.search(r"after (\d+) rounds", text)[1])
     assert text.startswith("warning")
-    assert epsilon(allowed) <= total / 2 < epsilon(allowed + 1)
+    assert total(allowed) <= whole / 2 < total(allowed + 1)
+    said("")
+    budget(kit).spend("job", 0, noise=2.0, rate=rate, steps=steps)
+    assert said("").endswith(f"{total(training.rounds):.3g}"), "earlier steps count"
+    (kit / PLACE / "privacy.json").write_text("{")
+    assert re.match("problem  privacy: .*privacy.json: the file is damaged", said(""))
 
 
+def test_a_federation_is_told_from_another_by_its_root_certificate(fed: Path, made: Path) -> None:
+    assert federation_of(fed / "a") == federation_of(fed / "b") != federation_of(made / "other" / "a")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_is_a_problem(fed: Path) -> None:
     """It was found when the job began."""
     (fed / "a" / "local" / "policy.toml").write_text('jobs = "within-policy"\n')

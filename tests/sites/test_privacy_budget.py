@@ -14,6 +14,7 @@ import pytest
 from scipy.stats import norm
 from waiting import until
 
+from fedstrata.base.errors import DataError
 from fedstrata.cli import main
 from fedstrata.runs.accountant import ORDERS, Accountant
 from fedstrata.sites.ledger import PLACE, Entry, Ledger
@@ -187,10 +188,20 @@ def test_a_forecast_is_what_a_job_then_spends_and_writes_nothing(tmp_path: Path)
     budget = PrivacyBudget(tmp_path, POLICY_OF_3)
     spend(budget, "a", 9)
     before = (tmp_path / FILE).read_bytes()
-    forecast = budget.forecast("b", 0, noise=NOISE, rate=0.5, steps=40)
+    job = budget.epsilon_of(noise=NOISE, rate=0.5, steps=40)
+    total = budget.total_after("b", 0, noise=NOISE, rate=0.5, steps=40)
     assert (tmp_path / FILE).read_bytes() == before
     spend(budget, "b", 25, rate=0.5)
-    assert budget.forecast("b", 0, noise=NOISE, rate=0.5, steps=40) == forecast, "steps that were taken are part of it"
+    assert budget.total_after("b", 0, noise=NOISE, rate=0.5, steps=40) > total, "a second run of the job adds steps"
+    assert budget.total_after("b", 0, noise=NOISE, rate=0.5, steps=15) == total
     spend(budget, "b", 15, rate=0.5)
     report = budget.report()
-    assert forecast == (report["jobs"][1]["epsilon"], report["epsilon"])
+    assert (job, total) == (report["jobs"][1]["epsilon"], report["epsilon"])
+
+
+@pytest.mark.parametrize("content", ['{"order": nul', "[]", '{"order": 2, "steps": [["a"]]}'])
+def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(DataError, match=rf"{FILE}: the file is damaged.* Restore the file from a copy"):
+        spend(PrivacyBudget(tmp_path, POLICY_OF_3), "a")
+    assert (tmp_path / FILE).read_text() == content

@@ -180,20 +180,25 @@ def _privacy_loss(kit: Path) -> list[Finding]:
         if dp is None:
             return []
         rate, steps = training.poisson(training_samples(survey, settings.data))
+        if not steps:
+            return []
     budget = PrivacyBudget(kit / PLACE, policy, federation_of(kit))
 
-    def spent(rounds: int) -> tuple[float, float]:
-        return budget.forecast(job, survey.clients[0], noise=dp.noise, rate=rate, steps=rounds * steps)
+    def total(rounds: int) -> float:
+        return budget.total_after(job, survey.clients[0], noise=dp.noise, rate=rate, steps=rounds * steps)
 
     try:
-        epsilon, total = spent(training.rounds)
-    except FedstrataError as error:
+        epsilon, after = (
+            budget.epsilon_of(noise=dp.noise, rate=rate, steps=training.rounds * steps),
+            total(training.rounds),
+        )
+    except (FedstrataError, OSError) as error:
         return [Finding("problem", f"privacy: {error}")]
     text = f"privacy: all {training.rounds} rounds of the job spend ε = {epsilon:.3g} at δ = {policy.delta:g}. "
-    text += f"The total of all jobs (policy.budget) is then at most {total:.3g}"
-    if policy.budget is None or total <= policy.budget:
+    text += f"With earlier jobs, the total (policy.budget) is then {after:.3g}"
+    if policy.budget is None or after <= policy.budget:
         return [Finding("ok", text)]
-    allowed = bisect_right(range(1, training.rounds + 1), policy.budget, key=lambda rounds: spent(rounds)[1])
+    allowed = bisect_right(range(1, training.rounds + 1), policy.budget, key=total)
     text += f", but the budget is {policy.budget:g}. The site will refuse to train after {allowed} rounds."
     return [Finding("warning", text)]
 

@@ -21,6 +21,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from fedstrata.base.errors import DataError
 from fedstrata.base.jsonl import replace_file, sync_folder
 from fedstrata.base.locking import LOCK
 from fedstrata.federation.messages import ClientId
@@ -90,39 +91,41 @@ class PrivacyBudget:
 
         Raises:
             RuleError: The round would exceed the budget. Nothing is written.
+            DataError: The file is damaged.
             ExtraMissingError: The extra ``dp`` is not installed.
         """
         with self._changing() as spending:
-            key = f"{job}/{self._federation}", client, noise, rate
-            self._take(spending, key, spending.steps.get(key, 0) + steps)
+            self._add(spending, (f"{job}/{self._federation}", client, noise, rate), steps)
             if self._most is not None and self._epsilon(spending) > self._most:
                 problem = "another round would exceed the site's privacy budget over all jobs"
                 accepted = f"ε = {self._most:g} at δ = {self._delta:g}. Only the site can raise policy.budget"
                 raise RuleError("policy.budget", f"{problem}, {accepted}")
 
-    def forecast(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> tuple[float, float]:
-        """Return the ε of a job, and the total ε of all jobs, if a client takes ``steps`` steps. Nothing is written.
+    def total_after(self, job: str, client: ClientId, *, noise: float, rate: float, steps: int) -> float:
+        """Return the total ε of all jobs if a client takes further steps; see ``spend``. Nothing is written.
 
-        Args:
-            job: The hash of the job. Steps that the client has already taken in this job are part of ``steps``.
-            client: The client.
-            noise: See ``spend``.
-            rate: See ``spend``.
-            steps: The number of steps of the whole job.
+        Raises:
+            DataError: The file is damaged.
+            ExtraMissingError: The extra ``dp`` is not installed.
+        """
+        spending = self._read()
+        self._add(spending, (f"{job}/{self._federation}", client, noise, rate), steps)
+        return self._epsilon(spending)
+
+    def epsilon_of(self, *, noise: float, rate: float, steps: int) -> float:
+        """Return the ε of a job in which a client takes a number of steps; see ``spend``.
 
         Raises:
             ExtraMissingError: The extra ``dp`` is not installed.
         """
-        spending, key = self._read(), (f"{job}/{self._federation}", client, noise, rate)
-        self._take(spending, key, max(steps, spending.steps.get(key, 0)))
-        return self._epsilon_of_job(spending, key[0]), self._epsilon(spending)
+        return self._epsilon_of_job(Spending(steps={("", 0, noise, rate): steps}), "")
 
-    def _take(self, spending: Spending, key: Steps, steps: int) -> None:
-        """Set the number of steps of a key. Choose the order at the first steps with a budget."""
+    def _add(self, spending: Spending, key: Steps, steps: int) -> None:
+        """Add steps. The first steps with a budget also choose the order."""
         if spending.order is None and self._most is not None:
             *_, noise, rate = key
             spending.order = self._order(spending, divergences(noise, rate), self._most)
-        spending.steps[key] = steps
+        spending.steps[key] = spending.steps.get(key, 0) + steps
 
     def report(self) -> dict[str, Any]:
         """Compute the total ε of all jobs, and the ε of each job, with privacy loss distributions (PLD).
@@ -130,6 +133,7 @@ class PrivacyBudget:
         The result is empty if no job with ``privacy.dp`` has trained.
 
         Raises:
+            DataError: The file is damaged.
             ExtraMissingError: The extra ``dp`` is not installed.
         """
         spending = self._read()
@@ -165,8 +169,14 @@ class PrivacyBudget:
     def _read(self) -> Spending:
         if not self._path.exists():
             return Spending()
-        table = json.loads(self._path.read_text(encoding="utf-8"))
-        return Spending(table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]})
+        try:
+            table = json.loads(self._path.read_text(encoding="utf-8"))
+            return Spending(
+                table["order"], {(job, client, *kind): count for job, client, *kind, count in table["steps"]}
+            )
+        except (ValueError, KeyError, TypeError):
+            problem = "the file is damaged, so the site's privacy loss is unknown. Restore the file from a copy."
+            raise DataError(f"{self._path}: {problem}") from None
 
     def _order(self, spending: Spending, step: NDArray[np.float64], most: float) -> int:
         """Return the order of the Rényi divergence with which the budget allows the most steps.

@@ -323,7 +323,8 @@ class Site:
         Raises:
             RefusedError: The site has voted for another set, or the exchange is not the site's last exchange.
         """
-        (current, joined), members = self._exchange(message.exchange), sorted(message.members)
+        current, joined = self._exchange(message.exchange)
+        members = sorted(message.members)
         self._require("opened", current.voted in (None, members), "the site has voted for another set")
         joined.forget(current.number + 1)
         self._current = None

@@ -167,7 +167,9 @@ def _comparison(verdicts: Verdicts) -> list[str]:
     below = [name for name, p in verdicts.corrected.items() if p < ALPHA and _mean(verdicts, name) < 0]
     others = len(verdicts.complete) - 1 - len(above) - len(below)
     lines = [_listed(names, what) for names, what in ((above, "more accurate"), (below, "less accurate")) if names]
-    return [*lines, f"None of the {others} other methods with all seeds differs significantly from FedAvg."]
+    if others:
+        lines.append(f"None of the {others} other methods with all seeds differs significantly from FedAvg.")
+    return lines
 
 
 def _ranking(verdicts: Verdicts) -> list[str]:
