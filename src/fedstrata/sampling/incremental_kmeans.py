@@ -5,7 +5,7 @@ strata are updated. When centres move, some rows may become nearer to another ce
 rows may have a nearer centre. Only these rows are compared with the centres (Hamerly 2010, Making k-means even faster).
 The result is the same as if every row were compared with every centre.
 
-If 100 of 10,000 clients change per round, incremental k-means is 25 times as fast as k-means from scratch
+If 100 of 10,000 clients change per round, incremental k-means is four times as fast as k-means from scratch
 (``benchmarks/fast_paths.py``).
 """
 
