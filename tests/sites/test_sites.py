@@ -375,7 +375,7 @@ def test_a_part_that_comes_again_is_added_once() -> None:
             sent = [(site, records.encode(Part("g", at, [torch.full((1,), x * step)], step))) for site, at, x in parts]
             answers = list(pool.map(lambda each: read(sums.add_up(*each), Total).tensor.item(), sent))
         assert answers == [3.0 * step] * 4
-    with pytest.raises(SiteRefusedError, match="request 1 came after request 2"):
+    with pytest.raises(SiteRefusedError, match="request 1 is late, because the server has already sent request 2"):
         read(sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)], 1))), Total)
     sums.close("g")
 

@@ -298,7 +298,7 @@ def test_a_question_is_answered_once_however_often_it_comes() -> None:
         assert [one.result() for one in answers] == [b"12345"] * 4
     assert computed == [(7, AT_WORK)]
     assert cache.pulse == (7, 5)
-    with pytest.raises(WireError, match="request 6 came after request 7"):
+    with pytest.raises(WireError, match="request 6 is late, because the server has already sent request 7"):
         cache.answer(6, work)
     assert cache.answer(0, lambda: b"each") + cache.answer(0, lambda: b"time") == b"eachtime"
 

@@ -188,10 +188,8 @@ def _privacy_loss(kit: Path) -> list[Finding]:
         return budget.total_after(job, survey.clients[0], noise=dp.noise, rate=rate, steps=rounds * steps)
 
     try:
-        epsilon, after = (
-            budget.epsilon_of(noise=dp.noise, rate=rate, steps=training.rounds * steps),
-            total(training.rounds),
-        )
+        epsilon = budget.epsilon_of(noise=dp.noise, rate=rate, steps=training.rounds * steps)
+        after = total(training.rounds)
     except (FedstrataError, OSError) as error:
         return [Finding("problem", f"privacy: {error}")]
     text = f"privacy: all {training.rounds} rounds of the job spend ε = {epsilon:.3g} at δ = {policy.delta:g}. "

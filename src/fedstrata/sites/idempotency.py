@@ -46,7 +46,7 @@ class RequestCache:
         with self._lock:
             first = number == 0 or number > self._newest
             if not first and number < self._newest:
-                raise LateError(f"request {number} came after request {self._newest}, and is no longer needed")
+                raise LateError(f"request {number} is late, because the server has already sent request {self._newest}")
             if first:
                 self._newest, self._answer = max(number, self._newest), Future()
             answer = self._answer
