@@ -122,7 +122,7 @@ def test_a_clients_own_batchnorm_statistics_are_part_of_its_model():
             buffers = {**weights.buffers, **(kept or {})}
             with prepared.config.model.loaded(weights.params, buffers) as params, torch.no_grad():
                 # Who has not trained has no statistics: those of the samples at hand serve.
-                prepared.config.model.train_mode(kept is None)
+                prepared.config.model.module.train(kept is None)
                 hits = prepared.config.model(params, data.inputs(own)).argmax(1) == data.y_train[own]
             assert found[client] == pytest.approx(float(hits.double().mean()))
         assert sum(bool(simulation.store.get(client)) for client in range(5)) == 4

@@ -108,7 +108,7 @@ def test_weights_gradients_are_never_stored():
 @pytest.mark.slow
 def test_dropout_is_random_and_said_to_be():
     model = Model(nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3)))
-    model.train_mode(True)
+    model.module.train()
     x, y = torch.randn(20, 6), torch.randint(0, 3, (20,))
     line = TracedSGD(lambda p, x, y: F.cross_entropy(model(p, x), y), model.params(), x[:1], y[:1])
     assert line.random
@@ -140,7 +140,7 @@ class Looks(nn.Module):
 )
 def test_what_cannot_be_traced_is_refused(build):
     model = Model(build())
-    model.train_mode(True)
+    model.module.train()
     x = torch.randn(1, 4) if isinstance(model.module, Looks) else torch.randn(1, 1, 4, 4)
     with pytest.raises(Exception, match=r".+"):
         TracedSGD(lambda p, x, y: F.cross_entropy(model(p, x), y), model.params(), x, torch.zeros(1, dtype=torch.int64))

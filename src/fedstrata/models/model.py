@@ -233,7 +233,7 @@ class Model:
             with self.untrained.watched() if self.untrained.any else nullcontext():
                 _copy_into(self._leaves, params, "parameter")
                 _copy_into(self.untrained.sent, buffers, "buffer")
-                self.train_mode(train)
+                self.module.train(train)
                 yield installed
         finally:
             self._installed = None
@@ -245,7 +245,7 @@ class Model:
             _copy_into(self.untrained.sent, self._initial_buffers)
             for leaf in self._leaves.values():
                 leaf.grad = None
-            self.train_mode(training)
+            self.module.train(training)
 
     def load_for_good(self, train: bool = False) -> Params:
         """Load the initial values without a ``with`` block, so that the model stays loaded. See ``share``.
@@ -262,7 +262,7 @@ class Model:
         self._refuse_loaded("loaded")
         self._installed = dict(self._leaves)
         self.untrained.watch()
-        self.train_mode(train)
+        self.module.train(train)
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
@@ -288,11 +288,6 @@ class Model:
                 self._shared.pop(name, None)
                 leaf.data = torch.empty_like(initial).copy_(given)
 
-    def train_mode(self, on: bool) -> None:
-        """Switch the module to training mode or to evaluation mode."""
-        if self.module.training != on:
-            self.module.train(on)
-
     def to(self, device: torch.device | str) -> Model:
         """Move the module and its initial values to ``device``, and return the model itself.
 
@@ -315,7 +310,7 @@ class Model:
         twin = Model(twin_of(self.module, constant.values()), self._named_head)
         if constant:
             twin.keep_constant(constant)
-        twin.train_mode(self.module.training)
+        twin.module.train(self.module.training)
         return twin
 
     def _refuse_loaded(self, verb: str) -> None:
@@ -327,11 +322,11 @@ class Model:
 def evaluating(model: Model) -> Iterator[None]:
     """Put a model into evaluation mode during a ``with`` block, without dropout and with fixed BatchNorm statistics."""
     training = model.module.training
-    model.train_mode(False)
+    model.module.eval()
     try:
         yield
     finally:
-        model.train_mode(training)
+        model.module.train(training)
 
 
 def forward(module: nn.Module, x: Inputs) -> Tensor:

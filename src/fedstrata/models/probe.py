@@ -33,7 +33,7 @@ def draws_random_numbers(model: Model, x: Inputs) -> bool:
             with draws:
                 model(params, x)
             if model.untrained.sent:  # also find buffers that change only in evaluation mode
-                model.train_mode(False)
+                model.module.eval()
                 model(params, x)
             changed = model.untrained.changed(versions) | dict(sums.items() ^ model.untrained.sums().items()).keys()
             model.untrained.refuse(changed)

@@ -233,7 +233,7 @@ class TracedStepper:
     def __init__(self, context: ClientContext, model: Model) -> None:
         x, y = single(context.data.inputs(slice(0, 1))), context.data.targets(slice(0, 1))
         before = model.module.training
-        model.train_mode(True)
+        model.module.train()
         try:
             self._sgd = TracedSGD(
                 lambda params, x, y: _loss(context, model, params, x, y),
@@ -243,7 +243,7 @@ class TracedStepper:
                 context.config.training.weight_decay,
             )
         finally:
-            model.train_mode(before)
+            model.module.train(before)
         self.random = self._sgd.random
 
     def load(self, weights: Weights) -> None:
