@@ -380,3 +380,19 @@ def test_finish_has_a_loaded_model_whatever_trained_it(precision):
     spec = {"method": {"objective": FinishesWithBuffers()}, "partition": {"clients": 3}}
     history = fs.run({**spec, "training": {"rounds": 1, "precision": precision}})
     assert history[-1]["clients_trained"] == 3
+
+
+class FinishesInEvaluationMode(CrossEntropy):
+    """A hook that computes features needs neither dropout nor the statistics of its batches."""
+
+    def client_final(self, trained, context):
+        assert not any(part.training for part in trained.model.module.modules())
+        return {}, None
+
+
+def test_the_last_hook_gets_the_model_in_evaluation_mode():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 10))
+    spec = {"method": {"objective": FinishesInEvaluationMode()}, "partition": {"clients": 3}}
+    prepared = fs.prepare(fs.Experiment.from_table({**spec, "training": {"rounds": 2}}), model=module)
+    with fs.Simulation(prepared) as simulation:
+        assert [record["clients_failed"] for record in simulation] == [0, 0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedstrata.base.errors import SpecError
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch
-from fedstrata.objectives.rebafl import averaged, class_means, merged, no_prototypes, updated
+from fedstrata.objectives.rebafl import averaged, class_means, no_prototypes, updated
 
 
 def table(means: list[list[float]], samples: list[float]) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def test_a_negative_count_counts_as_none():
 def test_a_clients_own_prototypes_go_first():
     own = table([[1.0], [0.0], [0.0]], [3, 0, 0])
     theirs = table([[5.0], [7.0], [0.0]], [9, 9, 0])
-    found = merged(own, theirs)
+    found = updated(theirs, own)
     assert found["means"].tolist() == [[1.0], [7.0], [0.0]]
     assert found["samples"].tolist() == [3, 9, 0]
 
@@ -87,10 +87,9 @@ def test_class_means_over_several_batches():
         Batch(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 2])),
         Batch(torch.tensor([[3.0, 4.0]]), torch.tensor([0])),
     ]
-    with model.loaded(model.params(), train=True) as params:
+    with model.loaded(model.params()) as params:
         before = model.current_buffers()
         found = class_means(model, params, lambda: batches, 3)
-        assert model.module.training
         # Neither dropout nor batch statistics, and no statistics learnt.
         torch.testing.assert_close(found["means"], torch.tensor([[4.0, 4.0], [0.0, 0.0], [1.0, 2.0]]))
         assert found["samples"].tolist() == [2, 0, 1]

@@ -88,7 +88,7 @@ class Trained:
     Args:
         params: The parameters after the last step.
         steps: The number K of steps that were taken.
-        model: The client's model, for hooks that compute features.
+        model: The client's model in evaluation mode, for hooks that compute features.
         batches: A function that iterates over the local data, in batches and in a fixed order.
         least: The minimum number of samples for each value that a client sends (``privacy.min_samples``).
     """

@@ -33,7 +33,7 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
 from fedstrata.federation.secure.fit import Bounds, Count, Numbers, Summands, Sums
-from fedstrata.models.model import Model, evaluating
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, Trained
 from fedstrata.objectives.calibrated import CountsIdle, log_prior
 
@@ -164,7 +164,7 @@ class Rebalanced(CountsIdle):
         shift = log_prior(context.counts, self.epsilon) if self.relaxed else 0.0
         if not self.mu:
             return context.deriving(log_prior=shift)
-        table = merged(context.received["own"], context.received["prototypes"])
+        table = updated(context.received["prototypes"], context.received["own"])
         known = table["samples"] > 0
         # List the classes with a prototype first, in ascending order.
         cycle = torch.argsort(known.logical_not().to(torch.uint8), stable=True)
@@ -222,10 +222,10 @@ def no_prototypes(classes: int, size: int) -> Table:
 
 @torch.no_grad()
 def class_means(model: Model, params: Params, batches: Batches, classes: int, least: int = 1) -> Table:
-    """Return a client's prototypes, which are the mean feature vectors of each class in evaluation mode (Eq. 21).
+    """Return a client's prototypes, which are the mean feature vectors of each class (Eq. 21).
 
     Args:
-        model: The model, with the buffers that belong to ``params``.
+        model: The model in evaluation mode, with the buffers that belong to ``params``.
         params: The parameters that compute features.
         batches: A function that iterates over the client's samples.
         classes: The number C of classes.
@@ -234,38 +234,28 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int, le
     device = next(iter(params.values())).device
     sums = torch.zeros(classes, model.feature_size, dtype=torch.float64, device=device)
     samples = torch.zeros(classes, device=device)
-    with evaluating(model):
-        for batch in batches():
-            features = model.with_features(params, batch.x)[0].flatten(1)
-            if features.shape[1] != sums.shape[1]:
-                given, taken = features.shape[1], sums.shape[1]
-                problem = f"the head's input has {given} features, but the head's first nn.Linear takes {taken}. "
-                problem += "Use a head that begins with nn.Linear, or with nn.Flatten and nn.Linear."
-                raise SpecError("model.head", problem, model.head_name)
-            sums.index_add_(0, batch.y, features.double())
-            samples += torch.bincount(batch.y, minlength=classes)
+    for batch in batches():
+        features = model.with_features(params, batch.x)[0].flatten(1)
+        if features.shape[1] != sums.shape[1]:
+            given, taken = features.shape[1], sums.shape[1]
+            problem = f"the head's input has {given} features, but the head's first nn.Linear takes {taken}. "
+            problem += "Use a head that begins with nn.Linear, or with nn.Flatten and nn.Linear."
+            raise SpecError("model.head", problem, model.head_name)
+        sums.index_add_(0, batch.y, features.double())
+        samples += torch.bincount(batch.y, minlength=classes)
     means, enough = (sums / samples.clamp(min=1)[:, None]).float(), samples >= least
     return {"means": torch.where(enough[:, None], means, 0.0), "samples": torch.where(enough, samples, 0.0)}
 
 
-def merged(first: Table, second: Table) -> Table:
-    """Return the first table; classes that lack a prototype get the prototype from the second table (Eq. 18)."""
-    known = first["samples"] > 0
-    return {
-        "means": torch.where(known[:, None], first["means"], second["means"]),
-        "samples": torch.where(known, first["samples"], second["samples"]),
-    }
+def updated(before: Table, new: Table, momentum: float = 0.0) -> Table:
+    """Replace the prototypes in ``before`` by new prototypes, or by moving averages (not in the paper).
 
-
-def updated(before: Table, new: Table, momentum: float) -> Table:
-    """Return the federation's prototypes after a round: the new prototypes, or moving averages (not in the paper).
-
-    A class that no client reported keeps its prototype from ``before``. A class without an earlier prototype gets the
-    new prototype.
+    A class without a new prototype keeps its prototype from ``before``. A class without a prototype in ``before`` gets
+    the new prototype.
 
     Args:
-        before: The federation's prototypes before the round.
-        new: This round's prototypes, averaged over clients.
+        before: The prototypes before the update, such as the federation's prototypes before a round.
+        new: The new prototypes.
         momentum: Weight β of the prototypes in ``before``. The new prototypes have the weight 1 − β.
 
     >>> before = {"means": torch.tensor([[8.0], [0.0], [7.0]]), "samples": torch.tensor([1.0, 0.0, 1.0])}
@@ -279,7 +269,11 @@ def updated(before: Table, new: Table, momentum: float) -> Table:
         # With this formula, rounding does not change a prototype that is equal in ``before`` and ``new``.
         blended = new["means"] + momentum * (before["means"] - new["means"])
         new = {**new, "means": torch.where(before["samples"][:, None] > 0, blended, new["means"])}
-    return merged(new, before)
+    known = new["samples"] > 0
+    return {
+        "means": torch.where(known[:, None], new["means"], before["means"]),
+        "samples": torch.where(known, new["samples"], before["samples"]),
+    }
 
 
 def averaged(before: Table, tables: Iterable[Table], momentum: float = 0.0) -> Table:

@@ -251,6 +251,7 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         extra, kept = Extra(), context.kept
         if setup.finishes:
+            model.module.eval()
             done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
             with torch.no_grad(), precision():
                 extra, kept = setup.objective.client_final(done, context)
