@@ -427,7 +427,7 @@ MUTANTS = [
     rebafl("deviation from the target", "(features - P[labels])", "(features - P[targets])"),
     rebafl("no second loss", "+ self.mu * second", "+ 0.0 * second"),
     prototypes("weights of prototypes", "sums += counts[:, None] * table", "sums += (counts[:, None] > 0) * table"),
-    prototypes("theirs before one's own", "return merged(new, before)", "return merged(before, new)"),
+    prototypes("theirs before one's own", 'known = new["samples"] > 0', 'known = before["samples"] <= 0'),
     prototypes(
         "a sum, no mean",
         '(sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}\n    return',
@@ -467,9 +467,9 @@ MUTANTS = [
     moments("also classes with few samples", "samples < client", "samples < 0 * client"),
     memory("a cutoff a round late", "waited >= self.cutoff", "waited > self.cutoff"),
     server(
-        "momentum before decay",
-        "torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)\n        if self.settings.momentum",
-        "torch._foreach_sub_(gradient, weights, alpha=self.settings.weight_decay)\n        if self.settings.momentum",
+        "decay with the wrong sign",
+        "torch._foreach_add_(total, weights, alpha=self.settings.weight_decay)",
+        "torch._foreach_sub_(total, weights, alpha=self.settings.weight_decay)",
     ),
     server(
         "a velocity that never fades",
@@ -1218,6 +1218,7 @@ MUTANTS = [
         "seen += batch.y.shape[0]",
         "objectives/test_sharpness.py",
     ),
+    local("a last hook in training mode", "            model.module.eval()\n", ""),
     local("the quick way without the displacement", " or setup.displaces):", "):", "objectives/test_sharpness.py"),
     entropy("the labels of those before do not count", "entropies(total + counts)", "entropies(counts)"),
     entropy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 import torch
@@ -104,36 +105,30 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: float = 1) -> None:
-        """Take one step with the gradient ``gradient / samples``. The argument ``gradient`` is a sum over samples."""
-        gradients = [gradient[name] for name in self.params]
-        if self.settings.optimizer == "sgd":
-            self._sgd(gradients, float(samples))
-        else:
-            self._adaptive(list(torch._foreach_div(gradients, float(samples))))
+        """Take one step with the gradient g = ``gradient / samples``. The argument ``gradient`` is a sum over samples.
 
-    def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
-        """Take a step of SGD: v ← momentum · v + g and w ← w − η v, where g = gradient / samples.
-
-        If possible, the last operation includes the division, which saves a pass over memory.
+        A step of SGD is v ← momentum · v + g and w ← w − η v. If possible, the last operation includes the division by
+        ``samples``, which saves a pass over memory.
         """
-        weights = list(self.params.values())
+        weights, total, n = list(self.params.values()), [gradient[name] for name in self.params], float(samples)
         if self.settings.weight_decay:
-            gradient, samples = torch._foreach_div(gradient, samples), 1.0
-            torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)
+            total, n = list(torch._foreach_div(total, n)), 1.0
+            torch._foreach_add_(total, weights, alpha=self.settings.weight_decay)
+        if self.settings.optimizer != "sgd":
+            self._adaptive(weights, torch._foreach_div(total, n))
+            return
         if self.settings.momentum:
             if self._first:
                 torch._foreach_mul_(self._first, self.settings.momentum)
-                torch._foreach_add_(self._first, gradient, alpha=1 / samples)
+                torch._foreach_add_(self._first, total, alpha=1 / n)
             else:
-                self._first = list(torch._foreach_div(gradient, samples))
-            gradient, samples = self._first, 1.0
-        torch._foreach_add_(weights, gradient, alpha=-self._lr / samples)
+                self._first = list(torch._foreach_div(total, n))
+            total, n = self._first, 1.0
+        torch._foreach_add_(weights, total, alpha=-self._lr / n)
 
-    def _adaptive(self, gradient: list[Tensor]) -> None:
-        weights, rule, tau = list(self.params.values()), self.settings.optimizer, self.settings.eps
+    def _adaptive(self, weights: list[Tensor], gradient: Sequence[Tensor]) -> None:
+        rule, tau = self.settings.optimizer, self.settings.eps
         beta1, beta2 = (0.0, 1.0) if rule == "adagrad" else self.settings.betas
-        if self.settings.weight_decay:
-            torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)
         if not self._second:
             self._first = [torch.zeros_like(w) for w in weights]
             self._second = [torch.full_like(w, tau**2) for w in weights]
