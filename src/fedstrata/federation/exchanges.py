@@ -185,7 +185,8 @@ class Exchanges:
                 # In a relay, the client sends the model to the next client, and its reply to the server takes no
                 # simulated time. Therefore, add this client's time to the clock now.
                 self.clock.pass_time(log)
-        return requests.among(clients, work)
+        which = {client: requests.which[client] for client in clients}
+        return Requests(requests.distinct, which, work or requests.work)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
         """Return the online clients, which are determined once per round."""

@@ -167,19 +167,9 @@ class Requests(dict[ClientId, Request]):
         if isinstance(request, Request):
             return cls([request], dict.fromkeys(map(int, clients), 0))
         if isinstance(request, Requests):
-            return request if clients is request else request.among(clients)
+            return cls(request.distinct, {client: request.which[client] for client in clients}, request.work)
         by_client = {int(client): request[client] for client in clients}
         return cls(list(by_client.values()), {client: index for index, client in enumerate(by_client)})
-
-    def among(self, clients: Iterable[ClientId], work: Mapping[ClientId, float] | None = None) -> Requests:
-        """Return the requests to a subset of the clients.
-
-        Args:
-            clients: The subset.
-            work: The number of per-sample gradients of each client; see ``Requests``. Default: the numbers in this
-                object.
-        """
-        return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
 
 
 @record("Weights")
